@@ -1,0 +1,333 @@
+"""Every setting of kvatlas: its default, its meaning, and the one door through which it comes in.
+
+`load` reads a YAML file and `section.key=value` overrides and either returns a complete `Config`
+or raises one `ConfigError` that lists every problem. Nothing here reads the environment or looks at
+the machine: automatic values stay None (or "auto") until the part that can measure resolves them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import yaml
+
+from configs import rules
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+
+class ConfigError(Exception):
+    """The configuration cannot be used; `problems` has one line for each reason."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        head = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        super().__init__(f"{head} in the configuration:\n  " + "\n  ".join(problems))
+
+
+def _setting(default: object, rule: rules.Rule, doc: str) -> Any:
+    return dataclasses.field(default=default, metadata={"rule": rule, "doc": doc})
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Which model is served and in which numbers it computes."""
+
+    path: str = _setting(
+        "smollm2",
+        rules.text(),
+        "`smollm2` (ships with the install), a model directory, or a hub id.",
+    )
+    name: str | None = _setting(
+        None, rules.text(), "Name that requests use; null is the last part of `model.path`."
+    )
+    revision: str | None = _setting(
+        None, rules.text(), "Branch, tag or commit of a hub id; null is the hub's default."
+    )
+    dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = _setting(
+        "auto",
+        rules.choice("auto", "float64", "float32", "bfloat16", "float16"),
+        "Number format of weights and KV; auto is the one in the model's files.",
+    )
+    device: Literal["auto", "cpu", "cuda"] = _setting(
+        "auto",
+        rules.choice("auto", "cpu", "cuda"),
+        "Where the model computes; auto is a GPU if there is one.",
+    )
+    max_model_len: int | None = _setting(
+        None,
+        rules.integer(1),
+        "Longest sequence in tokens, prompt and output; null is the model's own limit.",
+    )
+    compile: bool = _setting(
+        False,
+        rules.flag(),
+        "Compile the forward pass with torch.compile; a slower start, faster steps.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class KVConfig:
+    """The pages that keys and values live in."""
+
+    block_size: int | None = _setting(
+        None, rules.power_of_two(8, 256), "Tokens in one block; null is 16 on a CPU, 64 on a GPU."
+    )
+    memory: int | Literal["auto"] = _setting(
+        "auto", rules.size(auto=True), "Memory for all blocks; auto follows `kv.memory_fraction`."
+    )
+    memory_fraction: float = _setting(
+        0.9,
+        rules.number(0, 1, above=True),
+        "Share of free GPU memory for auto (on a CPU: a quarter of free memory, at most 2 GiB).",
+    )
+    blocks: int | None = _setting(
+        None,
+        rules.integer(1),
+        "Exact number of blocks, before any other size; null sizes them by memory.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """How much work one engine step takes on."""
+
+    max_num_seqs: int | None = _setting(
+        None,
+        rules.integer(1),
+        "Most sequences computed at once; null is 64 on a CPU, 256 on a GPU.",
+    )
+    max_batch_tokens: int | None = _setting(
+        None,
+        rules.integer(1),
+        "Most tokens computed in one step; null is 512 on a CPU, 8192 on a GPU.",
+    )
+    max_waiting: int = _setting(
+        256, rules.integer(1), "Most requests that wait for their first step; more get 429."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LimitsConfig:
+    """What one request may ask for; beyond it the request gets a 4xx."""
+
+    max_logprobs: int = _setting(
+        20, rules.integer(0), "Most alternatives per token in `logprobs` and `top_logprobs`."
+    )
+    max_stop_strings: int = _setting(16, rules.integer(0), "Most stop strings in one request.")
+    max_stop_length: int = _setting(256, rules.integer(1), "Longest stop string, in characters.")
+    max_logit_bias: int = _setting(
+        1024, rules.integer(0), "Most entries of `logit_bias` in one request."
+    )
+    max_body_bytes: int = _setting(
+        16 * 2**20, rules.size(), "Largest request body; larger gets 413."
+    )
+    body_timeout_s: float = _setting(
+        30.0, rules.number(0, above=True), "Time for a request body to arrive; later gets 408."
+    )
+    request_timeout_s: float = _setting(
+        600.0, rules.number(0, above=True), "Longest life of a request, waiting included."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """The HTTP side."""
+
+    host: str = _setting(
+        "127.0.0.1", rules.text(), "Address to listen on; 0.0.0.0 lets other machines in."
+    )
+    port: int = _setting(8000, rules.integer(1, 65535), "Port to listen on.")
+    strict_params: bool = _setting(
+        False,
+        rules.flag(),
+        "Refuse unknown request parameters with 400; off ignores and counts them.",
+    )
+    stream_messages_per_s: float = _setting(
+        400.0,
+        rules.number(0, above=True),
+        "Stream messages a worker sends per second; more are folded.",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = _setting(
+        "info", rules.choice("debug", "info", "warning", "error"), "Least severe log lines shown."
+    )
+    log_json: bool = _setting(False, rules.flag(), "Write log lines as JSON objects.")
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """The Ray side: how many processes, and how long they may take."""
+
+    workers: int = _setting(1, rules.integer(1, 1), "Engines, each with its own copy of the model.")
+    ingresses: int = _setting(1, rules.integer(1, 1), "Processes that speak HTTP and tokenise.")
+    start_timeout_s: float = _setting(
+        600.0, rules.number(0, above=True), "Longest start before it is given up, weights included."
+    )
+    health_period_s: float = _setting(
+        2.0, rules.number(0, above=True), "Time between two health checks of a worker."
+    )
+    health_timeout_s: float = _setting(
+        5.0, rules.number(0, above=True), "Time a worker has to answer a health check."
+    )
+    gpus_per_worker: float = _setting(
+        1.0, rules.number(0, above=True), "GPUs that Ray reserves for a worker on a GPU."
+    )
+    cpus_per_worker: float = _setting(1.0, rules.number(0), "CPUs that Ray reserves for a worker.")
+    threads: int | None = _setting(
+        None,
+        rules.integer(1),
+        "Threads a CPU worker computes with; null is all cores shared by the workers.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """All settings, by section."""
+
+    model: ModelConfig = ModelConfig()
+    kv: KVConfig = KVConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    limits: LimitsConfig = LimitsConfig()
+    server: ServerConfig = ServerConfig()
+    cluster: ClusterConfig = ClusterConfig()
+
+
+SECTIONS: Mapping[str, type[Any]] = {f.name: type(f.default) for f in dataclasses.fields(Config)}
+
+
+def settings() -> Iterator[tuple[str, dataclasses.Field[Any]]]:
+    """Every setting as ("section.key", field); a field's metadata holds its `rule` and `doc`."""
+    for section, kind in SECTIONS.items():
+        for field in dataclasses.fields(kind):
+            yield f"{section}.{field.name}", field
+
+
+_FIELDS: Mapping[str, dataclasses.Field[Any]] = dict(settings())
+
+
+def load(path: str | None = None, overrides: Sequence[str] = ()) -> Config:
+    """The configuration in the YAML file `path` with `section.key=value` overrides on top.
+
+    Without a file all settings have their defaults, and null anywhere means the default.
+    Raises ConfigError with all problems of the file and the overrides together.
+    """
+    problems: list[str] = []
+    given: dict[str, tuple[str, object]] = {}  # key -> where it was said, value
+    for key, value in _flatten(_read(path, problems), str(path), problems):
+        given[key] = (str(path), value)
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals:
+            problems.append(f"--set {override}: is not of the form section.key=value")
+        elif key in SECTIONS:
+            problems.append(f"--set {override}: {key} is a section, set one of its keys")
+        else:
+            given[key] = ("--set", _scalar(key, text))
+    values: dict[str, dict[str, object]] = {section: {} for section in SECTIONS}
+    for key, (where, value) in given.items():
+        field = _FIELDS.get(key)
+        if field is None:
+            problems.append(f"{key} ({where}): there is no such setting{_meant(key)}")
+        elif value is not None:
+            rule: rules.Rule = field.metadata["rule"]
+            section, _, name = key.partition(".")
+            try:
+                values[section][name] = rule.parse(value)
+            except ValueError:
+                default = _show(field.default)
+                problems.append(
+                    f"{key} ({where}): {_show(value)} is not possible; possible is {rule.possible} "
+                    f"(null is the default, {default})"
+                )
+    if problems:
+        raise ConfigError(problems)
+    return Config(**{section: kind(**values[section]) for section, kind in SECTIONS.items()})
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that refuses a key written twice, where YAML would silently drop the first."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for at, key in enumerate(keys):
+            if key in keys[:at]:
+                mark = node.value[at][0].start_mark
+                raise yaml.MarkedYAMLError(problem=f"key {key} is given twice", problem_mark=mark)
+        return super().construct_mapping(node, deep)
+
+
+def _read(path: str | None, problems: list[str]) -> object:
+    if path is None:
+        return None
+    try:
+        return yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
+    except OSError as error:
+        problems.append(f"{path}: cannot be read: {error.strerror}")
+    except UnicodeDecodeError:
+        problems.append(f"{path}: is not UTF-8 text")
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        line = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problems.append(f"{path}{line}: is not valid YAML: {error.problem}")
+    except (yaml.YAMLError, TypeError) as error:
+        problems.append(f"{path}: is not valid YAML: {error}")
+    return None
+
+
+def _flatten(tree: object, path: str, problems: list[str]) -> Iterator[tuple[str, object]]:
+    """("section.key", value) of a parsed file; what is not in a section keeps its bare key."""
+    if tree is None:
+        return
+    if not isinstance(tree, dict):
+        problems.append(f"{path}: must hold sections ({', '.join(SECTIONS)}), not {_show(tree)}")
+        return
+    for section, body in tree.items():
+        if str(section) in _FIELDS:
+            name, _, key = str(section).partition(".")
+            problems.append(f"{section} ({path}): belongs into its section, {name}: {{{key}: ...}}")
+        elif section not in SECTIONS:
+            yield str(section), body
+        elif isinstance(body, dict):
+            yield from ((f"{section}.{key}", value) for key, value in body.items())
+        elif body is not None:
+            problems.append(f"{section} ({path}): {_show(body)} is not a mapping of settings")
+
+
+def _scalar(key: str, text: str) -> object:
+    """What an override's text stands for: YAML, but a text setting may look like a number."""
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    field = _FIELDS.get(key)
+    wants_text = field is not None and "str" in str(field.type).split(" | ")
+    return text if wants_text and value is not None and not isinstance(value, str) else value
+
+
+def _meant(key: str) -> str:
+    """A hint for an unknown key: its own name in another section, else similar spelling."""
+    name = key.rpartition(".")[2]
+    close = [full for full in _FIELDS if full.partition(".")[2] == name]
+    close = close or difflib.get_close_matches(key, _FIELDS, n=1, cutoff=0.75)
+    if not close:
+        names = {full.partition(".")[2]: full for full in _FIELDS}
+        close = [names[n] for n in difflib.get_close_matches(name, names, n=1, cutoff=0.75)]
+    if close:
+        return f"; did you mean {close[0]}?"
+    section = difflib.get_close_matches(key.partition(".")[0], SECTIONS, n=1)
+    if section:
+        keys = ", ".join(f.name for f in dataclasses.fields(SECTIONS[section[0]]))
+        return f"; section {section[0]} has {keys}"
+    return f"; the sections are {', '.join(SECTIONS)}"
+
+
+def _show(value: object) -> str:
+    """A value as it would be written in YAML, on one line and not too long."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return " ".join((value if isinstance(value, str) else repr(value)).split())[:80]
