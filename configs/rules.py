@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -33,16 +32,16 @@ def integer(low: int, high: int | None = None) -> Rule:
     return Rule(f"integer of {low} or more" if high is None else f"integer, {low} to {high}", parse)
 
 
-def number(low: float, high: float = math.inf, *, above: bool = False) -> Rule:
+def number(low: float, high: float = 1e300, *, above: bool = False) -> Rule:
     def parse(value: object) -> float:
-        if not isinstance(value, int | float) or isinstance(value, bool) or abs(value) > 1e300:
+        if not isinstance(value, int | float) or isinstance(value, bool):
             raise ValueError
         if not low <= value <= high or (above and value == low):  # NaN is never in between
             raise ValueError
         return float(value)
 
     text = f"above {low:g}" if above else f"of {low:g} or more"
-    return Rule(f"number {text}" + ("" if high == math.inf else f", at most {high:g}"), parse)
+    return Rule(f"number {text}" + ("" if high == 1e300 else f", at most {high:g}"), parse)
 
 
 def power_of_two(low: int, high: int) -> Rule:

@@ -239,9 +239,9 @@ def load(path: str | None = None, overrides: Sequence[str] = ()) -> Config:
             try:
                 values[section][name] = rule.parse(value)
             except ValueError:
-                default = _show(field.default)
+                default = shown(field.default)
                 problems.append(
-                    f"{key} ({where}): {_show(value)} is not possible; possible is {rule.possible} "
+                    f"{key} ({where}): {shown(value)} is not possible; possible is {rule.possible} "
                     f"(null is the default, {default})"
                 )
     if problems:
@@ -284,7 +284,7 @@ def _flatten(tree: object, path: str, problems: list[str]) -> Iterator[tuple[str
     if tree is None:
         return
     if not isinstance(tree, dict):
-        problems.append(f"{path}: must hold sections ({', '.join(SECTIONS)}), not {_show(tree)}")
+        problems.append(f"{path}: must hold sections ({', '.join(SECTIONS)}), not {shown(tree)}")
         return
     for section, body in tree.items():
         if str(section) in _FIELDS:
@@ -295,7 +295,7 @@ def _flatten(tree: object, path: str, problems: list[str]) -> Iterator[tuple[str
         elif isinstance(body, dict):
             yield from ((f"{section}.{key}", value) for key, value in body.items())
         elif body is not None:
-            problems.append(f"{section} ({path}): {_show(body)} is not a mapping of settings")
+            problems.append(f"{section} ({path}): {shown(body)} is not a mapping of settings")
 
 
 def _scalar(key: str, text: str) -> object:
@@ -311,22 +311,23 @@ def _scalar(key: str, text: str) -> object:
 
 def _meant(key: str) -> str:
     """A hint for an unknown key: its own name in another section, else similar spelling."""
-    name = key.rpartition(".")[2]
-    close = [full for full in _FIELDS if full.partition(".")[2] == name]
-    close = close or difflib.get_close_matches(key, _FIELDS, n=1, cutoff=0.75)
-    if not close:
-        names = {full.partition(".")[2]: full for full in _FIELDS}
-        close = [names[n] for n in difflib.get_close_matches(name, names, n=1, cutoff=0.75)]
-    if close:
-        return f"; did you mean {close[0]}?"
-    section = difflib.get_close_matches(key.partition(".")[0], SECTIONS, n=1)
-    if section:
-        keys = ", ".join(f.name for f in dataclasses.fields(SECTIONS[section[0]]))
-        return f"; section {section[0]} has {keys}"
+    section, _, name = key.rpartition(".")
+    names = {full.partition(".")[2]: full for full in _FIELDS}
+    own = [f.name for f in dataclasses.fields(SECTIONS[section])] if section in SECTIONS else []
+    if name in names:
+        return f"; did you mean {names[name]}?"
+    if similar := difflib.get_close_matches(name, own, n=1):
+        return f"; did you mean {section}.{similar[0]}?"
+    if similar := difflib.get_close_matches(name, names, n=1, cutoff=0.75):
+        return f"; did you mean {names[similar[0]]}?"
+    if own:
+        return f"; section {section} has {', '.join(own)}"
+    if similar := difflib.get_close_matches(key, SECTIONS, n=1):
+        return f"; did you mean section {similar[0]}?"
     return f"; the sections are {', '.join(SECTIONS)}"
 
 
-def _show(value: object) -> str:
+def shown(value: object) -> str:
     """A value as it would be written in YAML, on one line and not too long."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
