@@ -1,0 +1,179 @@
+"""Attention over pages: the public ops, each beside the plain formula it must equal.
+
+Shapes: T tokens of the step, R rows, Hq and Hkv query and KV heads, G = Hq / Hkv, Dk and Dv head
+sizes of keys and values, B slots of a block, W entries of a table.  Pages: `[blocks, Hkv, B, D]`.
+Partial sums are float32, or float64 for float64 queries; exponentials are base e.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """One layer group's ragged batch.
+
+    Row r owns the queries `query_start[r]:query_start[r+1]`, at positions `first[r]`, `first[r]+1`,
+    and so on, and reads the keys in the first `blocks[r]` entries of `table[r]`.
+    """
+
+    query_start: Tensor  # int32 [R+1]
+    first: Tensor  # int32 [R], position of the row's first query
+    table: Tensor  # int32 [R, W], physical blocks of this rank, in ascending logical order
+    blocks: Tensor  # int32 [R], entries of the table in use
+    logical: Tensor | None  # int32 [R, W], logical index of each entry; None means 0, 1, 2, ...
+    slots: Tensor  # int64 [T], block * B + offset that receives token t's K and V; -1 for none
+    lens: tuple[int, ...]  # host copy of the rows' lengths
+    firsts: tuple[int, ...]  # host copy of `first`
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Softmax-weighted sums over some of the keys: `acc = sum e^(x-m) v`, `l = sum e^(x-m)`.
+
+    m is the largest logit.  Over no keys at all it is (0, -inf, 0), the exact identity of merge.
+    """
+
+    acc: Tensor  # [..., Hq, Dv]
+    m: Tensor  # [..., Hq]
+    l: Tensor  # [..., Hq]  # noqa: E741
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of partial sums for queries of `dtype`."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
+    """Store the step's keys and values in their slots.
+
+    k `[T, Hkv, Dk]` and v `[T, Hkv, Dv]` are cast to the pages' dtype; slots int64 `[T]`, where -1
+    stores nothing.  No slot may occur twice.
+    """
+    write_reference(k, v, k_pages, v_pages, slots)
+
+
+def attend(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    rows: Rows,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Partial:
+    """Attend with q `[T, Hq, Dk]` over the rows' blocks; Partial of `[T, Hq, Dv]`.
+
+    The logit of key k is `x = scale * q.k`, with a soft cap c it is `c * tanh(x / c)`.  A key at
+    position p is visible to a query at position t iff `p <= t` and, given a window, also
+    `t - p < window`.
+    Query head h reads KV head `h // G`.
+    """
+    return attend_reference(q, k_pages, v_pages, rows, scale=scale, window=window, softcap=softcap)
+
+
+def merge(parts: Partial) -> Partial:
+    """Fold partials along their leading axis, in ascending order; any of them may be empty."""
+    return merge_reference(parts)
+
+
+def finish(partial: Partial, sink: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Attention output `[T, Hq, Dv]` in `dtype`; sink is a logit per head `[Hq]` without a value.
+
+    Apply once, after the last merge.  A query that saw no key gives zeros.
+    """
+    return finish_reference(partial, sink, dtype)
+
+
+def copy(arena: Tensor, src: Tensor, dst: Tensor) -> None:
+    """Copy whole blocks: `arena[dst[i]] = arena[src[i]]`.
+
+    arena uint8 `[blocks, block_bytes]`, src and dst int64 `[n]`; no dst is another dst or any src.
+    """
+    copy_reference(arena, src, dst)
+
+
+def write_reference(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
+    """`pages[slot // B, :, slot % B] = x` for every token with a slot."""
+    size = k_pages.shape[2]
+    kept = slots >= 0
+    block, offset = slots[kept] // size, slots[kept] % size
+    k_pages[block, :, offset] = k[kept].to(k_pages.dtype)
+    v_pages[block, :, offset] = v[kept].to(v_pages.dtype)
+
+
+def attend_reference(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    rows: Rows,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Partial:
+    """The formula of `attend`, a row at a time, all keys at once."""
+    dtype = accumulator(q.dtype)
+    heads, size = k_pages.shape[1], k_pages.shape[2]
+    acc, maxima, sums = [], [], []
+    queries = (
+        q.to(dtype).reshape(len(q), heads, q.shape[1] // heads, q.shape[2]).split(list(rows.lens))
+    )
+    for r, (query, first) in enumerate(zip(queries, rows.firsts, strict=True)):
+        used = int(rows.blocks[r])
+        entries = rows.table[r, :used].long()
+        logical = torch.arange(used, device=q.device) if rows.logical is None else rows.logical[r]
+        keys = logical[:used, None] * size + torch.arange(size, device=q.device)
+        ahead = first + torch.arange(len(query), device=q.device)[:, None] - keys.flatten()
+        visible = (ahead >= 0) if window is None else (ahead >= 0) & (ahead < window)
+        k = k_pages[entries].to(dtype).transpose(1, 2).flatten(0, 1)  # [keys, Hkv, Dk]
+        v = v_pages[entries].to(dtype).transpose(1, 2).flatten(0, 1)
+        v = torch.where(visible.any(0)[:, None, None], v, 0)  # unwritten slots may hold NaN
+        x = torch.einsum("thgd,khd->thgk", query, k) * scale
+        if softcap is not None:
+            x = softcap * torch.tanh(x / softcap)
+        x = x.masked_fill(~visible[:, None, None, :], -torch.inf)
+        x = torch.cat([x, x.new_full((*x.shape[:-1], 1), -torch.inf)], -1)  # a row without keys
+        m = x.amax(-1)
+        p = torch.exp(x - _finite(m)[..., None])
+        acc.append(torch.einsum("thgk,khd->thgd", p[..., :-1], v).flatten(1, 2))
+        maxima.append(m.flatten(1, 2))
+        sums.append(p.sum(-1).flatten(1, 2))
+    return Partial(torch.cat(acc), torch.cat(maxima), torch.cat(sums))
+
+
+def merge_reference(parts: Partial) -> Partial:
+    """A left fold of `m = max(a.m, b.m)`, `x = a.x e^(a.m-m) + b.x e^(b.m-m)` for acc and l."""
+    acc, m, l = parts.acc[0], parts.m[0], parts.l[0]  # noqa: E741
+    for next_acc, next_m, next_l in zip(parts.acc[1:], parts.m[1:], parts.l[1:], strict=True):
+        top = torch.maximum(m, next_m)
+        old, new = torch.exp(m - _finite(top)), torch.exp(next_m - _finite(top))
+        acc = acc * old[..., None] + next_acc * new[..., None]
+        m, l = top, l * old + next_l * new  # noqa: E741
+    return Partial(acc, m, l)
+
+
+def finish_reference(partial: Partial, sink: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """`acc / (l + e^(sink-m))`, both scaled by `e^(m-top)`, where `top = max(m, sink)`."""
+    acc, m, total = partial.acc, partial.m, partial.l
+    if sink is not None:
+        top = torch.maximum(m, sink.to(m.dtype))
+        weight = torch.exp(m - _finite(top))
+        acc, total = acc * weight[..., None], total * weight + torch.exp(sink - _finite(top))
+    seen = (m > -torch.inf)[..., None]
+    return torch.where(seen, acc / total[..., None], 0).to(dtype)
+
+
+def copy_reference(arena: Tensor, src: Tensor, dst: Tensor) -> None:
+    """Gather, then scatter."""
+    arena.index_copy_(0, dst, arena.index_select(0, src))
+
+
+def _finite(m: Tensor) -> Tensor:
+    """m with -inf replaced by 0, so that `e^(x-m)` of no key at all is 0 and not NaN."""
+    return torch.where(m == -torch.inf, 0, m)
