@@ -1,0 +1,164 @@
+"""What a request may ask of the sampler, and the limits that keep every option's memory bounded.
+
+This module imports no torch: the ingress checks with it before the first byte of an answer, and the
+worker again at admission.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+GREEDY_BELOW = 1e-5
+"""Temperatures under this are greedy: dividing float32 logits by less only makes infinities."""
+
+MAX_TEMPERATURE = 2.0
+"""The range of OpenAI's API; above it tokens are close to noise."""
+
+MAX_COUNT = 2**31 - 1
+"""Positions are one 32-bit word of the random number generator's counter."""
+
+
+class ParamError(ValueError):
+    """A sampling parameter outside its range: `parameter`, `value` given, `allowed` in words."""
+
+    def __init__(self, parameter: str, value: object, allowed: str, setting: str = "") -> None:
+        self.parameter = parameter
+        self.value = value
+        self.allowed = allowed
+        change = f" (the setting {setting} changes this limit)" if setting else ""
+        super().__init__(f"{parameter} must be {allowed}, got {_shown(value)}{change}")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Options of one request. `check` says which values are served; defaults ask for nothing.
+
+    `seed` is always set on a worker (the ingress draws one), so that output is a pure function of
+    the request. `logprobs` and `prompt_logprobs` are how many alternatives to report beside the
+    chosen token: 0 reports the chosen one alone, None reports nothing.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    n: int = 1
+
+    @property
+    def greedy(self) -> bool:
+        """True when no random number is used: temperature 0, or a single candidate."""
+        return self.temperature < GREEDY_BELOW or self.top_k == 1
+
+    @property
+    def penalised(self) -> bool:
+        """True when the sampler must know the tokens so far: the sequence needs a seat."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ParamLimits:
+    """What this server serves. Each bound on a count is a bound on memory (see `row_bytes`)."""
+
+    vocab_size: int
+    max_logprobs: int = 20
+    max_logit_bias: int = 1024
+    max_stop_token_ids: int = 128
+    max_n: int = 1
+
+
+def row_bytes(limits: ParamLimits) -> int:
+    """Device bytes that the options of one row can cost beside rows of logits.
+
+    A bias entry is an int64 index and a float64 value, kept while the sequence sits and copied into
+    the step's plan; a stop token is an int64 index in both; an alternative is an int64 id, its
+    index in the sort and a float64 log-probability. Scalars of a row take at most 256 bytes.
+    """
+    bias = 2 * limits.max_logit_bias * 16
+    stops = 2 * limits.max_stop_token_ids * 8
+    return bias + stops + (limits.max_logprobs + 1) * 24 + 256
+
+
+def check(params: SamplingParams, limits: ParamLimits) -> None:
+    """Raise ParamError for the first parameter that is not served."""
+    _real("temperature", params.temperature, 0.0, MAX_TEMPERATURE)
+    _real("top_p", params.top_p, 0.0, 1.0, open_low=True)
+    _real("min_p", params.min_p, 0.0, 1.0)
+    _real("repetition_penalty", params.repetition_penalty, 0.0, 10.0, open_low=True)
+    _real("presence_penalty", params.presence_penalty, -2.0, 2.0)
+    _real("frequency_penalty", params.frequency_penalty, -2.0, 2.0)
+    _whole("top_k", params.top_k, -1, MAX_COUNT, "-1 or 0 (off) or a positive integer")
+    _whole("max_tokens", params.max_tokens, 0, MAX_COUNT)
+    _whole("min_tokens", params.min_tokens, 0, MAX_COUNT)
+    if params.min_tokens > params.max_tokens:
+        raise ParamError("min_tokens", params.min_tokens, f"at most max_tokens={params.max_tokens}")
+    _whole("seed", params.seed, -(2**63), 2**63 - 1, "a signed 64-bit integer")
+    _whole("n", params.n, 1, limits.max_n)
+    for name, asked in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        if asked is not None:
+            _whole(name, asked, 0, limits.max_logprobs, setting="limits.max_logprobs")
+    if not isinstance(params.ignore_eos, bool):
+        raise ParamError("ignore_eos", params.ignore_eos, "true or false")
+    _stop_token_ids(params.stop_token_ids, limits)
+    _logit_bias(params.logit_bias, limits)
+
+
+def _real(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    # A NaN is refused because no comparison with it holds.
+    if not number or not low <= value <= high or (open_low and value == low):  # type: ignore[operator]
+        span = f"above {low:g}, at most {high:g}" if open_low else f"from {low:g} to {high:g}"
+        raise ParamError(name, value, f"a number {span}")
+
+
+def _whole(
+    name: str, value: object, low: int, high: int, allowed: str = "", *, setting: str = ""
+) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ParamError(name, value, allowed or f"an integer from {low} to {high}", setting)
+
+
+def _shown(value: object) -> str:
+    # Python refuses to print integers of some thousand digits, which JSON may carry.
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    shown = repr(value)
+    return shown if len(shown) <= 80 else shown[:77] + "..."
+
+
+def _stop_token_ids(ids: Sequence[int], limits: ParamLimits) -> None:
+    allowed = f"at most {limits.max_stop_token_ids} token ids from 0 to {limits.vocab_size - 1}"
+    if isinstance(ids, (str, bytes)) or not isinstance(ids, Sequence):
+        raise ParamError("stop_token_ids", ids, allowed)
+    if len(ids) > limits.max_stop_token_ids:
+        raise ParamError("stop_token_ids", f"{len(ids)} ids", allowed)
+    for token in ids:
+        _whole("stop_token_ids", token, 0, limits.vocab_size - 1, allowed)
+
+
+def _logit_bias(bias: Mapping[int, float], limits: ParamLimits) -> None:
+    allowed = (
+        f"a map from at most {limits.max_logit_bias} token ids from 0 to {limits.vocab_size - 1} "
+        "to numbers from -100 to 100"
+    )
+    if not isinstance(bias, Mapping):
+        raise ParamError("logit_bias", bias, allowed)
+    if len(bias) > limits.max_logit_bias:
+        raise ParamError("logit_bias", f"{len(bias)} ids", allowed, "limits.max_logit_bias")
+    for token, value in bias.items():
+        _whole("logit_bias", token, 0, limits.vocab_size - 1, allowed)
+        _real(f"logit_bias[{token}]", value, -100.0, 100.0)
