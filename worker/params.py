@@ -4,7 +4,6 @@ This module imports no torch: the ingress checks with it before the first byte o
 worker again at admission.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
