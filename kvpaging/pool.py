@@ -1,0 +1,425 @@
+"""The blocks of one arena: who uses them, which may be hit again, which are free.
+
+A block has *references* (table entries) and *holds* (transfers, copy sources). One whose last
+reference goes while a step may still touch it waits for that step. Its state is derived, first
+match wins: quarantined, owned (references), leased (held or waiting), idle (has an identity),
+free. Every operation is O(1), or O(1) per block it moves, and fails before it changes anything.
+
+Identities form a forest: a block published under a parent is found only while that parent is.
+Losing an identity therefore withdraws all identities below it in the same call, deepest first.
+Eviction avoids this cost: tables give blocks back tail first, so a chain's tail is older than its
+head, and where a hold or a late step broke that order, idle children go before their parent.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvpaging import audit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from kvpaging.table import BlockTable
+
+log = logging.getLogger(__name__)
+
+QUARANTINED, OWNED, LEASED, IDLE, FREE = range(5)
+NONE = -1
+WHOLE = 1 << 62
+
+
+class OutOfBlocks(Exception):
+    """Fewer blocks can be handed out than were asked for; nothing has changed."""
+
+    def __init__(self, asked: int, available: int) -> None:
+        super().__init__(
+            f"{asked} KV blocks asked, {available} available (free or idle); "
+            "kv.memory or kv.blocks sets how many there are"
+        )
+        self.asked = asked
+        self.available = available
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Blocks by state; the five add up to all blocks of the pool."""
+
+    quarantined: int
+    owned: int
+    leased: int
+    idle: int
+    free: int
+
+
+@dataclass(slots=True)
+class Stats:
+    """Running totals since the pool was made."""
+
+    allocated: int = 0
+    evictions: int = 0
+    hits: int = 0
+    misses: int = 0
+    published: int = 0
+    duplicates: int = 0
+    orphans: int = 0
+    withdrawn: int = 0
+    violations: int = 0
+
+
+class BlockPool:
+    """References, holds, identities and states of `blocks` blocks, numbered from 0.
+
+    Steps are numbered upwards from 0. `on_change(kind, identity, parent)`, where set, hears each
+    identity that becomes findable ("stored") and each that no longer is ("removed"): set
+    transitions, a parent's before its children's going in and after them going out. It must not
+    call back into the pool nor raise.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        if blocks < 1:
+            raise ValueError(f"a pool of {blocks} blocks was asked for; it needs at least 1")
+        self.blocks = blocks
+        self.stats = Stats()
+        self.on_change: Callable[[str, bytes, bytes | None], None] | None = None
+        self.quarantined: dict[int, str] = {}
+        self._refs = [0] * blocks
+        self._holds = [0] * blocks
+        self._kept = [0] * blocks
+        self._last = [NONE] * blocks
+        self._ended = NONE
+        self._state = bytearray([FREE]) * blocks
+        self._counts = [0, 0, 0, 0, blocks]
+        self._free = blocks
+        self._idle = blocks + 1
+        self._waiting: dict[int, int] = {}
+        self._spare: list[int] = []
+        self._next: list[int] = [*range(1, blocks), self._free, 0, self._idle]
+        self._prev = [self._free, *range(blocks - 1), blocks - 1, self._idle]
+        self._identity: list[bytes | None] = [None] * blocks
+        self._found: dict[bytes, int] = {}
+        self._parent = [NONE] * blocks
+        self._child = [NONE] * blocks
+        self._elder = [NONE] * blocks
+        self._younger = [NONE] * blocks
+        self._audited = 0
+
+    # -- questions ---------------------------------------------------------------------------
+
+    @property
+    def available(self) -> int:
+        """Blocks that `allocate` can hand out now: free and idle ones."""
+        return self._counts[FREE] + self._counts[IDLE]
+
+    def counts(self) -> Counts:
+        return Counts(*self._counts)
+
+    def references(self, block: int) -> int:
+        return self._refs[block]
+
+    def holds(self, block: int) -> int:
+        return self._holds[block]
+
+    def state(self, block: int) -> int:
+        """One of QUARANTINED, OWNED, LEASED, IDLE, FREE."""
+        return self._state[block]
+
+    def identity(self, block: int) -> bytes | None:
+        return self._identity[block]
+
+    def lookup(self, identity: bytes) -> int | None:
+        """The block that holds `identity`; valid until the next call that may evict."""
+        block = self._found.get(identity)
+        if block is None:
+            self.stats.misses += 1
+        else:
+            self.stats.hits += 1
+        return block
+
+    def writable(self, block: int, offset: int) -> bool:
+        """Whether the one table that has `block` may write it from `offset` on, in place."""
+        return self._refs[block] == 1 and offset >= self._kept[block]
+
+    # -- references and holds ----------------------------------------------------------------
+
+    def allocate(self, n: int) -> list[int]:
+        """`n` blocks with one reference each; free ones first, then idle ones, oldest first.
+
+        Raises OutOfBlocks, and then nothing has changed.
+        """
+        if n < 0:
+            raise ValueError(f"{n} blocks were asked for")
+        if n > self.available:
+            raise OutOfBlocks(n, self.available)
+        taken = []
+        for _ in range(n):
+            block = self._next[self._free]
+            if block == self._free:
+                block = self._evict()
+            self._unlink(block)
+            self._set(block, OWNED)
+            self._refs[block] = 1
+            taken.append(block)
+        self.stats.allocated += n
+        return taken
+
+    def ref(self, block: int) -> None:
+        """One more table entry. An idle or waiting block is taken back; a free one is refused."""
+        if not self.usable(block):
+            raise ValueError(f"block {block} is {self.describe(block)}: no entry may be added")
+        if self._refs[block] == 0:
+            self._detach(block)
+            self._set(block, OWNED)
+        self._refs[block] += 1
+
+    def unref(self, block: int, step: int | None = None) -> None:
+        """One table entry less; `step` is the last step that may touch the block through it.
+
+        With its last reference the block waits for the latest step named by any of its
+        references, then for its holds, then goes idle (if it has an identity) or free.
+        """
+        refs = self._refs[block]
+        if refs == 0:
+            raise ValueError(f"block {block} is {self.describe(block)}: no entry to take away")
+        if step is not None and step > self._last[block]:
+            self._last[block] = step
+        self._refs[block] = refs - 1
+        if refs == 1 and self._state[block] == OWNED:
+            self._settle(block)
+
+    def hold(self, block: int, tokens: int = WHOLE) -> None:
+        """Keeps the first `tokens` tokens of a block as they are until `unhold`."""
+        if not self.usable(block):
+            raise ValueError(f"block {block} is {self.describe(block)}: it cannot be held")
+        if self._state[block] == IDLE:
+            self._unlink(block)
+            self._set(block, LEASED)
+        self._holds[block] += 1
+        self._kept[block] = max(self._kept[block], tokens)
+
+    def unhold(self, block: int) -> None:
+        """Ends one hold: the transfer ended, or whoever could still write confirmed its end."""
+        holds = self._holds[block]
+        if holds == 0:
+            raise ValueError(f"block {block} is {self.describe(block)}: no hold to end")
+        self._holds[block] = holds - 1
+        if holds == 1:
+            self._kept[block] = 0
+            if self._state[block] == LEASED and self._last[block] <= self._ended:
+                self._settle(block)
+
+    def step_ended(self, step: int) -> None:
+        """All steps up to and including `step` have ended; blocks waiting for them move on."""
+        if step <= self._ended:
+            return
+        self._ended = step
+        for ended in sorted(s for s in self._waiting if s <= step):
+            head = self._waiting.pop(ended)
+            while (block := self._next[head]) != head:
+                self._unlink(block)
+                self._settle(block)
+            self._spare.append(head)
+
+    # -- identities --------------------------------------------------------------------------
+
+    def publish(self, block: int, identity: bytes, parent: bytes | None) -> int:
+        """Makes a full block findable under `identity`; returns the block that is.
+
+        A duplicate keeps no identity and is told the earlier block, which its table may swap in.
+        `parent` is None for a block found without its predecessor (a chain's first, or one of a
+        windowed group). A block whose parent is not findable is not published (an orphan).
+        """
+        if self._refs[block] == 0 and self._holds[block] == 0:
+            raise ValueError(f"block {block} is {self.describe(block)}: it cannot be published")
+        if self._identity[block] not in (None, identity):
+            raise ValueError(f"block {block} already has another identity")
+        found = self._found.get(identity)
+        if found is not None:
+            self.stats.duplicates += found != block
+            return found
+        above = NONE if parent is None else self._found.get(parent, NONE)
+        if block in self.quarantined or (above == NONE and parent is not None):
+            self.stats.orphans += 1
+            return block
+        self._identity[block] = identity
+        self._found[identity] = block
+        self._adopt(block, above)
+        self.stats.published += 1
+        if self.on_change is not None:
+            self.on_change("stored", identity, parent)
+        return block
+
+    def forget(self, identity: bytes) -> int:
+        """Withdraws an identity and all below it; returns how many were withdrawn."""
+        block = self._found.get(identity)
+        return 0 if block is None else self._withdraw(block)
+
+    def flush(self) -> int:
+        """Withdraws the identities of all idle blocks and all below them; returns how many."""
+        withdrawn = 0
+        while (block := self._next[self._idle]) != self._idle:
+            withdrawn += self._withdraw(block)
+        return withdrawn
+
+    # -- faults ------------------------------------------------------------------------------
+
+    def quarantine(self, block: int, reason: str) -> None:
+        """Takes a block out of use until `readmit`: nobody is given it, nobody finds it.
+
+        Tables that have it keep their entries. For a transfer whose end nobody confirmed.
+        """
+        if block in self.quarantined:
+            return
+        log.error("KV block %d quarantined (%s): %s", block, self.describe(block), reason)
+        if self._identity[block] is not None:
+            self._withdraw(block)
+        if self._refs[block] == 0:
+            self._detach(block)
+        self._set(block, QUARANTINED)
+        self.quarantined[block] = reason
+
+    def readmit(self, block: int) -> None:
+        """Ends a quarantine: whoever could still write the block is known to be gone."""
+        del self.quarantined[block]
+        if self._refs[block]:
+            self._set(block, OWNED)
+        else:
+            self._settle(block)
+
+    def check(self, tables: Iterable[BlockTable]) -> list[str]:
+        """All that is wrong, given every table that draws from this pool; empty means sound."""
+        return [text for _, text in audit.problems(self, tables)]
+
+    def audit(self, tables: Iterable[BlockTable]) -> list[str]:
+        """`check` for production: quarantines what is wrong, counts, logs, never raises.
+
+        Costs one C-speed pass over blocks and table entries while all is sound.
+        """
+        return audit.repair(self, tables)
+
+    def usable(self, block: int) -> bool:
+        """Whether a table entry or a hold may be added: the block is not free nor out of use."""
+        state = self._state[block]
+        return state in (OWNED, LEASED, IDLE) or self._refs[block] > 0
+
+    def describe(self, block: int) -> str:
+        """A block's state in words, for messages."""
+        name = ("quarantined", "owned", "leased", "idle", "free")[self._state[block]]
+        return f"{name} with {self._refs[block]} references and {self._holds[block]} holds"
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _walk(self, head: int) -> Iterator[int]:
+        block = self._next[head]
+        while block != head:
+            yield block
+            block = self._next[block]
+
+    def _set(self, block: int, state: int) -> None:
+        self._counts[self._state[block]] -= 1
+        self._counts[state] += 1
+        self._state[block] = state
+
+    def _link(self, block: int, after: int) -> None:
+        then = self._next[after]
+        self._prev[block] = after
+        self._next[block] = then
+        self._next[after] = block
+        self._prev[then] = block
+
+    def _unlink(self, block: int) -> None:
+        before, then = self._prev[block], self._next[block]
+        self._next[before] = then
+        self._prev[then] = before
+
+    def _detach(self, block: int) -> None:
+        """Out of whichever list a block without references is in; held ones are in none."""
+        if self._state[block] != LEASED or self._last[block] > self._ended:
+            self._unlink(block)
+
+    def _settle(self, block: int) -> None:
+        """Where an unreferenced, unlinked block goes. The newest free block is reused first."""
+        if (step := self._last[block]) > self._ended:
+            self._set(block, LEASED)
+            self._link(block, self._prev[self._waiting_for(step)])
+        elif self._holds[block]:
+            self._set(block, LEASED)
+        elif self._identity[block] is not None:
+            self._set(block, IDLE)
+            self._link(block, self._prev[self._idle])
+        else:
+            self._set(block, FREE)
+            self._link(block, self._free)
+
+    def _waiting_for(self, step: int) -> int:
+        head = self._waiting.get(step)
+        if head is None:
+            if self._spare:
+                head = self._spare.pop()
+            else:
+                head = len(self._next)
+                self._next.append(head)
+                self._prev.append(head)
+            self._waiting[step] = head
+        return head
+
+    def _evict(self) -> int:
+        """Frees the oldest idle block, or rather an idle leaf of the chains below it.
+
+        Each child passed on the way down moves to the front, so that the next eviction finds
+        it there: a chain of any length costs one move per block.
+        """
+        block = self._next[self._idle]
+        while (child := self._child[block]) != NONE and self._state[child] == IDLE:
+            self._unlink(child)
+            self._link(child, self._idle)
+            block = child
+        self._withdraw(block)
+        self.stats.evictions += 1
+        return block
+
+    def _adopt(self, block: int, parent: int) -> None:
+        self._parent[block] = parent
+        if parent != NONE:
+            first = self._child[parent]
+            self._younger[block] = first
+            if first != NONE:
+                self._elder[first] = block
+            self._child[parent] = block
+
+    def _withdraw(self, block: int) -> int:
+        """Takes the identities of `block` and all below it away, leaves first."""
+        withdrawn = 0
+        node = block
+        while True:
+            while self._child[node] != NONE:
+                node = self._child[node]
+            parent = self._parent[node]
+            self._drop(node, parent)
+            withdrawn += 1
+            if node == block:
+                self.stats.withdrawn += withdrawn
+                return withdrawn
+            node = parent
+
+    def _drop(self, leaf: int, parent: int) -> None:
+        identity = self._identity[leaf]
+        assert identity is not None
+        elder, younger = self._elder[leaf], self._younger[leaf]
+        if elder != NONE:
+            self._younger[elder] = younger
+        elif parent != NONE:
+            self._child[parent] = younger
+        if younger != NONE:
+            self._elder[younger] = elder
+        self._parent[leaf] = self._elder[leaf] = self._younger[leaf] = NONE
+        self._identity[leaf] = None
+        del self._found[identity]
+        if self._state[leaf] == IDLE:
+            self._unlink(leaf)
+            self._settle(leaf)
+        if self.on_change is not None:
+            above = None if parent == NONE else self._identity[parent]
+            self.on_change("removed", identity, above)
