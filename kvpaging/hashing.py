@@ -1,0 +1,126 @@
+"""Chained block identity: the same bytes in every process, on every machine.
+
+    root        = H("root",  named fields, each length-prefixed)
+    identity(i) = H("block", identity(i - 1), tokens of block i as little-endian uint32)
+
+H is BLAKE2b with a 16-byte digest, keyed with the cluster's secret where there is one; the words
+in quotes are its personalisation, so that no root is also a block. A parent has a fixed length
+and the block size is in the root, so the chain needs no length prefixes of its own.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from hashlib import blake2b
+from operator import index
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+IDENTITY_BYTES = 16
+FORMAT_VERSION = 1
+KEY_BYTES_MAX: int = blake2b.MAX_KEY_SIZE
+TOKEN_MAX = (1 << 32) - 1
+
+
+def root(
+    *,
+    fingerprint: bytes,
+    kv_dtype: str,
+    block_size: int,
+    group: int = 0,
+    adapter: str = "",
+    salt: bytes = b"",
+    key: bytes = b"",
+) -> bytes:
+    """The parent of every first block: all that decides what K,V the same tokens have.
+
+    `fingerprint` names the model and its rotary choice, `kv_dtype` how K,V are stored, `group`
+    the layer group, `adapter` the weights on top, `salt` the tenant. Names and values are each
+    preceded by their length, so two different assignments never digest the same bytes.
+    """
+    if block_size < 1 or group < 0:
+        raise ValueError(f"no identity for block size {block_size} and layer group {group}")
+    fields: dict[str, bytes] = {
+        "version": b"%d" % FORMAT_VERSION,
+        "fingerprint": fingerprint,
+        "kv_dtype": kv_dtype.encode(),
+        "block_size": b"%d" % block_size,
+        "group": b"%d" % group,
+        "adapter": adapter.encode(),
+        "salt": salt,
+    }
+    digest = blake2b(digest_size=IDENTITY_BYTES, key=_checked(key), person=b"kvatlas.root")
+    for name, value in fields.items():
+        for part in (name.encode(), value):
+            digest.update(len(part).to_bytes(8, "little"))
+            digest.update(part)
+    return digest.digest()
+
+
+def identity(parent: bytes, tokens: Sequence[int], key: bytes = b"") -> bytes:
+    """The identity of one full block after `parent`, 16 bytes. Raises as `chain` does."""
+    digest = _block_hash(parent, key)
+    digest.update(parent + _packed(tokens))
+    return digest.digest()
+
+
+def chain(
+    root: bytes,
+    tokens: Sequence[int],
+    block_size: int,
+    *,
+    key: bytes = b"",
+    known: Sequence[bytes] = (),
+) -> list[bytes]:
+    """The identities of all full blocks of `tokens`; a partial last block has none.
+
+    `known` are those of the first blocks, from an earlier call: only the rest is digested.
+    Raises ValueError for a token that is no integer from 0 to 2^32 - 1, a parent that is not 16
+    bytes long, a key longer than 64 bytes, or more known identities than there are full blocks.
+    """
+    full = len(tokens) // block_size
+    if len(known) > full:
+        raise ValueError(f"{len(known)} identities are known, but there are {full} full blocks")
+    identities = list(known)
+    parent = identities[-1] if identities else root
+    start = _block_hash(parent, key)
+    data = _packed(tokens[len(known) * block_size : full * block_size])
+    width = 4 * block_size
+    for at in range(0, len(data), width):
+        digest = start.copy()
+        digest.update(parent + data[at : at + width])
+        parent = digest.digest()
+        identities.append(parent)
+    return identities
+
+
+def _block_hash(parent: bytes, key: bytes) -> blake2b:
+    if len(parent) != IDENTITY_BYTES:
+        raise ValueError(f"an identity has {IDENTITY_BYTES} bytes, this parent {len(parent)}")
+    return blake2b(digest_size=IDENTITY_BYTES, key=_checked(key), person=b"kvatlas.block")
+
+
+def _checked(key: bytes) -> bytes:
+    if len(key) > KEY_BYTES_MAX:
+        raise ValueError(f"the identity key has {len(key)} bytes, at most {KEY_BYTES_MAX} fit")
+    return key
+
+
+def _packed(tokens: Sequence[int]) -> bytes:
+    # A list, because an array made from bytes would take them for machine words.
+    tokens = tokens if isinstance(tokens, list) else list(tokens)
+    try:
+        packed = array("I", tokens)
+    except (OverflowError, TypeError):
+        bad = next(token for token in tokens if not _is_token(token))
+        raise ValueError(f"token {bad!r} is no integer from 0 to {TOKEN_MAX}") from None
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def _is_token(value: object) -> bool:
+    return hasattr(value, "__index__") and 0 <= index(value) <= TOKEN_MAX
