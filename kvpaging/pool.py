@@ -14,59 +14,32 @@ head, and where a hold or a late step broke that order, idle children go before 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvpaging import audit
+from kvpaging.states import (
+    FREE,
+    IDLE,
+    LEASED,
+    NONE,
+    OWNED,
+    QUARANTINED,
+    STATES,
+    Counts,
+    OutOfBlocks,
+    Stats,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
 
     from kvpaging.table import BlockTable
 
+__all__ = ["BlockPool", "Counts", "OutOfBlocks", "Stats"]
+
 log = logging.getLogger(__name__)
 
-QUARANTINED, OWNED, LEASED, IDLE, FREE = range(5)
-NONE = -1
 WHOLE = 1 << 62
-
-
-class OutOfBlocks(Exception):
-    """Fewer blocks can be handed out than were asked for; nothing has changed."""
-
-    def __init__(self, asked: int, available: int) -> None:
-        super().__init__(
-            f"{asked} KV blocks asked, {available} available (free or idle); "
-            "kv.memory or kv.blocks sets how many there are"
-        )
-        self.asked = asked
-        self.available = available
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """Blocks by state; the five add up to all blocks of the pool."""
-
-    quarantined: int
-    owned: int
-    leased: int
-    idle: int
-    free: int
-
-
-@dataclass(slots=True)
-class Stats:
-    """Running totals since the pool was made."""
-
-    allocated: int = 0
-    evictions: int = 0
-    hits: int = 0
-    misses: int = 0
-    published: int = 0
-    duplicates: int = 0
-    orphans: int = 0
-    withdrawn: int = 0
-    violations: int = 0
 
 
 class BlockPool:
@@ -74,8 +47,8 @@ class BlockPool:
 
     Steps are numbered upwards from 0. `on_change(kind, identity, parent)`, where set, hears each
     identity that becomes findable ("stored") and each that no longer is ("removed"): set
-    transitions, a parent's before its children's going in and after them going out. It must not
-    call back into the pool nor raise.
+    transitions, a parent before its children going in and after them going out; "cleared" when
+    a repair dropped all. It must not call back into the pool nor raise.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -106,8 +79,6 @@ class BlockPool:
         self._younger = [NONE] * blocks
         self._audited = 0
 
-    # -- questions ---------------------------------------------------------------------------
-
     @property
     def available(self) -> int:
         """Blocks that `allocate` can hand out now: free and idle ones."""
@@ -122,9 +93,9 @@ class BlockPool:
     def holds(self, block: int) -> int:
         return self._holds[block]
 
-    def state(self, block: int) -> int:
-        """One of QUARANTINED, OWNED, LEASED, IDLE, FREE."""
-        return self._state[block]
+    def state(self, block: int) -> str:
+        """One of the words in `states.STATES`."""
+        return STATES[self._state[block]]
 
     def identity(self, block: int) -> bytes | None:
         return self._identity[block]
@@ -139,10 +110,12 @@ class BlockPool:
         return block
 
     def writable(self, block: int, offset: int) -> bool:
-        """Whether the one table that has `block` may write it from `offset` on, in place."""
+        """Whether a table that has `block` may write it in place from `offset` on."""
         return self._refs[block] == 1 and offset >= self._kept[block]
 
-    # -- references and holds ----------------------------------------------------------------
+    def private(self, block: int) -> bool:
+        """Whether one table has `block` and nobody else may read any of it."""
+        return self.writable(block, 0) and self._identity[block] is None
 
     def allocate(self, n: int) -> list[int]:
         """`n` blocks with one reference each; free ones first, then idle ones, oldest first.
@@ -222,8 +195,6 @@ class BlockPool:
                 self._settle(block)
             self._spare.append(head)
 
-    # -- identities --------------------------------------------------------------------------
-
     def publish(self, block: int, identity: bytes, parent: bytes | None) -> int:
         """Makes a full block findable under `identity`; returns the block that is.
 
@@ -263,8 +234,6 @@ class BlockPool:
             withdrawn += self._withdraw(block)
         return withdrawn
 
-    # -- faults ------------------------------------------------------------------------------
-
     def quarantine(self, block: int, reason: str) -> None:
         """Takes a block out of use until `readmit`: nobody is given it, nobody finds it.
 
@@ -282,40 +251,26 @@ class BlockPool:
 
     def readmit(self, block: int) -> None:
         """Ends a quarantine: whoever could still write the block is known to be gone."""
-        del self.quarantined[block]
-        if self._refs[block]:
-            self._set(block, OWNED)
-        else:
-            self._settle(block)
+        if self.quarantined.pop(block, None) is None:
+            raise ValueError(f"block {block} is {self.describe(block)}: not quarantined")
+        self._place(block)
 
     def check(self, tables: Iterable[BlockTable]) -> list[str]:
         """All that is wrong, given every table that draws from this pool; empty means sound."""
         return [text for _, text in audit.problems(self, tables)]
 
     def audit(self, tables: Iterable[BlockTable]) -> list[str]:
-        """`check` for production: quarantines what is wrong, counts, logs, never raises.
-
-        Costs one C-speed pass over blocks and table entries while all is sound.
-        """
+        """`check` for every so many steps in production: quarantines, counts, logs, returns it."""
         return audit.repair(self, tables)
 
     def usable(self, block: int) -> bool:
         """Whether a table entry or a hold may be added: the block is not free nor out of use."""
-        state = self._state[block]
-        return state in (OWNED, LEASED, IDLE) or self._refs[block] > 0
+        return self._refs[block] > 0 or self._state[block] in (LEASED, IDLE)
 
     def describe(self, block: int) -> str:
         """A block's state in words, for messages."""
-        name = ("quarantined", "owned", "leased", "idle", "free")[self._state[block]]
+        name = self.state(block)
         return f"{name} with {self._refs[block]} references and {self._holds[block]} holds"
-
-    # -- inside ------------------------------------------------------------------------------
-
-    def _walk(self, head: int) -> Iterator[int]:
-        block = self._next[head]
-        while block != head:
-            yield block
-            block = self._next[block]
 
     def _set(self, block: int, state: int) -> None:
         self._counts[self._state[block]] -= 1
@@ -338,6 +293,12 @@ class BlockPool:
         """Out of whichever list a block without references is in; held ones are in none."""
         if self._state[block] != LEASED or self._last[block] > self._ended:
             self._unlink(block)
+
+    def _place(self, block: int) -> None:
+        if self._refs[block]:
+            self._set(block, OWNED)
+        else:
+            self._settle(block)
 
     def _settle(self, block: int) -> None:
         """Where an unreferenced, unlinked block goes. The newest free block is reused first."""

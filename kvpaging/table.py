@@ -133,7 +133,10 @@ class BlockTable:
             while len(blocks) > keep:
                 pool.unref(blocks.pop(), step)
         self.length = length
-        self._limit = 0
+        private = keep and all(
+            pool.private(blocks[-1]) for pool, blocks in zip(self.pools, self.blocks, strict=True)
+        )
+        self._limit = keep * self.block_size if private else 0
 
     def release(self, step: int | None = None) -> None:
         """Gives all blocks back, tail first, after `step`; the table is then empty."""

@@ -1,0 +1,123 @@
+"""Read-only pictures of a rank's pools: the totals of `/debug/kv`, and who holds which block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvpaging.pool import BlockPool
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from kvpaging.table import BlockTable
+
+
+@dataclass(frozen=True, slots=True)
+class RankPages:
+    """One rank of `/debug/kv`.
+
+    `blocks` is the sum of `free`, `owned`, `idle`, `leased` and `quarantined`, over all pools.
+    `tokens` are stored (or being stored) by tables, shared ones counted once; `wasted_slots` lie
+    behind them in the same blocks. Both count positions, not once per layer group: with one group
+    `tokens + wasted_slots == owned * block_size`.
+    """
+
+    rank: int
+    block_size: int
+    blocks: int
+    free: int
+    owned: int
+    idle: int
+    leased: int
+    quarantined: int
+    tokens: int
+    wasted_slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One table entry: `owner`'s logical block `index` of layer group `group`."""
+
+    owner: str
+    group: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockReport:
+    """One block: its state, what is counted, and the table entries that were found."""
+
+    block: int
+    state: str
+    references: int
+    holds: int
+    entries: tuple[Entry, ...]
+    reason: str | None
+
+    @property
+    def leaked(self) -> int:
+        """References that no table accounts for; negative when more tables use it than count."""
+        return self.references - len(self.entries)
+
+
+def snapshot(
+    pools: BlockPool | Sequence[BlockPool],
+    tables: Iterable[BlockTable],
+    block_size: int,
+    *,
+    rank: int = 0,
+) -> RankPages:
+    """Totals of one rank's pools and of all tables that draw from them; O(table entries)."""
+    pools = [pools] if isinstance(pools, BlockPool) else list(dict.fromkeys(pools))
+    counts = [pool.counts() for pool in pools]
+    full: set[int] = set()
+    partial: dict[int, int] = {}
+    for table in tables:
+        blocks, (n, rest) = table.blocks[0], divmod(table.length, block_size)
+        full.update(blocks[:n])
+        if rest:
+            partial[blocks[n]] = max(rest, partial.get(blocks[n], 0))
+    stored = [block_size] * len(full) + [n for b, n in partial.items() if b not in full]
+    return RankPages(
+        rank=rank,
+        block_size=block_size,
+        blocks=sum(pool.blocks for pool in pools),
+        free=sum(c.free for c in counts),
+        owned=sum(c.owned for c in counts),
+        idle=sum(c.idle for c in counts),
+        leased=sum(c.leased for c in counts),
+        quarantined=sum(c.quarantined for c in counts),
+        tokens=sum(stored),
+        wasted_slots=len(stored) * block_size - sum(stored),
+    )
+
+
+def holders(pool: BlockPool, tables: Mapping[str, BlockTable]) -> list[BlockReport]:
+    """A report on every block of `pool`, by number; `tables` by their owner's name."""
+    entries: list[list[Entry]] = [[] for _ in range(pool.blocks)]
+    for owner, table in tables.items():
+        for group, blocks in enumerate(table.blocks):
+            if table.pools[group] is pool:
+                for index, block in enumerate(blocks):
+                    entries[block].append(Entry(owner, group, index))
+    return [
+        BlockReport(
+            block=block,
+            state=pool.state(block),
+            references=pool.references(block),
+            holds=pool.holds(block),
+            entries=tuple(entries[block]),
+            reason=pool.quarantined.get(block),
+        )
+        for block in range(pool.blocks)
+    ]
+
+
+def leaks(pool: BlockPool, tables: Mapping[str, BlockTable]) -> list[BlockReport]:
+    """The blocks whose references differ from their table entries; empty when all is well.
+
+    A block that stays leased with holds while no transfer runs is a leak too; which transfers
+    run is for the caller to know.
+    """
+    return [report for report in holders(pool, tables) if report.leaked]
