@@ -1,0 +1,156 @@
+"""The bytes of the pages: raw blocks on the device and typed views of them, layer by layer.
+
+Layers with the same KV shape and window form a *layer group*. A block belongs to one group and is
+`block_bytes` raw bytes: for each layer of the group a K plane `(kv_heads, B, k_dim)`, then a V plane
+`(kv_heads, B, v_dim)`, every plane on a 16-byte border. So moving a block is one copy, whatever it holds.
+Groups whose blocks have equal bytes share one arena; others have one each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ALIGN_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one layer stores per token on this rank: `kv_heads` is the local count."""
+
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A layer group: its layers in model order, their common shape, and the arena it draws from."""
+
+    layers: tuple[int, ...]
+    shape: LayerShape
+    arena: int
+    block_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where every plane of every layer lies; pure arithmetic, made before any memory is."""
+
+    block_size: int
+    itemsize: int
+    groups: tuple[Group, ...]
+    arena_block_bytes: tuple[int, ...]
+
+    @property
+    def slice_bytes(self) -> int:
+        """Bytes that `block_size` tokens of one sequence need: one block of every group."""
+        return sum(group.block_bytes for group in self.groups)
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.slice_bytes // self.block_size
+
+    @property
+    def num_layers(self) -> int:
+        return sum(len(group.layers) for group in self.groups)
+
+    def groups_in(self, arena: int) -> int:
+        return sum(group.arena == arena for group in self.groups)
+
+    def group_of(self, layer: int) -> int:
+        return next(i for i, group in enumerate(self.groups) if layer in group.layers)
+
+    def plane_bytes(self, group: Group) -> tuple[int, int]:
+        """Bytes of one layer's K plane and V plane in `group`, padding included."""
+        shape, tokens = group.shape, self.block_size * group.shape.kv_heads
+        return (
+            _aligned(tokens * shape.k_dim * self.itemsize),
+            _aligned(tokens * shape.v_dim * self.itemsize),
+        )
+
+
+def layout(shapes: Sequence[LayerShape], block_size: int, itemsize: int) -> Layout:
+    """Group the layers of a model (`shapes[i]` is layer i) and lay out their blocks."""
+    members: dict[LayerShape, list[int]] = {}
+    for layer, shape in enumerate(shapes):
+        members.setdefault(shape, []).append(layer)
+    arenas: list[int] = []
+    groups = []
+    for shape, layers in members.items():
+        tokens = block_size * shape.kv_heads
+        per_layer = _aligned(tokens * shape.k_dim * itemsize) + _aligned(
+            tokens * shape.v_dim * itemsize
+        )
+        block_bytes = per_layer * len(layers)
+        if block_bytes not in arenas:
+            arenas.append(block_bytes)
+        groups.append(Group(tuple(layers), shape, arenas.index(block_bytes), block_bytes))
+    return Layout(block_size, itemsize, tuple(groups), tuple(arenas))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGN_BYTES) * ALIGN_BYTES
+
+
+class BlockStore:
+    """The KV memory of one rank, allocated once.
+
+    `arenas[a]` is uint8 `[blocks, block_bytes]`. `k(layer)` and `v(layer)` are strided views of it,
+    `[blocks, kv_heads, B, k_dim]` and `[blocks, kv_heads, B, v_dim]`, in the model's dtype.
+    `slices` is the number of `block_size`-token pieces of a sequence that fit: an arena that serves
+    several groups holds that many blocks for each.
+    """
+
+    def __init__(self, layout: Layout, slices: int, dtype: torch.dtype, device: torch.device):
+        assert dtype.itemsize == layout.itemsize and slices > 0
+        self.layout, self.slices, self.dtype, self.device = layout, slices, dtype, device
+        self.arenas = [
+            torch.zeros(slices * layout.groups_in(a), size, dtype=torch.uint8, device=device)
+            for a, size in enumerate(layout.arena_block_bytes)
+        ]
+        self._views: list[tuple[Tensor, Tensor]] = [self._plane(i) for i in range(layout.num_layers)]
+
+    def _plane(self, layer: int) -> tuple[Tensor, Tensor]:
+        group = self.layout.groups[self.layout.group_of(layer)]
+        arena, shape, block = self.arenas[group.arena], group.shape, self.layout.block_size
+        k_bytes, v_bytes = self.layout.plane_bytes(group)
+        start = group.layers.index(layer) * (k_bytes + v_bytes)
+        typed = arena.view(self.dtype)
+        item, stride = self.dtype.itemsize, typed.stride(0)
+
+        def view(dim: int, offset_bytes: int) -> Tensor:
+            return typed.as_strided(
+                (len(arena), shape.kv_heads, block, dim),
+                (stride, block * dim, dim, 1),
+                offset_bytes // item,
+            )
+
+        return view(shape.k_dim, start), view(shape.v_dim, start + k_bytes)
+
+    def blocks(self, arena: int) -> int:
+        return self.slices * self.layout.groups_in(arena)
+
+    def k(self, layer: int) -> Tensor:
+        return self._views[layer][0]
+
+    def v(self, layer: int) -> Tensor:
+        return self._views[layer][1]
+
+    def locate(self, group: int, block: int, offset: int) -> dict[str, int]:
+        """The byte address of one token's key in `block`: layer 0 of the group, head 0.
+
+        `head_stride` and `layer_stride` (bytes) lead to the other heads and layers of the group.
+        """
+        member = self.layout.groups[group]
+        pages = self.k(member.layers[0])
+        return {
+            "address": pages[block, 0, offset].data_ptr(),
+            "head_stride": pages.stride(1) * pages.element_size(),
+            "layer_stride": sum(self.layout.plane_bytes(member)),
+            "layers": len(member.layers),
+        }
