@@ -1,0 +1,153 @@
+"""What a pool must do, in the plainest words: facts in dicts and sets, the rest read off them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+QUARANTINED, OWNED, LEASED, IDLE, FREE = range(5)
+
+
+class Model:
+    """One pool. `moved(block)` is called after each change of a fact about a block."""
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks = blocks
+        self.refs: Counter[int] = Counter()
+        self.holds: Counter[int] = Counter()
+        self.kept: dict[int, int] = {}
+        self.last: dict[int, int] = {}
+        self.ended = -1
+        self.quarantined: set[int] = set()
+        self.name_of: dict[int, bytes] = {}
+        self.block_of: dict[bytes, int] = {}
+        self.parent: dict[bytes, bytes | None] = {}
+        self.members: list[dict[int, None]] = [{}, {}, {}, {}, dict.fromkeys(range(blocks))]
+        self.state_of = [FREE] * blocks
+        self.waiting: dict[int, None] = {}
+
+    def state(self, block: int) -> int:
+        if block in self.quarantined:
+            return QUARANTINED
+        if self.refs[block] > 0:
+            return OWNED
+        if self.holds[block] > 0 or self.pending(block):
+            return LEASED
+        return IDLE if block in self.name_of else FREE
+
+    def pending(self, block: int) -> bool:
+        return self.last.get(block, -1) > self.ended
+
+    def moved(self, block: int) -> None:
+        old, new = self.state_of[block], self.state(block)
+        if old != new:
+            del self.members[old][block]
+            self.members[new][block] = None
+            self.state_of[block] = new
+        if new == LEASED and self.pending(block):
+            self.waiting.setdefault(block)
+        else:
+            self.waiting.pop(block, None)
+
+    def counts(self) -> tuple[int, ...]:
+        return tuple(len(members) for members in self.members)
+
+    def available(self) -> int:
+        return len(self.members[IDLE]) + len(self.members[FREE])
+
+    def took(self, block: int) -> None:
+        """The pool handed out `block`: it had to be free, or none was and it was the one to go."""
+        if self.members[FREE]:
+            assert block in self.members[FREE], "an idle block was evicted while one was free"
+        else:
+            self.evicted(block)
+        self.refs[block] = 1
+        self.moved(block)
+
+    def evicted(self, block: int) -> None:
+        """The oldest idle block goes, but not before idle ones below it on its own chains."""
+        assert block in self.members[IDLE], "a block in use was handed out"
+        oldest = next(iter(self.members[IDLE]))
+        path, node = [block], block
+        while node != oldest:
+            above = self.parent[self.name_of[node]]
+            assert above is not None, "not the oldest, nor below it"
+            node = self.block_of[above]
+            assert node in self.members[IDLE], "not below the oldest by idle blocks"
+            path.append(node)
+        below = [self.state_of[b] for b in self.children(block)]
+        assert IDLE not in below or LEASED in below or OWNED in below, "a head before its tail"
+        # The chain that was walked down now leads, so that its next leaf is found at once.
+        rest = [b for b in self.members[IDLE] if b not in path]
+        self.members[IDLE] = dict.fromkeys([*path, *rest])
+        self.withdraw(self.name_of[block])
+
+    def must_copy(self, block: int, offset: int) -> bool:
+        """Whether writing `block` from `offset` on would be seen by somebody else."""
+        return self.refs[block] > 1 or offset < self.kept.get(block, 0)
+
+    def children(self, block: int) -> list[int]:
+        name = self.name_of[block]
+        return [self.block_of[child] for child, above in self.parent.items() if above == name]
+
+    def ref(self, block: int) -> None:
+        self.refs[block] += 1
+        self.moved(block)
+
+    def unref(self, block: int, step: int | None) -> None:
+        self.refs[block] -= 1
+        if step is not None:
+            self.last[block] = max(step, self.last.get(block, -1))
+        self.moved(block)
+
+    def hold(self, block: int, tokens: int) -> None:
+        self.holds[block] += 1
+        self.kept[block] = max(tokens, self.kept.get(block, 0))
+        self.moved(block)
+
+    def unhold(self, block: int) -> None:
+        self.holds[block] -= 1
+        if self.holds[block] == 0:
+            del self.kept[block]
+        self.moved(block)
+
+    def step_ended(self, step: int) -> None:
+        self.ended = max(self.ended, step)
+        # By step, and within one in the order in which they began to wait.
+        for block in sorted(self.waiting, key=lambda b: self.last[b]):
+            if not self.pending(block):
+                self.moved(block)
+
+    def publish(self, block: int, name: bytes, parent: bytes | None) -> int:
+        if name in self.block_of:
+            return self.block_of[name]
+        orphan = parent is not None and parent not in self.block_of
+        if not orphan and block not in self.quarantined:
+            self.block_of[name] = block
+            self.name_of[block] = name
+            self.parent[name] = parent
+            self.moved(block)
+        return block
+
+    def withdraw(self, name: bytes) -> int:
+        below = [child for child, above in self.parent.items() if above == name]
+        withdrawn = sum(self.withdraw(child) for child in below)
+        block = self.block_of.pop(name)
+        del self.parent[name], self.name_of[block]
+        self.moved(block)
+        return withdrawn + 1
+
+    def flush(self) -> int:
+        withdrawn = 0
+        while self.members[IDLE]:
+            withdrawn += self.withdraw(self.name_of[next(iter(self.members[IDLE]))])
+        return withdrawn
+
+    def quarantine(self, block: int) -> None:
+        if block in self.name_of:
+            self.withdraw(self.name_of[block])
+        self.quarantined.add(block)
+        self.moved(block)
+
+    def readmit(self, block: int) -> None:
+        self.quarantined.remove(block)
+        self.moved(block)

@@ -1,0 +1,240 @@
+"""What an engine does to tables, pools and transfers, one random operation at a time."""
+
+from __future__ import annotations
+
+from kvpaging.pool import WHOLE
+from kvpaging.table import BlockTable
+from tests.kvpaging.world import GARBAGE, Sequence, Transfer, World
+
+
+def start(world: World) -> None:
+    if len(world.sequences) == 7:
+        return
+    tokens = list(world.rng.choice(world.documents)[: world.rng.randint(1, 5 * world.size)])
+    tokens += [world.rng.randrange(2) for _ in range(world.rng.randrange(3))]
+    names: list[list[bytes]] = [[] for _ in world.groups]
+    hits: list[list[int]] = [[] for _ in world.groups]
+    for i in range((len(tokens) - 1) // world.size):
+        part = tuple(tokens[i * world.size : (i + 1) * world.size])
+        row = [world.name(g, names[g][-1] if i else None, part) for g, *_ in world.groups]
+        found = [pool.lookup(n) for n, (_, _, pool, _) in zip(row, world.groups, strict=True)]
+        for block, n, (_, _, _, model) in zip(found, row, world.groups, strict=True):
+            assert block == model.block_of.get(n)
+        if None in found:
+            break
+        for g, block in enumerate(found):
+            assert block is not None
+            names[g].append(row[g])
+            hits[g].append(block)
+    sequence = Sequence(BlockTable([g[2] for g in world.groups], world.size), [], names=names)
+    sequence.table.attach(hits)
+    for (_, _, _, model), blocks in zip(world.groups, hits, strict=True):
+        for block in blocks:
+            model.ref(block)
+    sequence.written = len(hits[0]) * world.size
+    sequence.tokens = tokens[: sequence.written]
+    world.seen["hit"] += len(hits[0])
+    world.sequences.append(sequence)
+    if not world.grow(sequence, tokens[sequence.written :]):
+        world.release(sequence)
+
+
+def append(world: World) -> None:
+    if world.sequences:
+        n = world.rng.randrange(world.size + 2)
+        tokens = [world.rng.randrange(2) for _ in range(n)]
+        world.grow(world.rng.choice(world.sequences), tokens)
+
+
+def preempt(world: World) -> None:
+    if world.sequences:
+        world.release(world.rng.choice(world.sequences))
+
+
+def truncate(world: World) -> None:
+    if world.sequences:
+        sequence = world.rng.choice(world.sequences)
+        world.cut(sequence, world.rng.randint(0, len(sequence.tokens)))
+
+
+def fork(world: World) -> None:
+    if not world.sequences or len(world.sequences) == 7:
+        return
+    parent = world.rng.choice(world.sequences)
+    twin = Sequence(parent.table.fork(), list(parent.tokens), parent.written, parent.busy)
+    twin.names = [list(n) for n in parent.names]
+    for g, _, _, model in world.groups:
+        for block in twin.table.blocks[g]:
+            model.ref(block)
+    world.sequences.append(twin)
+    # What its parent is still to write is not the twin's to keep.
+    world.cut(twin, twin.written)
+
+
+def fail(world: World) -> None:
+    """The step raises half-way: nothing is committed, and it will be issued again."""
+    world.execute(fails=True)
+
+
+def commit(world: World) -> None:
+    world.execute(fails=False)
+    for copy in world.copies:
+        _, _, pool, model = world.groups[copy.group]
+        pool.unhold(copy.src)
+        model.unhold(copy.src)
+    world.copies.clear()
+    for sequence in world.sequences:
+        sequence.written = len(sequence.tokens)
+        world.publish(sequence)
+        sequence.busy = False
+        world.read(sequence)
+    world.step += 1
+
+
+def end(world: World) -> None:
+    """Steps end out of band; before that, they may still write where nobody reads."""
+    ended = world.models[0].ended
+    if ended + 1 >= world.step:
+        return
+    step = world.rng.randint(ended + 1, world.step - 1)
+    for late in [s for s in world.late if s <= step]:
+        for p, block in world.late.pop(late):
+            if world.models[p].holds[block] == 0:
+                world.memory[p][block] = [GARBAGE] * world.size
+    for pool, model in zip(world.pools, world.models, strict=True):
+        pool.step_ended(step)
+        model.step_ended(step)
+
+
+def export(world: World) -> None:
+    p = world.rng.randrange(len(world.pools))
+    model = world.models[p]
+    if model.name_of:
+        block = world.rng.choice(list(model.name_of))
+        world.pools[p].hold(block)
+        model.hold(block, WHOLE)
+        world.transfers.append(Transfer(p, block, list(world.memory[p][block])))
+
+
+def fetch(world: World) -> None:
+    g, p, pool, model = world.rng.choice(world.groups)
+    if not model.available():
+        return
+    document = world.rng.choice(world.documents)
+    parent = None
+    for i in range(world.rng.randrange(5)):
+        part = tuple(document[i * world.size : (i + 1) * world.size])
+        parent = world.name(g, parent, part)
+    at = world.rng.randrange(5) * world.size
+    [block] = pool.allocate(1)
+    pool.hold(block)
+    pool.unref(block)
+    model.took(block)
+    model.hold(block, WHOLE)
+    model.unref(block, None)
+    tokens = tuple(document[at : at + world.size])
+    world.transfers.append(Transfer(p, block, None, g, tokens, parent))
+
+
+def finish(world: World) -> None:
+    if not world.transfers:
+        return
+    transfer = world.transfers.pop(world.rng.randrange(len(world.transfers)))
+    p, block = transfer.pool, transfer.block
+    pool, model = world.pools[p], world.models[p]
+    if transfer.content is not None:
+        assert block in model.quarantined or world.memory[p][block] == transfer.content
+    else:
+        world.memory[p][block] = [4 * t + transfer.group for t in transfer.tokens]
+        name = world.name(transfer.group, transfer.parent, transfer.tokens)
+        parent = world.above(transfer.group, transfer.parent)
+        assert pool.publish(block, name, parent) == model.publish(block, name, parent)
+    pool.unhold(block)
+    model.unhold(block)
+
+
+def lose(world: World) -> None:
+    """A transfer whose end nobody confirms: its hold stays, its block is out of use."""
+    if world.transfers and len(world.broken) < 3:
+        transfer = world.transfers.pop(world.rng.randrange(len(world.transfers)))
+        world.pools[transfer.pool].quarantine(transfer.block, "transfer not confirmed")
+        if transfer.block not in world.models[transfer.pool].quarantined:
+            world.models[transfer.pool].quarantine(transfer.block)
+        world.broken.append(transfer)
+        world.seen["quarantine"] += 1
+
+
+def teardown(world: World) -> None:
+    """The transport is gone: until now it could write into what it was given."""
+    if not world.broken:
+        return
+    transfer = world.broken.pop(world.rng.randrange(len(world.broken)))
+    pool, model = world.pools[transfer.pool], world.models[transfer.pool]
+    if transfer.content is None:
+        world.memory[transfer.pool][transfer.block] = [GARBAGE] * world.size
+    pool.unhold(transfer.block)
+    model.unhold(transfer.block)
+    if transfer.block in model.quarantined:
+        pool.readmit(transfer.block)
+        model.readmit(transfer.block)
+
+
+def flush(world: World) -> None:
+    for pool, model in zip(world.pools, world.models, strict=True):
+        assert pool.flush() == model.flush()
+
+
+def forget(world: World) -> None:
+    pool, model = world.rng.choice(list(zip(world.pools, world.models, strict=True)))
+    if model.block_of:
+        name = world.rng.choice(list(model.block_of))
+        assert pool.forget(name) == model.withdraw(name)
+
+
+def drain(world: World) -> None:
+    """All requests end, all transfers and steps; then nothing may be left."""
+    while world.sequences:
+        world.release(world.sequences[-1])
+    commit(world)
+    end(world)
+    while world.transfers:
+        finish(world)
+    while world.broken:
+        teardown(world)
+    while world.models[0].ended < world.step - 1:
+        end(world)
+    flush(world)
+    world.counted()
+    world.proved()
+    for pool in world.pools:
+        assert pool.counts().free == pool.blocks
+
+
+OPERATIONS = {
+    start: 10,
+    append: 30,
+    fork: 8,
+    truncate: 8,
+    preempt: 7,
+    commit: 10,
+    fail: 3,
+    end: 8,
+    export: 4,
+    fetch: 4,
+    finish: 8,
+    lose: 1,
+    teardown: 1,
+    flush: 0.05,
+    forget: 0.2,
+}
+
+
+def run(world: World, operations: int, prove_every: int = 50) -> None:
+    """That many operations and the end of all work, proved on the way."""
+    chosen = world.rng.choices(list(OPERATIONS), list(OPERATIONS.values()), k=operations)
+    for at, operation in enumerate(chosen):
+        operation(world)
+        world.counted()
+        if at % prove_every == 0:
+            world.proved()
+    drain(world)

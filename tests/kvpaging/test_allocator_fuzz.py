@@ -1,0 +1,179 @@
+"""10^6 random operations against the model; and proof that this would notice each kind of bug."""
+
+from __future__ import annotations
+
+import logging
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvpaging.audit import IDLE, NONE, OWNED
+from kvpaging.pool import BlockPool
+from kvpaging.table import BlockTable
+from tests.kvpaging.operations import run
+from tests.kvpaging.world import Shape, World
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+OPERATIONS = 1_000_000
+SHAPES = {
+    "one-group": Shape((0,), (24,), 4),
+    "tight": Shape((0,), (9,), 8),
+    "shared-pool": Shape((0, 0), (32,), 4),
+    "two-pools": Shape((0, 1), (16, 20), 2),
+    "three-pools": Shape((0, 1, 2), (20, 14, 20), 4),
+    "windowed": Shape((0, 0, 1), (40, 16), 4, frozenset({1})),
+}
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_random_work_leaves_nothing_behind(shape: Shape) -> None:
+    world = World(shape, Random(f"{shape}"))
+    run(world, -(-OPERATIONS // len(SHAPES)))
+    for what in ("hit", "copy", "out of blocks", "swap", "written in place", "quarantine"):
+        assert world.seen[what] > 100, f"the work hardly ever met: {what}"
+    for pool in world.pools:
+        assert min(pool.stats.evictions, pool.stats.duplicates, pool.stats.orphans) > 100
+        assert pool.stats.violations == 0
+
+
+def test_same_seed_same_work() -> None:
+    worlds = [World(SHAPES["one-group"], Random(1)) for _ in range(2)]
+    for world in worlds:
+        run(world, 20_000)
+    assert worlds[0].seen == worlds[1].seen
+    assert [p.stats for p in worlds[0].pools] == [p.stats for p in worlds[1].pools]
+
+
+def every(nth: int, wrong: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """A method that does `wrong` instead of the right thing each `nth` time."""
+
+    def patch(right: Callable[..., Any]) -> Callable[..., Any]:
+        calls = 0
+
+        def method(self: Any, *args: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return wrong(right, self, *args) if calls % nth == 0 else right(self, *args)
+
+        return method
+
+    return patch
+
+
+def nothing(*_: object) -> None:
+    return None
+
+
+def twice(right: Callable[..., Any], *args: Any) -> Any:
+    right(*args)
+    return right(*args)
+
+
+def unref_now(right: Callable[..., Any], pool: BlockPool, block: int, *_: object) -> None:
+    right(pool, block, None)
+
+
+def evict_oldest(_: object, pool: BlockPool) -> int:
+    block = pool._next[pool._idle]
+    pool._withdraw(block)
+    pool.stats.evictions += 1
+    return block
+
+
+def evict_newest(_: object, pool: BlockPool) -> int:
+    block = pool._prev[pool._idle]
+    pool._withdraw(block)
+    pool.stats.evictions += 1
+    return block
+
+
+def withdraw_alone(_: object, pool: BlockPool, block: int) -> int:
+    pool._child[block] = NONE
+    pool._drop(block, pool._parent[block])
+    return 1
+
+
+def publish_over(right: Callable[..., Any], pool: BlockPool, block: int, *args: Any) -> int:
+    pool._found.pop(args[0], None)
+    return right(pool, block, *args)
+
+
+def settle_in_front(right: Callable[..., Any], pool: BlockPool, block: int) -> None:
+    right(pool, block)
+    if pool._state[block] == IDLE:
+        pool._unlink(block)
+        pool._link(block, pool._idle)
+
+
+def take_back_uncounted(right: Callable[..., Any], pool: BlockPool, block: int) -> None:
+    pool._state[block] = OWNED
+    right(pool, block)
+
+
+def release_head_first(_: object, table: BlockTable, length: int, step: int | None) -> None:
+    keep = -(-length // table.block_size)
+    for pool, blocks in zip(table.pools, table.blocks, strict=True):
+        for block in blocks[keep:]:
+            pool.unref(block, step)
+        del blocks[keep:]
+    table.length = length
+    table._limit = 0
+
+
+def truncate_keeps_limit(
+    right: Callable[..., Any], table: BlockTable, length: int, step: int | None
+) -> None:
+    right(table, length, step)
+    table._limit = len(table.blocks[0]) * table.block_size
+
+
+def fork_keeps_limit(right: Callable[..., Any], table: BlockTable) -> Any:
+    limit = table._limit
+    twin = right(table)
+    table._limit = limit
+    return twin
+
+
+BUGS: dict[str, tuple[type, str, Any]] = {
+    "a reference is not given back": (BlockPool, "unref", every(500, nothing)),
+    "a reference is given back twice": (BlockPool, "unref", every(500, twice)),
+    "a reference is not counted": (BlockPool, "ref", every(100, nothing)),
+    "a reference is counted twice": (BlockPool, "ref", every(100, twice)),
+    "a block does not wait for its step": (BlockPool, "unref", every(5, unref_now)),
+    "a hold is forgotten": (BlockPool, "hold", every(50, nothing)),
+    "a hold is kept": (BlockPool, "unhold", every(50, nothing)),
+    "a shared block is written": (BlockPool, "writable", every(20, lambda *_: True)),
+    "a private block is copied": (BlockPool, "writable", every(20, lambda *_: False)),
+    "a table thinks it has a block alone": (BlockPool, "private", every(5, lambda *_: True)),
+    "rewritten content stays findable": (BlockPool, "forget", every(1, nothing)),
+    "steps end unheard": (BlockPool, "step_ended", every(20, nothing)),
+    "a duplicate takes the identity": (BlockPool, "publish", every(20, publish_over)),
+    "a head is evicted before its tail": (BlockPool, "_evict", every(1, evict_oldest)),
+    "the newest is evicted": (BlockPool, "_evict", every(20, evict_newest)),
+    "descendants stay findable": (BlockPool, "_withdraw", every(1, withdraw_alone)),
+    "idle blocks go to the wrong end": (BlockPool, "_settle", every(20, settle_in_front)),
+    "a state changes uncounted": (BlockPool, "ref", every(50, take_back_uncounted)),
+    "a quarantine is ignored": (BlockPool, "quarantine", every(1, nothing)),
+    "a quarantine never ends": (BlockPool, "readmit", every(1, nothing)),
+    "flush does nothing": (BlockPool, "flush", every(1, lambda *_: 0)),
+    "a table is released head first": (BlockTable, "truncate", every(1, release_head_first)),
+    "truncate forgets who shares": (BlockTable, "truncate", every(1, truncate_keeps_limit)),
+    "fork forgets who shares": (BlockTable, "fork", every(1, fork_keeps_limit)),
+    "a canonical block is not swapped in": (BlockTable, "swap", every(10, nothing)),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS.values(), ids=BUGS)
+def test_notices(bug: tuple[type, str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, method, patch = bug
+    monkeypatch.setattr(owner, method, patch(getattr(owner, method)))
+    with pytest.raises((AssertionError, ValueError, KeyError)):
+        run(World(SHAPES["one-group"], Random(1)), 20_000)

@@ -1,0 +1,264 @@
+"""Random work on pools and tables, with a memory behind them and a model beside them.
+
+A step writes tokens into the memory, as a device would: late, repeatedly after a failure, and
+after the request that wanted it is gone. What every table, every identity and every running
+transfer finds there must be what it put there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvpaging.audit import follow
+from kvpaging.pool import BlockPool, OutOfBlocks
+from kvpaging.table import BlockTable, Copy
+from tests.kvpaging.model import IDLE, Model
+
+if TYPE_CHECKING:
+    from random import Random
+
+GARBAGE = -1
+
+
+@dataclass(frozen=True)
+class Shape:
+    """`groups[g]` is the pool of group g; `blocks[p]` the size of pool p."""
+
+    groups: tuple[int, ...]
+    blocks: tuple[int, ...]
+    block_size: int
+    windowed: frozenset[int] = frozenset()
+
+
+@dataclass(eq=False)
+class Sequence:
+    table: BlockTable
+    tokens: list[int]
+    written: int = 0
+    busy: bool = False
+    names: list[list[bytes]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Transfer:
+    """Of a named block out (`content` to be found unchanged), or of `tokens` in."""
+
+    pool: int
+    block: int
+    content: list[int] | None = None
+    group: int = 0
+    tokens: tuple[int, ...] = ()
+    parent: bytes | None = None
+
+
+class Announced:
+    """Follows the changes of one pool: a child is never announced without its parent."""
+
+    def __init__(self) -> None:
+        self.parents: dict[bytes, bytes | None] = {}
+        self.children: Counter[bytes] = Counter()
+
+    def __call__(self, kind: str, name: bytes, parent: bytes | None) -> None:
+        if kind == "stored":
+            assert name not in self.parents, "announced twice"
+            assert parent is None or parent in self.parents, "announced before its parent"
+            self.parents[name] = parent
+        else:
+            assert kind == "removed"
+            assert self.parents.pop(name) == parent
+            assert self.children[name] == 0, "withdrawn before its children"
+        if parent is not None:
+            self.children[parent] += 1 if kind == "stored" else -1
+
+
+class World:
+    """Pools, tables and memory, with a model of each pool that is told what happened."""
+
+    def __init__(self, shape: Shape, rng: Random) -> None:
+        self.shape, self.rng, self.size = shape, rng, shape.block_size
+        self.pools = [BlockPool(n) for n in shape.blocks]
+        self.models = [Model(n) for n in shape.blocks]
+        self.announced = [Announced() for _ in self.pools]
+        for pool, listener in zip(self.pools, self.announced, strict=True):
+            pool.on_change = listener
+        self.memory = [[[GARBAGE] * self.size for _ in range(n)] for n in shape.blocks]
+        self.groups = [(g, p, self.pools[p], self.models[p]) for g, p in enumerate(shape.groups)]
+        self.documents = [[rng.randrange(2) for _ in range(6 * self.size)] for _ in range(3)]
+        self.names: dict[tuple[int, bytes | None, tuple[int, ...]], bytes] = {}
+        self.meaning: dict[bytes, tuple[int, ...]] = {}
+        self.sequences: list[Sequence] = []
+        self.transfers: list[Transfer] = []
+        self.broken: list[Transfer] = []
+        self.copies: list[Copy] = []
+        self.late: dict[int, list[tuple[int, int]]] = {}
+        self.step = 0
+        self.seen: Counter[str] = Counter()
+
+    def name(self, group: int, parent: bytes | None, tokens: tuple[int, ...]) -> bytes:
+        key = (group, parent, tokens)
+        if key not in self.names:
+            self.names[key] = len(self.names).to_bytes(16, "little")
+            self.meaning[self.names[key]] = tuple(4 * t + group for t in tokens)
+        return self.names[key]
+
+    def above(self, group: int, parent: bytes | None) -> bytes | None:
+        return None if group in self.shape.windowed else parent
+
+    def last_step(self, sequence: Sequence) -> int | None:
+        """The last step that may touch the sequence: the one being planned, if it is in it."""
+        return self.step if sequence.busy else self.rng.choice([None, self.step, self.step - 1])
+
+    def unref(self, pool: int, block: int, step: int | None) -> None:
+        model = self.models[pool]
+        model.unref(block, step)
+        idle_after = step is not None and step > model.ended
+        if model.refs[block] == 0 and idle_after and block not in model.name_of:
+            self.late.setdefault(step, []).append((pool, block))
+
+    def grow(self, sequence: Sequence, tokens: list[int]) -> bool:
+        """Appends to table and model; says whether there was room."""
+        table, n = sequence.table, len(tokens)
+        offset, blocks = table.length % self.size, len(table.blocks[0])
+        fresh = -(-(table.length + n) // self.size) - blocks
+        copied = [
+            n > 0 and offset > 0 and model.must_copy(table.blocks[g][-1], offset)
+            for g, _, _, model in self.groups
+        ]
+        needed = [fresh + copy for copy in copied]
+        assert table.blocks_needed(n) == tuple(needed)
+        asked: Counter[int] = Counter()
+        for (_, p, _, _), more in zip(self.groups, needed, strict=True):
+            asked[p] += more
+        lacking = [(m, self.models[p].available()) for p, m in asked.items()]
+        lacking = [(m, available) for m, available in lacking if m > available]
+        assert table.fits(n) == (not lacking)
+        before = [list(b) for b in table.blocks]
+        if lacking:
+            with pytest.raises(OutOfBlocks) as caught:
+                table.append(n)
+            assert (caught.value.asked, caught.value.available) in lacking
+            assert (table.blocks, table.length) == (before, len(sequence.tokens))
+            self.seen["out of blocks"] += 1
+            return False
+        copies = table.append(n)
+        if n:
+            self.account(sequence, before, copied, copies)
+        sequence.tokens += tokens
+        sequence.busy = True
+        return True
+
+    def account(
+        self,
+        sequence: Sequence,
+        before: list[list[int]],
+        copied: list[bool],
+        copies: list[Copy],
+    ) -> None:
+        """What an append did, told to the models."""
+        offset = len(sequence.tokens) % self.size
+        expected = []
+        for g, p, _, model in self.groups:
+            kept = before[g][:-1] if copied[g] else before[g]
+            blocks = sequence.table.blocks[g]
+            assert blocks[: len(kept)] == kept
+            for block in blocks[len(kept) :]:
+                model.took(block)
+            if copied[g]:
+                expected.append(Copy(g, before[g][-1], blocks[len(kept)]))
+                model.hold(before[g][-1], offset)
+                self.unref(p, before[g][-1], None)
+            elif offset and kept[-1] in model.name_of:
+                self.seen["written in place"] += 1
+                model.withdraw(model.name_of[kept[-1]])
+        assert copies == expected
+        self.copies += copies
+        self.seen["copy"] += len(copies)
+
+    def cut(self, sequence: Sequence, length: int) -> None:
+        step, table = self.last_step(sequence), sequence.table
+        keep = -(-length // self.size)
+        for g, p, _, _ in self.groups:
+            for block in reversed(table.blocks[g][keep:]):
+                self.unref(p, block, step)
+        if length:
+            table.truncate(length, step)
+        else:
+            table.release(step)
+        del sequence.tokens[length:]
+        sequence.written = min(sequence.written, length)
+        sequence.names = [n[: length // self.size] for n in sequence.names]
+
+    def release(self, sequence: Sequence) -> None:
+        self.sequences.remove(sequence)
+        self.cut(sequence, 0)
+
+    def execute(self, fails: bool) -> None:
+        for copy in self.copies:
+            memory = self.memory[self.shape.groups[copy.group]]
+            memory[copy.dst] = list(memory[copy.src])
+        for sequence in self.sequences:
+            for position in range(sequence.written, len(sequence.tokens)):
+                for g, p, _, _ in self.groups:
+                    block, offset = sequence.table.locate(position, g)
+                    if not fails:
+                        self.memory[p][block][offset] = 4 * sequence.tokens[position] + g
+                    elif self.rng.random() < 0.5:
+                        self.memory[p][block][offset] = GARBAGE
+
+    def publish(self, sequence: Sequence) -> None:
+        for g, _, pool, model in self.groups:
+            names, blocks = sequence.names[g], sequence.table.blocks[g]
+            for i in range(len(names), len(sequence.tokens) // self.size):
+                part = tuple(sequence.tokens[i * self.size : (i + 1) * self.size])
+                parent = names[-1] if names else None
+                names.append(self.name(g, parent, part))
+                mine, parent = blocks[i], self.above(g, parent)
+                canonical = pool.publish(mine, names[-1], parent)
+                assert canonical == model.publish(mine, names[-1], parent)
+                if canonical != mine and self.rng.random() < 0.7:
+                    self.seen["swap"] += 1
+                    sequence.table.swap(g, i, canonical, self.step)
+                    model.ref(canonical)
+                    self.unref(self.shape.groups[g], mine, self.step)
+
+    def counted(self) -> None:
+        for pool, model in zip(self.pools, self.models, strict=True):
+            counts = pool.counts()
+            assert model.counts() == (
+                counts.quarantined,
+                counts.owned,
+                counts.leased,
+                counts.idle,
+                counts.free,
+            )
+
+    def read(self, sequence: Sequence) -> None:
+        """A table finds each of its written tokens where `locate` says."""
+        for g, p, _, _ in self.groups:
+            blocks = sequence.table.blocks[g]
+            found = [x for block in blocks for x in self.memory[p][block]][: sequence.written]
+            assert found == [4 * t + g for t in sequence.tokens[: sequence.written]]
+
+    def proved(self) -> None:
+        """Everything, derived again."""
+        tables = [sequence.table for sequence in self.sequences]
+        for p, (pool, model) in enumerate(zip(self.pools, self.models, strict=True)):
+            assert pool.check(tables) == []
+            held = [b for g, q, _, _ in self.groups if q == p for t in tables for b in t.blocks[g]]
+            assert +model.refs == Counter(held)
+            for block in range(pool.blocks):
+                assert pool.references(block) == model.refs[block]
+                assert pool.holds(block) == model.holds[block]
+                assert pool.identity(block) == model.name_of.get(block)
+                assert model.state_of[block] == model.state(block)
+            assert follow(pool, pool._idle) == list(model.members[IDLE])
+            assert self.announced[p].parents == model.parent
+            for name, block in model.block_of.items():
+                assert tuple(self.memory[p][block]) == self.meaning[name]
+        for sequence in self.sequences:
+            if not sequence.busy:
+                self.read(sequence)
