@@ -186,6 +186,7 @@ def probe(config: PretrainedConfig) -> ModelShape:
             model = AutoModelForCausalLM.from_config(
                 config, attn_implementation=name, dtype=torch.bfloat16
             ).eval()
+            fix_rotary(model, 4)  # an update that looks at positions cannot run without values
             ids = torch.zeros(1, 4, dtype=torch.long)
             model(
                 input_ids=ids, position_ids=torch.arange(4)[None], use_cache=False, logits_to_keep=1
