@@ -1,0 +1,89 @@
+"""Whatever the pages name exists: files, links, make targets, modules, settings."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from configs.schema import SECTIONS, settings
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+ROOMS = "cluster|worker|kvpaging|context_parallel|configs|tests|scripts|docs"
+
+
+def code(page: str) -> Iterator[str]:
+    """Every piece of code on a page: the lines of its blocks, then what stands in backticks."""
+    blocks = re.findall(r"```.*?\n(.*?)```", page, re.S)
+    for block in blocks:
+        yield from block.splitlines()
+    yield from re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", page, flags=re.S))
+
+
+def problems(page: Path, text: str) -> list[str]:
+    """What a page names that does not exist."""
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
+    known = {key for key, _ in settings()}
+    found = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = link.partition("#")
+        if "://" not in link and path and not (page.parent / path).exists():
+            found.append(f"link {link}")
+        if anchor and "://" not in link:
+            target = text if not path else (page.parent / path).read_text(encoding="utf-8")
+            titles = re.findall(r"^#+ (.+)$", target, re.M)
+            if anchor not in {re.sub(r"[^\w -]", "", t).lower().replace(" ", "-") for t in titles}:
+                found.append(f"anchor {link}")
+    for piece in code(text):
+        found += [f"make {t}" for t in re.findall(r"\bmake ([a-z]+)", piece) if t not in targets]
+        for module in re.findall(r"python -m ([\w.]+)", piece):
+            if importlib.util.find_spec(module) is None:
+                found.append(f"module {module}")
+        for file in re.findall(rf"(?<![\w/.])(?:{ROOMS})/[\w./*-]*", piece):
+            if not list(ROOT.glob(file.rstrip("/."))):
+                found.append(f"file {file}")
+        for key in re.findall(rf"(?<![\w./-])(?:{'|'.join(SECTIONS)})\.[a-z_]+(?![\w(])", piece):
+            if key not in known and not list(ROOT.glob(f"*/{key}")):
+                found.append(f"setting {key}")
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_names_exists(page: Path) -> None:
+    assert problems(page, page.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[x](nowhere.md)",
+        "[x](README.md#no-such-title)",
+        "`make coffee`",
+        "```\nmake coffee PORT=1\n```",
+        "`python -m configs.coffee`",
+        "`kvpaging/coffee.py`",
+        "```\nvi configs/coffee.yaml\n```",
+        "`kv.coffee`",
+        "`--set model.coffee=1`",
+    ],
+)
+def test_what_does_not_exist_is_seen(text: str) -> None:
+    assert len(problems(ROOT / "README.md", text)) == 1
+
+
+def test_what_exists_is_not_complained_about() -> None:
+    text = (
+        "[a](docs/configuration.md) [b](README.md#two-commands) [c](https://x.y/z) `make test` "
+        "`python -m configs.table` `kvpaging/pool.py` `tests/` `configs/*.yaml` `kv.block_size=8`"
+    )
+    assert problems(ROOT / "README.md", text) == []
+
+
+def test_every_page_of_the_docs_can_be_found_from_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f"docs/{page.name}" in readme

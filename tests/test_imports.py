@@ -1,0 +1,172 @@
+"""The import graph: one direction between packages, and each outside library in its own room."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ORDER = ("configs", "kvpaging", "context_parallel", "worker", "cluster")
+HTTP = {"aiohttp", "fastapi", "http", "httpx", "requests", "starlette", "urllib", "uvicorn"}
+IMPURE = {"datetime", "random", "secrets", "time", "uuid"}
+RANDOM = {"bernoulli", "manual_seed", "multinomial", "rand", "randint", "randn", "randperm"}
+TORCH_FREE = {
+    "kvpaging.hashing",
+    "kvpaging.pool",
+    "kvpaging.table",
+    "context_parallel.shard",
+    "worker.scheduler",
+    "cluster.index",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    target: str
+    line: int
+    for_types: bool
+
+
+def imports(source: str, module: str) -> Iterator[Import]:
+    """Every import of a module's source, wherever it stands, with relative ones made absolute."""
+    typing_only: set[ast.AST] = set()
+    for node in ast.walk(ast.parse(source)):  # parents come before their children
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            typing_only |= {inner for child in node.body for inner in ast.walk(child)}
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, node.lineno, node in typing_only)
+        elif isinstance(node, ast.ImportFrom):
+            parent = module.split(".")[: -node.level] if node.level else []
+            base = ".".join([*parent, node.module] if node.module else parent)
+            for alias in node.names:  # `from a import b` may import the module a.b
+                yield Import(f"{base}.{alias.name}", node.lineno, node in typing_only)
+
+
+def wrong_arrows(source: str, module: str) -> list[str]:
+    """What a module imports or uses although its place forbids it."""
+    room = module.split(".")[0]
+    shell = room == "cluster" or module == "worker.replica"
+    found = []
+    for one in imports(source, module):
+        top = one.target.split(".")[0]
+        wrong = (
+            (top in ORDER and ORDER.index(top) > ORDER.index(room))
+            or (top == "ray" and not shell)
+            or (top in HTTP and room != "cluster")
+            or (top == "triton" and not module.startswith("kvpaging.kernels"))
+            or (top in IMPURE and not shell)
+            or top == "tests"
+        )
+        if wrong:
+            found.append(f"{module}:{one.line} imports {one.target}")
+    return found if shell else found + impure_uses(source, module)
+
+
+def impure_uses(source: str, module: str) -> list[str]:
+    """Where a module of the pure core reads the environment or draws from a global generator."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            owner, name = node.value.id, node.attr
+            if (owner == "os" and name in {"environ", "getenv", "urandom"}) or (
+                owner == "torch" and name in RANDOM
+            ):
+                found.append(f"{module}:{node.lineno} uses {owner}.{name}")
+    return found
+
+
+def sources() -> dict[str, str]:
+    """Module name -> source of every module of the five packages."""
+    files = {}
+    for package in ORDER:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            files[name] = path.read_text(encoding="utf-8")
+    return files
+
+
+def reaches(start: str, target: str, files: dict[str, str]) -> list[str] | None:
+    """A chain of imports at run time from module `start` to library `target`, if there is one."""
+    chains, seen = [[start]], {start}
+    while chains:
+        chain = chains.pop()
+        for one in imports(files[chain[-1]], chain[-1]):
+            if one.for_types:
+                continue
+            if one.target.split(".")[0] == target:
+                return [*chain, one.target]
+            names = [one.target.rsplit(".", cut)[0] for cut in (0, 1)]
+            chains += [[*chain, name] for name in names if name in files and name not in seen]
+            seen.update(names)
+    return None
+
+
+SOURCES = sources()
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_every_import_goes_the_right_way(module: str) -> None:
+    assert wrong_arrows(SOURCES[module], module) == []
+
+
+@pytest.mark.parametrize("module", sorted(TORCH_FREE & SOURCES.keys()))
+def test_the_allocator_and_the_scheduler_never_reach_torch(module: str) -> None:
+    assert reaches(module, "torch", SOURCES) is None
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("kvpaging.pool", "import worker.engine"),
+        ("kvpaging.pool", "def f():\n    from cluster import app"),
+        ("configs.schema", "import kvpaging"),
+        ("worker.engine", "from ray import serve"),
+        ("worker.engine", "import ray.serve"),
+        ("worker.replica", "import fastapi"),
+        ("worker.engine", "import triton"),
+        ("kvpaging.attention", "from triton import language"),
+        ("kvpaging.table", "from time import monotonic"),
+        ("worker.sampler", "import random"),
+        ("worker.sampler", "import torch\ntorch.randn(3)"),
+        ("kvpaging.store", "import os\nx = os.environ['HOME']"),
+        ("kvpaging.kernels.attend", "from ...worker import plan"),
+        ("worker.engine", "from tests import families"),
+    ],
+)
+def test_a_wrong_arrow_is_seen(module: str, source: str) -> None:
+    assert len(wrong_arrows(source, module)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("worker.engine", "import kvpaging.pool\nfrom configs import schema"),
+        ("worker.replica", "from ray import serve\nimport time"),
+        ("cluster.app", "import ray, fastapi, os, time, worker.engine\nos.environ.get('HOME')"),
+        ("kvpaging.kernels.attend", "import triton\nfrom . import tiles\nfrom ..table import x"),
+        ("kvpaging.table", "from .pool import BlockPool"),
+    ],
+)
+def test_a_right_arrow_passes(module: str, source: str) -> None:
+    assert wrong_arrows(source, module) == []
+
+
+def test_torch_is_found_behind_another_module_but_not_in_types() -> None:
+    files = {
+        "kvpaging": "",
+        "kvpaging.table": "from kvpaging import pool",
+        "kvpaging.pool": "def late():\n    import torch.nn",
+        "kvpaging.hashing": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch",
+    }
+    assert reaches("kvpaging.table", "torch", files) == [
+        "kvpaging.table",
+        "kvpaging.pool",
+        "torch.nn",
+    ]
+    assert reaches("kvpaging.hashing", "torch", files) is None
