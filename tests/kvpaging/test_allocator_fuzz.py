@@ -11,6 +11,7 @@ import pytest
 from kvpaging.audit import IDLE, NONE, OWNED
 from kvpaging.pool import BlockPool
 from kvpaging.table import BlockTable
+from tests.kvpaging.model import Model
 from tests.kvpaging.operations import run
 from tests.kvpaging.world import Shape, World
 
@@ -140,6 +141,25 @@ def fork_keeps_limit(right: Callable[..., Any], table: BlockTable) -> Any:
     twin = right(table)
     table._limit = limit
     return twin
+
+
+def copy_nothing_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockPool, "writable", lambda *_: True)
+    monkeypatch.setattr(Model, "must_copy", lambda *_: False)
+
+
+def wait_for_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner in (BlockPool, Model):
+        monkeypatch.setattr(owner, "unref", every(1, unref_now)(owner.unref))
+
+
+@pytest.mark.parametrize("believe", [copy_nothing_shared, wait_for_no_step])
+def test_contents_tell_where_the_model_errs_too(
+    believe: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    believe(monkeypatch)
+    with pytest.raises(AssertionError, match="other contents"):
+        run(World(SHAPES["one-group"], Random(1)), 20_000)
 
 
 BUGS: dict[str, tuple[type, str, Any]] = {

@@ -241,7 +241,8 @@ class World:
         for g, p, _, _ in self.groups:
             blocks = sequence.table.blocks[g]
             found = [x for block in blocks for x in self.memory[p][block]][: sequence.written]
-            assert found == [4 * t + g for t in sequence.tokens[: sequence.written]]
+            wanted = [4 * t + g for t in sequence.tokens[: sequence.written]]
+            assert found == wanted, "other contents than were written"
 
     def proved(self) -> None:
         """Everything, derived again."""
