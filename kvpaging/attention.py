@@ -7,10 +7,13 @@ Partial sums are float32, or float64 for float64 queries; exponentials are base 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from kvpaging import batched
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,7 @@ class Rows:
     slots: Tensor  # int64 [T], block * B + offset that receives token t's K and V; -1 for none
     lens: tuple[int, ...]  # host copy of the rows' lengths
     firsts: tuple[int, ...]  # host copy of `first`
+    cache: dict[Any, Any] = field(default_factory=dict)  # what a backend plans once for all layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,7 @@ def write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor)
     k `[T, Hkv, Dk]` and v `[T, Hkv, Dv]` are cast to the pages' dtype; slots int64 `[T]`, where -1
     stores nothing.  No slot may occur twice.
     """
-    write_reference(k, v, k_pages, v_pages, slots)
+    batched.write(k, v, k_pages, v_pages, slots)
 
 
 def attend(
@@ -74,7 +78,9 @@ def attend(
     `t - p < window`.
     Query head h reads KV head `h // G`.
     """
-    return attend_reference(q, k_pages, v_pages, rows, scale=scale, window=window, softcap=softcap)
+    return Partial(
+        *batched.attend(q, k_pages, v_pages, rows, scale=scale, window=window, softcap=softcap)
+    )
 
 
 def merge(parts: Partial) -> Partial:
@@ -121,9 +127,8 @@ def attend_reference(
     dtype = accumulator(q.dtype)
     heads, size = k_pages.shape[1], k_pages.shape[2]
     acc, maxima, sums = [], [], []
-    queries = (
-        q.to(dtype).reshape(len(q), heads, q.shape[1] // heads, q.shape[2]).split(list(rows.lens))
-    )
+    grouped = q.to(dtype).reshape(len(q), heads, q.shape[1] // heads, q.shape[2])
+    queries = torch.split(grouped, list(rows.lens))
     for r, (query, first) in enumerate(zip(queries, rows.firsts, strict=True)):
         used = int(rows.blocks[r])
         entries = rows.table[r, :used].long()

@@ -1,0 +1,236 @@
+"""Launchers of the kernels: the ops of `kvpaging.attention` for tensors on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvpaging import work
+from kvpaging.attention import Partial, Rows
+from kvpaging.kernels.attend import attend_kernel
+from kvpaging.kernels.merge import merge_kernel
+from kvpaging.kernels.pages import copy_kernel, write_kernel
+from kvpaging.kernels.tiles import Shape, chip, pad, shapes
+
+QUAD = 16  # bytes, the unit of a block's stride
+COPY_QUADS = 1024  # of a program
+ELEMENTS = 2048  # of a program that writes or merges
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """A work list on the device, made once per step and read by every layer of a group."""
+
+    narrow: Tensor  # int32 [n, ITEM_FIELDS]
+    wide: Tensor  # int32 [n, ITEM_FIELDS]
+    merges: Tensor  # int32 [n, MERGE_FIELDS]
+    scratch: int  # rows
+    shapes: tuple[Shape, Shape]  # of narrow and wide tiles
+
+
+def write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
+    tokens, heads, k_dim = k.shape
+    v_dim = v.shape[2]
+    assert k.stride(2) == v.stride(2) == 1
+    together = heads_together(heads, max(k_dim, v_dim))
+    write_kernel[tokens, -(-heads // together)](
+        k, v, k_pages, v_pages, slots,
+        k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        _block_stride(k_pages), _block_stride(v_pages), heads,
+        B=k_pages.shape[2], DK=k_dim, DV=v_dim, DK_PAD=pad(k_dim), DV_PAD=pad(v_dim), HEADS=together,
+    )  # fmt: skip
+
+
+def copy(arena: Tensor, src: Tensor, dst: Tensor) -> None:
+    assert arena.dtype == torch.uint8
+    assert arena.is_contiguous()
+    assert arena.shape[1] % QUAD == 0
+    quads = arena.shape[1] // QUAD
+    copy_kernel[len(src), -(-quads // COPY_QUADS)](
+        arena.view(torch.int32), src, dst, quads, CHUNK=COPY_QUADS
+    )
+
+
+def merge(parts: Partial) -> Partial:
+    count, tokens, heads, dim = parts.acc.shape
+    into = _rows(tokens, heads, dim, parts.acc.device)
+    _merge(parts, None, None, None, into, count, tokens)
+    return into
+
+
+def finish(partial: Partial, sink: Tensor | None, dtype: torch.dtype) -> Tensor:
+    out = torch.empty_like(partial.acc, dtype=dtype)
+    _merge(partial, None, sink, out, None, 1, 0)
+    return out
+
+
+def attend(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    rows: Rows,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Partial:
+    tokens, heads, _ = q.shape
+    sweep = plan(q, k_pages, v_pages, rows, window)
+    every = _rows(tokens + sweep.scratch, heads, v_pages.shape[3], q.device)
+    _attend(q, k_pages, v_pages, rows, sweep, None, None, every, scale, softcap, window, tokens)
+    whole = _slice(every, 0, tokens)
+    if sweep.scratch:
+        _merge(_slice(every, tokens, None), sweep.merges, None, None, whole, 0, 0)
+    return whole
+
+
+def attend_finish(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    rows: Rows,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sink: Tensor | None,
+) -> Tensor:
+    tokens, heads, _ = q.shape
+    sweep = plan(q, k_pages, v_pages, rows, window)
+    out = torch.empty(tokens, heads, v_pages.shape[3], dtype=q.dtype, device=q.device)
+    parts = _rows(sweep.scratch, heads, v_pages.shape[3], q.device)
+    _attend(q, k_pages, v_pages, rows, sweep, sink, out, parts, scale, softcap, window, 0)
+    if sweep.scratch:
+        _merge(parts, sweep.merges, sink, out, None, 0, 0)
+    return out
+
+
+def plan(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: Rows, window: int | None) -> Sweep:
+    """The step's sweep, kept in `rows.cache` for the other layers of the group."""
+    group = q.shape[1] // k_pages.shape[1]
+    chosen = shapes(chip(q.device), q.element_size(), max(q.shape[2], v_pages.shape[3]))
+    key = (chosen, group, window)
+    if key not in rows.cache:
+        narrow, wide = chosen
+        lists = work.build(
+            rows.lens,
+            rows.firsts,
+            narrow=narrow.rows // min(group, narrow.rows),
+            wide=wide.rows // min(group, wide.rows),
+            programs=k_pages.shape[1],
+            window=None if rows.logical is not None else window,
+        )
+        rows.cache[key] = _upload(lists, chosen, q.device)
+    sweep: Sweep = rows.cache[key]
+    return sweep
+
+
+def constants(group: int, block: int, k_dim: int, v_dim: int, shape: Shape) -> dict[str, int]:
+    """Compile-time arguments of the attention kernel."""
+    return {
+        "G": group,
+        "B": block,
+        "DK": k_dim,
+        "DV": v_dim,
+        "DK_PAD": pad(k_dim),
+        "DV_PAD": pad(v_dim),
+        "BLOCK_M": shape.rows,
+        "BLOCK_N": shape.keys,
+        "HEADS": min(group, shape.rows),
+    }
+
+
+def _attend(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    rows: Rows,
+    sweep: Sweep,
+    sink: Tensor | None,
+    out: Tensor | None,
+    parts: Partial,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+    scratch: int,
+) -> None:
+    heads, (_, kv_heads, block, k_dim) = q.shape[1], k_pages.shape
+    group = heads // kv_heads
+    assert q.stride(2) == 1
+    for items, shape in zip((sweep.narrow, sweep.wide), sweep.shapes, strict=True):
+        if len(items) == 0:
+            continue
+        fixed = constants(group, block, k_dim, v_pages.shape[3], shape)
+        attend_kernel[len(items), kv_heads * -(-group // fixed["HEADS"])](
+            q, k_pages, v_pages, rows.table, rows.logical, rows.blocks, items, sink, out,
+            parts.acc, parts.m, parts.l, scale, softcap, window,
+            q.stride(0), q.stride(1), _block_stride(k_pages), _block_stride(v_pages),
+            rows.table.stride(0), scratch, heads,
+            **fixed, num_warps=shape.warps, num_stages=shape.stages,
+        )  # fmt: skip
+
+
+def _merge(
+    parts: Partial,
+    items: Tensor | None,
+    sink: Tensor | None,
+    out: Tensor | None,
+    into: Partial | None,
+    count: int,
+    stride: int,
+) -> None:
+    heads, dim = parts.acc.shape[-2:]
+    together = heads_together(heads, dim)
+    if items is not None:
+        rows = len(items)
+    else:
+        rows = parts.acc.numel() // (heads * dim * count)
+    acc, m, l = (into.acc, into.m, into.l) if into else (None, None, None)  # noqa: E741
+    merge_kernel[rows, -(-heads // together)](
+        parts.acc, parts.m, parts.l, items, sink, out, acc, m, l, count, stride, heads,
+        D=dim, D_PAD=pad(dim), HEADS=together,
+    )  # fmt: skip
+
+
+def _rows(count: int, heads: int, dim: int, device: torch.device) -> Partial:
+    acc = torch.empty(count, heads, dim, dtype=torch.float32, device=device)
+    m, l = torch.empty(2, count, heads, dtype=torch.float32, device=device)  # noqa: E741
+    return Partial(acc, m, l)
+
+
+def _slice(partial: Partial, start: int, stop: int | None) -> Partial:
+    return Partial(partial.acc[start:stop], partial.m[start:stop], partial.l[start:stop])
+
+
+def heads_together(heads: int, dim: int) -> int:
+    """Heads of one program that writes or merges: a power of two."""
+    return max(1, min(ELEMENTS // pad(dim), 1 << (heads - 1).bit_length()))
+
+
+def _block_stride(pages: Tensor) -> int:
+    """Distance of two blocks in units of 16 bytes."""
+    _, _, block, dim = pages.shape
+    assert pages.stride()[1:] == (block * dim, dim, 1)
+    stride, rest = divmod(pages.stride(0) * pages.element_size(), QUAD)
+    assert rest == 0
+    return stride
+
+
+def _upload(lists: work.WorkList, chosen: tuple[Shape, Shape], device: torch.device) -> Sweep:
+    """One copy to the device for all lists."""
+    flat: list[int] = []
+    ends: list[tuple[int, int, int]] = []
+    for part, fields in (
+        (lists.narrow, work.ITEM_FIELDS),
+        (lists.wide, work.ITEM_FIELDS),
+        (lists.merges, work.MERGE_FIELDS),
+    ):
+        start = len(flat)
+        flat += work.padded(part, fields)
+        ends.append((start, len(flat), fields))
+    host = torch.tensor(flat, dtype=torch.int32, pin_memory=device.type == "cuda")
+    there = host.to(device, non_blocking=True)
+    narrow, wide, merges = (there[a:b].view(-1, fields) for a, b, fields in ends)
+    return Sweep(narrow, wide, merges, lists.scratch, chosen)

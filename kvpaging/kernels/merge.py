@@ -1,0 +1,65 @@
+"""Folding partials from memory, in ascending order, and finishing them."""
+
+import triton
+import triton.language as tl
+
+from kvpaging.kernels.partials import close, fold
+
+NONE = tl.constexpr(float("-inf"))
+
+
+@triton.jit(
+    do_not_specialize=["parts", "stride", "heads"],
+    do_not_specialize_on_alignment=["items", "sink", "m_in", "l_in", "m_out", "l_out"],
+)
+def merge_kernel(
+    acc_in,
+    m_in,
+    l_in,  # float32 [rows, heads, D], [rows, heads]
+    items,  # int32 [grid 0, 4]: row written, first row read, rows read, their stride; or None
+    sink,  # [heads] or None
+    out,  # [T, heads, D] takes finished sums; None sends partials to the next three
+    acc_out,
+    m_out,
+    l_out,  # float32 [T, heads, D], [T, heads]
+    parts,
+    stride,  # without items: row i is the fold of rows i, i + stride, ...
+    heads,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    HEADS: tl.constexpr,  # of a program
+):
+    row = tl.program_id(0).to(tl.int64)
+    source = row
+    if items is not None:
+        item = items + row * 4
+        row = tl.load(item).to(tl.int64)
+        source = tl.load(item + 1).to(tl.int64)
+        parts = tl.load(item + 2)
+        stride = tl.load(item + 3)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    live = head < tl.where(parts > 0, heads, 0)
+    d = tl.arange(0, D_PAD)
+    inside = live[:, None] & (d < D)[None, :]
+    acc = tl.zeros([HEADS, D_PAD], tl.float32)
+    m = tl.full([HEADS], NONE, tl.float32)
+    l = tl.zeros([HEADS], tl.float32)  # noqa: E741
+    for part in range(parts):
+        at = (source + part * stride) * heads + head
+        part_acc = tl.load(acc_in + at[:, None] * D + d[None, :], mask=inside, other=0.0)
+        part_m = tl.load(m_in + at, mask=live, other=NONE)
+        part_l = tl.load(l_in + at, mask=live, other=0.0)
+        acc, m, l = fold(acc, m, l, part_acc, part_m, part_l)  # noqa: E741
+    to = row * heads + head
+    if out is not None:
+        bias = tl.full([HEADS], NONE, tl.float32)
+        if sink is not None:
+            bias = tl.load(sink + head, mask=live, other=NONE).to(tl.float32)
+        result = close(acc, m, l, bias)
+        tl.store(
+            out + to[:, None] * D + d[None, :], result.to(out.dtype.element_ty), mask=inside
+        )
+    else:
+        tl.store(acc_out + to[:, None] * D + d[None, :], acc, mask=inside)
+        tl.store(m_out + to, m, mask=live)
+        tl.store(l_out + to, l, mask=live)

@@ -1,0 +1,98 @@
+"""Tile, warps and pipeline stages of the attention kernel for each kind of chip.
+
+Chosen so that nothing spills and shared memory fits; docs/kernels.md has the figures.  Narrow and
+wide tiles of one chip, dtype and head size have the same keys: those are part of the order in which
+keys are summed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Rows (queries x heads of a group) and keys of a tile; warps and stages that work on it."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# chip -> bytes of an element -> padded head size -> (narrow, wide)
+_SHAPES: dict[str, dict[int, dict[int, tuple[Shape, Shape]]]] = {
+    "sm_80": {
+        2: {
+            64: (Shape(16, 64, 4, 3), Shape(64, 64, 4, 3)),
+            128: (Shape(16, 64, 4, 3), Shape(64, 64, 8, 2)),
+            256: (Shape(16, 32, 4, 2), Shape(64, 32, 8, 2)),
+            512: (Shape(16, 16, 8, 2), Shape(32, 16, 8, 2)),
+        },
+        4: {
+            64: (Shape(16, 32, 4, 2), Shape(32, 32, 8, 2)),
+            128: (Shape(16, 32, 4, 2), Shape(16, 32, 4, 2)),
+            256: (Shape(16, 16, 4, 2), Shape(16, 16, 4, 2)),
+            512: (Shape(16, 16, 8, 1), Shape(16, 16, 8, 1)),
+        },
+    },
+    "sm_90": {
+        2: {
+            64: (Shape(16, 64, 4, 3), Shape(128, 64, 8, 3)),
+            128: (Shape(16, 64, 4, 3), Shape(128, 64, 8, 2)),
+            256: (Shape(16, 32, 4, 2), Shape(64, 32, 8, 2)),
+            512: (Shape(16, 16, 8, 2), Shape(32, 16, 8, 2)),
+        },
+    },
+    "sm_100": {
+        2: {
+            64: (Shape(16, 64, 4, 3), Shape(128, 64, 8, 3)),
+            128: (Shape(16, 64, 4, 3), Shape(64, 64, 8, 2)),
+            256: (Shape(16, 32, 4, 2), Shape(64, 32, 8, 2)),
+            512: (Shape(16, 16, 8, 2), Shape(32, 16, 8, 2)),
+        },
+    },
+    "gfx942": {
+        2: {
+            64: (Shape(16, 64, 4, 2), Shape(64, 64, 4, 2)),
+            128: (Shape(16, 32, 4, 2), Shape(64, 32, 4, 2)),
+            256: (Shape(16, 32, 4, 2), Shape(64, 32, 4, 1)),
+            512: (Shape(16, 32, 4, 1), Shape(32, 32, 4, 1)),
+        },
+    },
+}
+for _chip in ("sm_90", "sm_100", "gfx942"):
+    _SHAPES[_chip][4] = _SHAPES["sm_80"][4]
+
+
+def pad(size: int) -> int:
+    """Tiles have power-of-two head sizes, 16 at least."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def chip(device: torch.device) -> str:
+    """The kind of chip whose shapes serve this device: the nearest one below what it can do."""
+    if device.type != "cuda":
+        return "sm_80"
+    if torch.version.hip:
+        return "gfx942"
+    major = torch.cuda.get_device_capability(device)[0]
+    return {9: "sm_90", 10: "sm_100"}.get(major, "sm_80")
+
+
+def shapes(chip: str, item_bytes: int, head_dim: int) -> tuple[Shape, Shape]:
+    """Narrow and wide tile for queries of `item_bytes` an element and heads of at most `head_dim`.
+
+    Raises:
+        ValueError: there are none, as for float64 or heads of more than 512.
+    """
+    sizes = _SHAPES[chip].get(item_bytes, {})
+    for size, pair in sizes.items():
+        if head_dim <= size:
+            return pair
+    raise ValueError(
+        f"the GPU kernels take 16 and 32 bit queries and head sizes up to 512, not {head_dim} at "
+        f"{8 * item_bytes} bit; model.device=cpu serves any"
+    )
