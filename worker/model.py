@@ -115,7 +115,7 @@ def _paged_attention(
 ) -> tuple[Tensor, None]:
     """The hook: query [1, Hq, T, Dk], key and value [1, Hkv, T, D*] -> [1, T, Hq, Dv]."""
     assert pages is not None
-    layer: int = module.layer_idx  # type: ignore[assignment]
+    layer: int = module.layer_idx
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     if torch.compiler.is_compiling():
@@ -171,14 +171,10 @@ def probe(config: PretrainedConfig) -> ModelShape:
     calls: dict[int, list[LayerShape]] = {}
     heads = 0
 
-    def record(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any
-    ) -> None:
+    def record(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> None:
         nonlocal heads
         heads = max(heads, query.shape[1])
-        shape = LayerShape(
-            key.shape[1], key.shape[3], value.shape[3], kwargs.get("sliding_window")
-        )
+        shape = LayerShape(key.shape[1], key.shape[3], value.shape[3], kwargs.get("sliding_window"))
         calls.setdefault(int(module.layer_idx), []).append(shape)  # type: ignore[arg-type]
 
     with torch.device("meta"), torch.no_grad(), _recording(record) as name:
@@ -242,7 +238,7 @@ def fix_rotary(model: nn.Module, max_model_len: int) -> str:
             if isinstance(types, dict):
                 types[layer_type] = "default"
             else:
-                module.rope_type = "default"  # type: ignore[assignment]
+                module.rope_type = "default"
             fixed.append(f"{name}:{kind}@{max_model_len}")
     return ",".join(fixed)
 

@@ -1,0 +1,58 @@
+"""What this machine offers: devices, free memory, number formats. The only place that looks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+
+def choose_device(asked: str) -> torch.device:
+    """`auto` is a GPU if there is one. Raises ValueError where the asked one is not there."""
+    has_gpu = torch.cuda.is_available()
+    if asked == "cuda" and not has_gpu:
+        raise ValueError(
+            "model.device=cuda was asked for, but torch sees no GPU on this machine; "
+            "use model.device=cpu or auto, or install a torch with CUDA or ROCm and its driver"
+        )
+    return torch.device("cuda" if has_gpu and asked != "cpu" else "cpu")
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """Memory that can be had now; on a CPU also within the limit of this control group."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+    bounds = [_available_bytes(), *_cgroup_bytes()]
+    return max(0, min(bounds))
+
+
+def _available_bytes() -> int:
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _cgroup_bytes() -> list[int]:
+    root = Path("/sys/fs/cgroup")
+    for limit, used in (
+        (root / "memory.max", root / "memory.current"),
+        (root / "memory/memory.limit_in_bytes", root / "memory/memory.usage_in_bytes"),
+    ):
+        if limit.is_file() and used.is_file():
+            most = limit.read_text().strip()
+            return [] if most == "max" else [int(most) - int(used.read_text())]
+    return []
+
+
+def has_fast_bfloat16() -> bool:
+    """Whether the CPU multiplies bfloat16 in hardware; elsewhere float32 is faster."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.is_file():
+        return False
+    flags = next((x for x in cpuinfo.read_text().splitlines() if x.startswith("flags")), "")
+    return bool({"avx512_bf16", "amx_bf16"} & set(flags.split()))

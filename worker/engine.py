@@ -1,0 +1,281 @@
+"""The engine: plan a step, run it, commit it, say what came of it. One thread, no clock of its own.
+
+Up to `depth` steps are under way: with 2, step k commits while k + 1 runs, and what a finished
+sequence computed too much is dropped. A step that raises commits nothing; its rows are tried again,
+in the end each alone, so that only a request that itself fails is lost.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import islice
+
+from worker import wire
+from worker.request import Request, Sequence
+from worker.runner import InFlight, Runner, StepResult
+from worker.scheduler import QueueFull, Row, Scheduler, StepPlan
+
+Output = tuple[Request, wire.Event]
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters since start; seconds are of the clock given to the engine."""
+
+    steps: int = 0
+    rows: int = 0
+    batch_tokens: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    failed_steps: int = 0
+    schedule_s: float = 0.0
+    build_s: float = 0.0
+    execute_s: float = 0.0
+    finished: dict[str, int] = field(default_factory=dict)
+
+
+class Engine:
+    """Requests in, wire events out.
+
+    `clock` gives seconds and is only subtracted, for `stats`; `now` arguments are in the clock of
+    `Request.arrival_s` and `deadline_s`.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        end_tokens: frozenset[int],
+        max_model_len: int,
+        clock: Callable[[], float],
+        depth: int = 1,
+    ) -> None:
+        assert depth in (1, 2)
+        self.scheduler, self.runner, self.depth = scheduler, runner, depth
+        self.end_tokens, self.max_model_len = end_tokens, max_model_len
+        self.clock = clock
+        self.requests: dict[str, Request] = {}
+        self.stats = EngineStats()
+        self.on_step_error: Callable[[BaseException, bool], None] = lambda error, retried: None
+        self._flying: deque[InFlight] = deque()
+
+    @property
+    def idle(self) -> bool:
+        return not self.scheduler.running and not self.scheduler.waiting and not self._flying
+
+    def submit(self, request: Request) -> list[wire.Event]:
+        """Queue a checked request. The first event is accepted or rejected; a request that needs
+        no step is finished at once."""
+        if request.id in self.requests:
+            message = f"a request with id {request.id} is being served"
+            return [wire.Rejected("duplicate_id", 0.0, message)]
+        try:
+            if any(s.target > 0 for s in request.sequences):
+                self.scheduler.submit(request)
+        except QueueFull as full:
+            return [wire.Rejected("queue_full", self._retry_after_s(), str(full))]
+        events: list[wire.Event] = [wire.Accepted(request.id, len(request.prompt))]
+        if request.params.prompt_logprobs is not None:
+            events.append(wire.PromptLogprobs(0, [None]))
+        self.requests[request.id] = request
+        for sequence in request.sequences:
+            if sequence.target <= 0:
+                sequence.finish_reason = "length"
+                events.append(self._finish_event(sequence, [], None))
+                self._forget_if_finished(request)
+        return events
+
+    def abort(self, request_id: str) -> bool:
+        """End a request, wherever it is. False when it is not here (any more)."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return False
+        self._end(request, "abort")
+        return True
+
+    def step(self, now: float) -> list[Output]:
+        """One turn: plan and launch a step, settle the oldest one under way. Empty when idle."""
+        out = self._expire(now)
+        started = self.clock()
+        plan = self.scheduler.plan()
+        self.stats.schedule_s += self.clock() - started
+        if plan.rows:
+            self._mark_admitted(plan, now)
+            try:
+                self._flying.append(self.runner.launch(plan))
+            except Exception as error:
+                while self._flying:
+                    out += self._settle(now)
+                return out + self._recover([plan], error, now)
+        if self._flying and (len(self._flying) >= self.depth or not plan.rows):
+            out += self._settle(now)
+        return out
+
+    def _settle(self, now: float) -> list[Output]:
+        flight = self._flying.popleft()
+        try:
+            result = self.runner.collect(flight)
+        except Exception as error:
+            plans = [flight.plan, *(later.plan for later in self._flying)]
+            self._flying.clear()
+            return self._recover(plans, error, now)
+        return self._commit(flight.plan, result, now)
+
+    def _recover(self, plans: list[StepPlan], error: Exception, now: float) -> list[Output]:
+        """Roll back, then try again without the sequences just admitted; those, and all if that
+        fails too, run alone, and what fails alone gets a 500."""
+        self.stats.failed_steps += 1
+        self.on_step_error(error, False)
+        self.runner.raise_if_dead(error)
+        rows = [row for plan in reversed(plans) for row in self.scheduler.rollback(plan)]
+        sequences = {id(row.sequence): row.sequence for row in rows}
+        fresh = {id(row.sequence) for row in rows if row.admitted}
+        old = [s for key, s in sequences.items() if key not in fresh]
+        out: list[Output] = []
+        alone = [s for key, s in sequences.items() if key in fresh]
+        if old:
+            done, failure = self._try(old, now)
+            out += done
+            if failure is not None:
+                alone = [*old, *alone]
+        for sequence in alone:
+            done, failure = self._try([sequence], now)
+            out += done
+            if failure is not None:
+                out += self._fail(sequence.request, failure)
+        return out
+
+    def _try(
+        self, sequences: Iterable[Sequence], now: float
+    ) -> tuple[list[Output], Exception | None]:
+        plan = self.scheduler.plan(only=sequences)
+        if not plan.rows:
+            return [], None
+        try:
+            result = self.runner.collect(self.runner.launch(plan))
+        except Exception as error:
+            self.on_step_error(error, True)
+            self.runner.raise_if_dead(error)
+            self.scheduler.rollback(plan)
+            return [], error
+        return self._commit(plan, result, now), None
+
+    def _commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Output]:
+        stats = self.stats
+        stats.steps += 1
+        stats.rows += len(plan.rows)
+        stats.batch_tokens += plan.tokens
+        stats.build_s, stats.execute_s = self.runner.build_s, self.runner.execute_s
+        out: list[Output] = []
+        sampled = zip(result.tokens, result.bad, result.logprobs, strict=True)
+        scores = iter(result.scores)
+        for row, valid in zip(plan.rows, self.scheduler.commit(plan), strict=True):
+            scored = next(scores) if row.scored_from is not None else None
+            token, bad, logprob = next(sampled) if row.sampled else (None, False, None)
+            if not valid:
+                continue
+            sequence, request = row.sequence, row.sequence.request
+            if scored is not None:
+                out += self._report_scores(row, scored)
+            if bad:
+                out += self._fail(request, ArithmeticError(BAD_LOGITS))
+            elif token is not None:
+                if request.first_token_s is None:
+                    request.first_token_s = now
+                    stats.prompt_tokens += sequence.prompt_tokens
+                out.append((request, self._append(sequence, token, logprob)))
+            elif request.params.max_tokens == 0 and sequence.computed >= sequence.target:
+                self.scheduler.finish(sequence, "length")
+                out.append((request, self._finish_event(sequence, [], None)))
+                self._forget_if_finished(request)
+        return out
+
+    def _append(
+        self, sequence: Sequence, token: int, logprob: wire.TokenLogprob | None
+    ) -> wire.Event:
+        request, params = sequence.request, sequence.request.params
+        sequence.tokens.append(token)
+        self.stats.generated_tokens += 1
+        logprobs = None if logprob is None else [logprob]
+        ends = token in self.end_tokens and not params.ignore_eos
+        if ends or token in params.stop_token_ids:
+            reason, sequence.stop_token = "stop", token
+        elif (
+            sequence.generated_tokens >= params.max_tokens
+            or len(sequence.tokens) >= self.max_model_len
+        ):
+            reason = "length"
+        else:
+            return wire.Delta(sequence.choice, [token], logprobs)
+        self.scheduler.finish(sequence, reason)
+        event = self._finish_event(sequence, [token], logprobs)
+        self._forget_if_finished(request)
+        return event
+
+    def _finish_event(
+        self, sequence: Sequence, tokens: list[int], logprobs: list[wire.TokenLogprob] | None
+    ) -> wire.Finish:
+        assert sequence.finish_reason is not None
+        return wire.Finish(
+            choice=sequence.choice,
+            reason=sequence.finish_reason,
+            prompt_tokens=sequence.prompt_tokens,
+            cached_tokens=0,
+            generated_tokens=sequence.generated_tokens,
+            stop_token=sequence.stop_token,
+            tokens=tokens,
+            logprobs=logprobs,
+        )
+
+    def _report_scores(self, row: Row, entries: list[wire.PromptLogprob]) -> list[Output]:
+        assert row.scored_from is not None
+        row.sequence.scored = row.scored_from + len(entries)
+        if row.sequence.choice or not entries:
+            return []
+        return [(row.sequence.request, wire.PromptLogprobs(row.scored_from + 1, [*entries]))]
+
+    def _mark_admitted(self, plan: StepPlan, now: float) -> None:
+        for row in plan.rows:
+            if row.admitted and row.sequence.request.admitted_s is None:
+                row.sequence.request.admitted_s = now
+
+    def _expire(self, now: float) -> list[Output]:
+        late = [r for r in self.requests.values() if now > r.deadline_s]
+        out: list[Output] = []
+        for request in late:
+            self._end(request, "timeout")
+            message = "the request ran past its deadline (limits.request_timeout_s changes it)"
+            out.append((request, wire.Error("timeout", message, 408)))
+        return out
+
+    def _fail(self, request: Request, error: Exception) -> list[Output]:
+        self._end(request, "error")
+        message = f"the model failed on this request: {error}"
+        return [(request, wire.Error("engine_error", message, 500))]
+
+    def _end(self, request: Request, reason: str) -> None:
+        for sequence in request.sequences:
+            self.scheduler.finish(sequence, reason)
+        self._forget_if_finished(request)
+
+    def _forget_if_finished(self, request: Request) -> None:
+        if request.finished:
+            self.requests.pop(request.id, None)
+            reason = request.sequences[0].finish_reason or ""
+            self.stats.finished[reason] = self.stats.finished.get(reason, 0) + 1
+
+    def _retry_after_s(self) -> float:
+        """A guess at when a place in the queue is free: one request's share of the work ahead."""
+        stats = self.stats
+        if not stats.steps or not stats.rows:
+            return 1.0
+        step_s = stats.execute_s / stats.steps
+        ahead = [s for s in islice(self.scheduler.running, 64)]
+        left = [s.request.params.max_tokens - s.generated_tokens for s in ahead]
+        return max(1.0, step_s * min(left, default=0))
+
+
+BAD_LOGITS = "its logits are not finite numbers; model.dtype=float32 has the widest range"

@@ -1,0 +1,93 @@
+"""The memory plan: what weights and workspaces take, and what is left for pages. Pure arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvpaging.store import Layout
+
+GIB = 1 << 30
+CPU_AUTO_BYTES_MAX = 2 * GIB
+
+
+class DoesNotFit(Exception):
+    """The model or its longest sequence does not fit this device; three numbers, three remedies."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """All sizes in bytes; `slices` pieces of `block_size` tokens fit."""
+
+    free_bytes: int
+    weight_bytes: int
+    workspace_bytes: int
+    kv_bytes: int
+    slices: int
+    tokens: int
+    max_model_len: int
+
+
+def plan_memory(
+    layout: Layout,
+    *,
+    free_bytes: int,
+    weight_bytes: int,
+    workspace_bytes: int,
+    model_limit: int,
+    max_model_len: int | None,
+    memory: int | None,
+    memory_fraction: float,
+    blocks: int | None,
+    on_cpu: bool,
+) -> MemoryPlan:
+    """Size the KV budget. Raises DoesNotFit before anything is loaded.
+
+    An explicit `blocks` or `memory` wins over the automatic size: on a GPU `memory_fraction` of what
+    is free after weights and workspaces, on a CPU a quarter of it, at most 2 GiB. Without an explicit
+    `max_model_len` the longest sequence is what the model and the pages both allow.
+    """
+    usable = free_bytes if on_cpu else int(free_bytes * memory_fraction)
+    left = usable - weight_bytes - workspace_bytes
+    if left < layout.slice_bytes:
+        raise DoesNotFit(
+            f"the model does not fit: its weights need {gib(weight_bytes)} and its workspaces "
+            f"{gib(workspace_bytes)}, but {gib(usable)} are free. Use a smaller model or "
+            "model.dtype=bfloat16, lower scheduler.max_batch_tokens, or free memory"
+            + ("" if on_cpu else " (kv.memory_fraction is the share of it that is used)")
+        )
+    if blocks is not None:
+        budget = blocks * layout.slice_bytes
+    elif memory is not None:
+        budget = memory
+    else:
+        budget = min(left // 4, CPU_AUTO_BYTES_MAX) if on_cpu else left
+    if budget > left:
+        raise DoesNotFit(
+            f"the pages do not fit: {gib(budget)} were asked for, weights and workspaces take "
+            f"{gib(weight_bytes + workspace_bytes)} of the {gib(usable)} that are free. Lower "
+            "kv.memory or kv.blocks, use model.dtype=bfloat16, or free memory"
+        )
+    slices = budget // layout.slice_bytes
+    tokens = slices * layout.block_size
+    longest = max_model_len or min(model_limit, tokens)
+    if longest > tokens or slices == 0:
+        raise DoesNotFit(
+            f"a sequence of {longest} tokens does not fit: it needs "
+            f"{gib(longest * layout.bytes_per_token)} of pages, {gib(budget)} are there, which is "
+            f"{tokens} tokens. Lower model.max_model_len to {tokens} or less, raise kv.memory, or "
+            "free memory"
+        )
+    return MemoryPlan(
+        free_bytes=free_bytes,
+        weight_bytes=weight_bytes,
+        workspace_bytes=workspace_bytes,
+        kv_bytes=slices * layout.slice_bytes,
+        slices=slices,
+        tokens=tokens,
+        max_model_len=longest,
+    )
+
+
+def gib(size: int) -> str:
+    """A size for people: GiB, or MiB below one GiB."""
+    return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / (1 << 20):.1f} MiB"

@@ -1,0 +1,181 @@
+"""StepPlan -> index tensors: everything a forward pass needs, filled into a ring of host buffers.
+
+Block tables live on the device, a row per running sequence, and learn only their changed entries.
+An input token is an id or, written as `-1 - slot`, the last token sampled for that slot, which the
+host need not know.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvpaging.attention import Rows
+from kvpaging.store import Layout
+from worker.scheduler import StepPlan
+
+RING = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step on the device: T tokens in R rows, of which n need logits."""
+
+    ids: Tensor  # int64 [T], negative: see `last token` above
+    positions: Tensor  # int64 [T]
+    rows: tuple[Rows, ...]  # one per layer group
+    logits_at: Tensor  # int64 [n]: first the scored tokens row by row, then the sampled ones
+    slots: Tensor  # int64 [sampled rows]: slot of each sampled row, in order
+    scored: int  # how many of `logits_at` are scored
+
+
+def _bucket(n: int) -> int:
+    """Table widths in powers of two: few shapes, so that grids and graphs are reused."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+class BatchBuilder:
+    """Host mirror and device copy of all block tables, and the buffers that steps are written to.
+
+    `tables[g]` is int32 `[max_num_seqs, max_blocks]`, the physical blocks of layer group g by slot.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_batch_tokens: int,
+        max_logit_rows: int,
+        device: torch.device,
+    ) -> None:
+        self.layout, self.device = layout, device
+        groups, size = len(layout.groups), layout.block_size
+        self.max_blocks = -(-max_model_len // size)
+        self.host = np.zeros((groups, max_num_seqs, self.max_blocks), np.int32)
+        self.tables = torch.from_numpy(self.host)
+        if device.type != "cpu":
+            self.tables = self.tables.to(device)
+        tokens = max_batch_tokens * (2 + groups) + max_logit_rows + 6 * max_num_seqs + 1
+        pinned = device.type == "cuda"
+        self._ring = [
+            torch.zeros(tokens, dtype=torch.int64, pin_memory=pinned) for _ in range(RING)
+        ]
+        self._events: list[torch.cuda.Event | None] = [None] * RING
+
+    @staticmethod
+    def workspace_bytes(
+        layout: Layout, max_num_seqs: int, max_model_len: int, max_batch_tokens: int
+    ) -> int:
+        """Device bytes of tables and step buffers, for the memory plan."""
+        tables = len(layout.groups) * max_num_seqs * -(-max_model_len // layout.block_size) * 4
+        return 2 * tables + RING * 8 * max_batch_tokens * (3 + len(layout.groups))
+
+    def build(self, plan: StepPlan) -> Batch:
+        self._apply_changes(plan)
+        rows = plan.rows
+        starts = np.fromiter((r.start for r in rows), np.int64, len(rows))
+        counts = np.fromiter((r.count for r in rows), np.int64, len(rows))
+        slots = np.fromiter((r.slot for r in rows), np.int64, len(rows))
+        ends = counts.cumsum()
+        total = int(ends[-1])
+        if total == len(rows):
+            positions, token_slot = starts, slots
+        else:
+            positions = np.arange(total) + np.repeat(starts - (ends - counts), counts)
+            token_slot = np.repeat(slots, counts)
+        size = self.layout.block_size
+        block, offset = positions // size, positions % size
+        where = [host[token_slot, block].astype(np.int64) * size + offset for host in self.host]
+        scored, sampled = _logit_rows(plan, ends)
+        blocks = (starts + counts + size - 1) // size
+        sampled_slots = np.fromiter((r.slot for r in rows if r.sampled), np.int64)
+        ids = np.fromiter(chain.from_iterable(map(_tokens, rows)), np.int64, total)
+        parts = (
+            ids,
+            positions,
+            *where,
+            scored,
+            sampled,
+            starts,
+            blocks,
+            slots,
+            ends,
+            sampled_slots,
+        )
+        on_device = self._send(plan.step, parts)
+        ids_, positions_ = on_device[:2]
+        slots_by_group = on_device[2 : 2 + len(where)]
+        scored_, sampled_, first, blocks_, slots_, ends_, sampled_slots_ = on_device[
+            2 + len(where) :
+        ]
+        first, blocks_ = first.int(), blocks_.int()
+        query_start = torch.nn.functional.pad(ends_, (1, 0)).int()
+        width = min(_bucket(int(blocks.max())), self.max_blocks)
+        lens, firsts = tuple(counts.tolist()), tuple(starts.tolist())
+        row_sets = tuple(
+            Rows(query_start, first, table[slots_, :width], blocks_, None, slot, lens, firsts)
+            for table, slot in zip(self.tables, slots_by_group, strict=True)
+        )
+        logits_at = torch.cat((scored_, sampled_)) if len(scored) else sampled_
+        return Batch(ids_, positions_, row_sets, logits_at, sampled_slots_, len(scored))
+
+    def _apply_changes(self, plan: StepPlan) -> None:
+        changed: list[tuple[int, int, int, int]] = []
+        on_host_only = self.device.type == "cpu"
+        for row in plan.rows:
+            table = row.sequence.table
+            assert table is not None
+            for group, blocks in enumerate(table.blocks):
+                new = blocks[row.changed_from :]
+                if new:
+                    end = row.changed_from + len(new)
+                    self.host[group, row.slot, row.changed_from : end] = new
+                    if not on_host_only:
+                        span = range(row.changed_from, end)
+                        changed += ((group, row.slot, i, b) for i, b in zip(span, new, strict=True))
+        if changed:
+            at = torch.tensor(changed, device=self.device)
+            self.tables[at[:, 0], at[:, 1], at[:, 2]] = at[:, 3].int()
+
+    def _send(self, step: int, parts: tuple[NDArray[np.int64], ...]) -> list[Tensor]:
+        """One copy to the device for the whole step, out of the ring's next buffer."""
+        turn = step % RING
+        event = self._events[turn]
+        if event is not None:
+            event.synchronize()
+        host = self._ring[turn]
+        total = sum(map(len, parts))
+        np.concatenate(parts, out=host.numpy()[:total])
+        sent = host[:total].to(self.device, non_blocking=True)
+        if self.device.type == "cuda":
+            self._events[turn] = event or torch.cuda.Event()
+            self._events[turn].record()  # type: ignore[union-attr]
+        return list(sent.split([len(part) for part in parts]))
+
+
+def _tokens(row) -> list[int]:  # type: ignore[no-untyped-def]
+    tokens = row.sequence.tokens
+    known = tokens[row.start : row.start + row.count]
+    return known if len(known) == row.count else [*known, -1 - row.slot]
+
+
+def _logit_rows(
+    plan: StepPlan, ends: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Indexes of the tokens whose logits score a prompt token, and of those that are sampled."""
+    scored: list[int] = []
+    sampled: list[int] = []
+    for row, end in zip(plan.rows, ends.tolist(), strict=True):
+        if row.scored_from is not None:
+            first = end - row.count + row.scored_from - row.start
+            scored.extend(range(first, first + row.scored_count))
+        if row.sampled:
+            sampled.append(end - 1)
+    return np.array(scored, np.int64), np.array(sampled, np.int64)

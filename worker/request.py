@@ -1,0 +1,106 @@
+"""The only mutable record of a request and its sequences. Times are in seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
+    from kvpaging.table import BlockTable
+    from worker.params import SamplingParams
+
+NO_SLOT = -1
+
+
+class Sequence:
+    """One choice of a request: its tokens, its table, and how far both have come.
+
+    `computed` tokens have their K,V committed; `planned` more are in steps under way, which will
+    sample `pending` tokens. A step of an older `epoch` (before a preemption) is void.
+    """
+
+    __slots__ = (
+        "choice",
+        "computed",
+        "epoch",
+        "finish_reason",
+        "last_step",
+        "pending",
+        "planned",
+        "prompt_tokens",
+        "request",
+        "scored",
+        "seated",
+        "slot",
+        "stop_token",
+        "synced",
+        "table",
+        "tokens",
+    )
+
+    def __init__(self, request: Request, choice: int, generated: Seq[int]) -> None:
+        self.request = request
+        self.choice = choice
+        self.prompt_tokens = len(request.prompt)
+        self.tokens = [*request.prompt, *generated]
+        self.table: BlockTable | None = None
+        self.slot = NO_SLOT
+        self.computed = self.planned = self.pending = self.epoch = 0
+        self.last_step: int | None = None
+        self.seated = False  # the sampler's seat for penalties is filled
+        self.synced = 0  # table entries that the device has been told
+        self.scored = 0  # prompt log-probabilities reported: entries below this token index
+        self.finish_reason: str | None = None
+        self.stop_token: int | None = None
+
+    @property
+    def generated_tokens(self) -> int:
+        return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def target(self) -> int:
+        """How many tokens must be computed, those that steps under way will sample included."""
+        if self.request.params.max_tokens == 0:
+            return self.prompt_tokens - 1  # only prompt log-probabilities are wanted
+        return len(self.tokens) + self.pending
+
+    def reset(self) -> None:
+        """Forget what was computed; steps under way are void for this sequence."""
+        self.computed = self.planned = self.pending = self.synced = 0
+        self.seated = False
+        self.epoch += 1
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request as the engine sees it. Lower `priority` goes first, then earlier arrival."""
+
+    id: str
+    prompt: list[int]
+    params: SamplingParams
+    arrival_s: float = 0.0
+    deadline_s: float = float("inf")
+    priority: int = 0
+    attempt: int = 0
+    stream: bool = True
+    label: str = ""
+    generated: tuple[tuple[int, ...], ...] = ((),)
+    order: int = 0  # of submission; breaks ties of arrival
+    admitted_s: float | None = None
+    first_token_s: float | None = None
+    preemptions: int = 0
+    sequences: list[Sequence] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.sequences = [Sequence(self, i, done) for i, done in enumerate(self.generated)]
+
+    @property
+    def rank(self) -> tuple[int, float, int]:
+        """Smaller is served first and preempted last."""
+        return (self.priority, self.arrival_s, self.order)
+
+    @property
+    def finished(self) -> bool:
+        return all(s.finish_reason is not None for s in self.sequences)

@@ -1,0 +1,177 @@
+"""The device side of a step: copies, forward, sampling. `launch` enqueues, `collect` waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvpaging import attention
+from worker import wire
+from worker.logits import PromptLogprobs, prompt_logprobs
+from worker.model import PagedModel
+from worker.plan import Batch, BatchBuilder
+from worker.sampler import Sampled, Sampler, SampleRow
+from worker.scheduler import Row, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A step on its way: device tensors that `collect` turns into host values."""
+
+    plan: StepPlan
+    sampled: Sampled | None
+    scores: PromptLogprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step made: one entry per sampled row, one list per row that scores its prompt."""
+
+    tokens: list[int]
+    bad: list[bool]
+    logprobs: list[wire.TokenLogprob | None]
+    scores: list[list[wire.PromptLogprob]]
+
+
+class EngineDead(RuntimeError):
+    """The device can no longer be trusted: this process must be replaced."""
+
+
+class Runner:
+    """Runs plans on one device. Seconds in `build_s` and `execute_s` are of `clock`."""
+
+    def __init__(
+        self,
+        model: PagedModel,
+        builder: BatchBuilder,
+        sampler: Sampler,
+        *,
+        max_num_seqs: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self.model, self.builder, self.sampler, self.clock = model, builder, sampler, clock
+        device = builder.device
+        self.last_token = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self.build_s = self.execute_s = 0.0
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> InFlight:
+        started = self.clock()
+        batch = self.builder.build(plan)
+        sampled_rows = [row for row in plan.rows if row.sampled]
+        self._seat(sampled_rows)
+        sample_plan = self.sampler.plan([_sample_row(row) for row in sampled_rows])
+        self.build_s += self.clock() - started
+        self._copy(plan)
+        ids = batch.ids
+        ids = torch.where(ids < 0, self.last_token[(-1 - ids).clamp_(min=0)], ids)
+        logits = self.model.forward(ids, batch.positions, batch.rows, batch.logits_at)
+        scores = self._score(plan, batch, logits)
+        sampled = None
+        if sampled_rows:
+            sampled = self.sampler.sample(logits[batch.scored :], sample_plan)
+            self.last_token[batch.slots] = sampled.tokens
+        self.execute_s += self.clock() - started
+        return InFlight(plan, sampled, scores)
+
+    def collect(self, flight: InFlight) -> StepResult:
+        """Wait for the step and bring its results to the host."""
+        started = self.clock()
+        scores = _host_scores(flight)
+        tokens: list[int] = []
+        bad: list[bool] = []
+        logprobs: list[wire.TokenLogprob | None] = []
+        if flight.sampled is not None:
+            tokens, bad = flight.sampled.tokens.tolist(), flight.sampled.bad.tolist()
+            logprobs = _host_logprobs(flight)
+        self.execute_s += self.clock() - started
+        return StepResult(tokens, bad, logprobs, scores)
+
+    def raise_if_dead(self, error: Exception) -> None:
+        """Raise EngineDead where the device itself failed, which no retry can mend."""
+        if isinstance(error, torch.AcceleratorError):
+            raise EngineDead(f"the device failed: {error}") from error
+
+    def _seat(self, rows: list[Row]) -> None:
+        """Tell the sampler about the tokens so far of sequences with penalties that (re)start."""
+        for row in rows:
+            sequence = row.sequence
+            if sequence.request.params.penalised and not sequence.seated:
+                tokens, prompt = sequence.tokens, sequence.prompt_tokens
+                self.sampler.state.seat(row.slot, tokens[:prompt], tokens[prompt:])
+                sequence.seated = True
+
+    def _copy(self, plan: StepPlan) -> None:
+        """Copy-on-write, one call per arena."""
+        store = self.model.store
+        pairs: dict[int, list[tuple[int, int]]] = {}
+        for copy in plan.copies:
+            arena = store.layout.groups[copy.group].arena
+            pairs.setdefault(arena, []).append((copy.src, copy.dst))
+        for arena, moves in pairs.items():
+            both = torch.tensor(moves, dtype=torch.int64, device=store.device)
+            attention.copy(store.arenas[arena], both[:, 0], both[:, 1])
+
+    def _score(self, plan: StepPlan, batch: Batch, logits: Tensor) -> PromptLogprobs | None:
+        if not batch.scored:
+            return None
+        targets: list[int] = []
+        top = 0
+        for row in plan.rows:
+            if row.scored_from is not None:
+                first = row.scored_from + 1
+                targets += row.sequence.tokens[first : first + row.scored_count]
+                top = max(top, row.sequence.request.params.prompt_logprobs or 0)
+        on_device = torch.tensor(targets, dtype=torch.int64).to(logits.device)
+        rows = self.sampler.slice_rows
+        return prompt_logprobs(lambda a, b: logits[a:b], on_device, top, rows=rows)
+
+
+def _sample_row(row: Row) -> SampleRow:
+    sequence = row.sequence
+    position = row.start + row.count - sequence.prompt_tokens
+    return SampleRow(row.slot, sequence.request.params, position, sequence.choice)
+
+
+def _host_logprobs(flight: InFlight) -> list[wire.TokenLogprob | None]:
+    sampled = flight.sampled
+    assert sampled is not None
+    rows = [row for row in flight.plan.rows if row.sampled]
+    if sampled.logprobs is None or sampled.top_ids is None or sampled.top_logprobs is None:
+        return [None] * len(rows)
+    chosen, ids = sampled.logprobs.tolist(), sampled.top_ids.tolist()
+    values = sampled.top_logprobs.tolist()
+    out: list[wire.TokenLogprob | None] = []
+    for i, row in enumerate(rows):
+        wanted = row.sequence.request.params.logprobs
+        if wanted is None:
+            out.append(None)
+        else:
+            top = list(zip(ids[i][:wanted], values[i][:wanted], strict=True))
+            out.append(wire.TokenLogprob(chosen[i], top))
+    return out
+
+
+def _host_scores(flight: InFlight) -> list[list[wire.PromptLogprob]]:
+    """One list per row that scores its prompt, in the plan's order."""
+    scores = flight.scores
+    if scores is None:
+        return [[] for row in flight.plan.rows if row.scored_from is not None]
+    columns = (scores.logprobs, scores.ranks, scores.top_ids, scores.top_logprobs)
+    entries = zip(*(column.tolist() for column in columns), strict=True)
+    out = []
+    for row in flight.plan.rows:
+        if row.scored_from is None:
+            continue
+        wanted = row.sequence.request.params.prompt_logprobs or 0
+        some = [next(entries) for _ in range(row.scored_count)]
+        out.append(
+            [
+                wire.PromptLogprob(lp, rank, list(zip(ids[:wanted], tops[:wanted], strict=True)))
+                for lp, rank, ids, tops in some
+            ]
+        )
+    return out

@@ -1,0 +1,317 @@
+"""Which tokens the next step computes, and whose blocks they go to. No torch, no clock.
+
+There is no prefill or decode phase: each sequence catches up from computed to known tokens under
+one budget, so chunks of prompts and single tokens share steps. A step is planned from counts alone
+(a token sampled by a step under way is `pending`), so planning may run ahead of the device.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import compress
+
+from kvpaging.pool import BlockPool
+from kvpaging.table import BlockTable, Copy
+from worker.request import NO_SLOT, Request, Sequence
+
+
+class QueueFull(Exception):
+    """The waiting queue is at its bound; `waiting` requests are ahead."""
+
+    def __init__(self, waiting: int) -> None:
+        self.waiting = waiting
+        super().__init__(
+            f"{waiting} requests wait already, the most that scheduler.max_waiting allows"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of one step and of the queue."""
+
+    max_num_seqs: int
+    max_batch_tokens: int
+    max_logit_rows: int
+    max_waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """`count` tokens of a sequence from position `start` on.
+
+    `sampled`: the last of them is the last known one, so its logits give the next token.
+    `scored`: prompt log-probabilities are wanted for the tokens after positions
+    `scored_from .. start + count - 1` that belong to the prompt. Table entries from `changed_from`
+    on are new to the device.
+    """
+
+    sequence: Sequence
+    slot: int
+    epoch: int
+    start: int
+    count: int
+    sampled: bool
+    admitted: bool
+    changed_from: int
+    scored_from: int | None = None
+    copies: tuple[Copy, ...] = ()
+
+    @property
+    def scored_count(self) -> int:
+        if self.scored_from is None:
+            return 0
+        end = min(self.start + self.count, self.sequence.prompt_tokens - 1)
+        return max(0, end - self.scored_from)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step as data: what to copy first, then which rows to compute."""
+
+    step: int
+    rows: tuple[Row, ...]
+    copies: tuple[Copy, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(row.count for row in self.rows)
+
+
+class Scheduler:
+    """Waiting and running sequences over one rank's pools (`pools[g]` serves layer group g)."""
+
+    def __init__(self, pools: Iterable[BlockPool], block_size: int, limits: Limits) -> None:
+        assert limits.max_logit_rows >= limits.max_num_seqs > 0 < limits.max_batch_tokens
+        self.pools, self.block_size, self.limits = tuple(pools), block_size, limits
+        self.running: list[Sequence] = []  # by rank
+        self.waiting: list[Sequence] = []  # by rank
+        self.slots = list(range(limits.max_num_seqs - 1, -1, -1))
+        self.step = 0
+        self.in_flight = 0
+        self.preemptions = 0
+        self.copies_due: list[Copy] = []
+        self._orders = 0
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; raises QueueFull at the bound. Re-submissions are always let in."""
+        if len(self.waiting) >= self.limits.max_waiting and request.attempt == 0:
+            raise QueueFull(len(self.waiting))
+        self._orders += 1
+        request.order = self._orders
+        for sequence in request.sequences:
+            bisect.insort(self.waiting, sequence, key=_rank)
+
+    def tables(self) -> list[BlockTable]:
+        return [s.table for s in self.running if s.table is not None]
+
+    def plan(self, only: Iterable[Sequence] | None = None) -> StepPlan:
+        """The next step; empty when nothing can be computed now.
+
+        `only` limits it to some running sequences and admits none (used after a failed step).
+        """
+        step = _Step(self, None if only is None else set(map(id, only)))
+        rows = step.rows_to_compute()
+        copies = (*self.copies_due, *(copy for row in rows for copy in row.copies))
+        self.copies_due.clear()
+        plan = StepPlan(self.step, rows, copies)
+        if rows:
+            self.step += 1
+            self.in_flight += 1
+        else:
+            self.copies_due.extend(copies)
+        for row in rows:
+            sequence = row.sequence
+            sequence.planned += row.count
+            sequence.pending += row.sampled
+            sequence.last_step = plan.step
+        return plan
+
+    def commit(self, plan: StepPlan) -> list[bool]:
+        """The step has ended. Which rows still count: others were preempted or are finished."""
+        self.in_flight -= 1
+        valid = [_valid(row) for row in plan.rows]
+        for row in compress(plan.rows, valid):
+            sequence = row.sequence
+            sequence.computed += row.count
+            sequence.planned -= row.count
+            sequence.pending -= row.sampled
+        for copy in plan.copies:
+            self.pools[copy.group].unhold(copy.src)
+        self._ended(plan.step)
+        return valid
+
+    def rollback(self, plan: StepPlan) -> list[Row]:
+        """The step has failed: all is as before it, with its copies still to be done.
+
+        Steps under way are rolled back newest first. Returns the rows that still count.
+        """
+        self.in_flight -= 1
+        self.copies_due.extend(plan.copies)
+        valid = [row for row in plan.rows if _valid(row)]
+        for row in valid:
+            sequence = row.sequence
+            sequence.planned -= row.count
+            sequence.pending -= row.sampled
+            assert sequence.table is not None
+            sequence.table.truncate(sequence.computed + sequence.planned, plan.step)
+            sequence.synced = 0
+        self._ended(plan.step)
+        return valid
+
+    def finish(self, sequence: Sequence, reason: str) -> None:
+        """Take a sequence out, wherever it is; its blocks go back after the last step that may
+        touch them."""
+        if sequence.finish_reason is not None:
+            return
+        sequence.finish_reason = reason
+        if sequence.slot == NO_SLOT:
+            self.waiting.remove(sequence)
+        else:
+            self._leave(sequence)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Give a running sequence's blocks back; it waits, at its old place, to compute again."""
+        self._leave(sequence)
+        sequence.request.preemptions += 1
+        self.preemptions += 1
+        bisect.insort(self.waiting, sequence, key=_rank)
+
+    def _leave(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.slots.append(sequence.slot)
+        sequence.slot = NO_SLOT
+        assert sequence.table is not None
+        sequence.table.release(sequence.last_step if sequence.planned else None)
+        sequence.table = None
+        sequence.reset()
+
+    def _ended(self, step: int) -> None:
+        for pool in set(self.pools):
+            pool.step_ended(step)
+
+
+def _rank(sequence: Sequence) -> tuple[int, float, int, int]:
+    return (*sequence.request.rank, sequence.choice)
+
+
+def _valid(row: Row) -> bool:
+    return row.epoch == row.sequence.epoch and row.sequence.finish_reason is None
+
+
+class _Step:
+    """One round of planning."""
+
+    def __init__(self, scheduler: Scheduler, only: set[int] | None) -> None:
+        self.scheduler, self.only = scheduler, only
+        self.tokens_left = scheduler.limits.max_batch_tokens
+        self.logits_left = scheduler.limits.max_logit_rows
+        self.rows: dict[int, Row] = {}
+        self.preempted = False
+
+    def rows_to_compute(self) -> tuple[Row, ...]:
+        singles: list[Sequence] = []
+        chunks: list[Sequence] = []
+        for sequence in self.scheduler.running:
+            want = sequence.target - sequence.computed - sequence.planned
+            if want > 0 and (self.only is None or id(sequence) in self.only):
+                (singles if want == 1 else chunks).append(sequence)
+        if chunks and chunks[0] is self.scheduler.running[0]:
+            # The oldest always gets a token, whatever the rest would take of the budget.
+            self._take(chunks.pop(0), max(1, self.tokens_left - len(singles)))
+        for sequence in singles:
+            self._take(sequence, 1)
+        for sequence in chunks:
+            self._take(sequence, self.tokens_left)
+        if self.only is None:
+            self._admit()
+        return tuple(self.rows.values())
+
+    def _take(self, sequence: Sequence, most: int, admitted: bool = False) -> None:
+        if sequence.slot == NO_SLOT or self.tokens_left == 0:
+            return  # preempted a moment ago by an older one
+        start = sequence.computed + sequence.planned
+        count = min(sequence.target - start, most, self.tokens_left)
+        scored_from = self._scored_from(sequence, start)
+        if scored_from is not None:
+            reserve = self.logits_left - len(self.scheduler.running)
+            count = min(count, max(0, scored_from - start) + max(1, reserve))
+        table = sequence.table
+        assert table is not None
+        grow = start + count - table.length
+        if count < 1 or not self._room(sequence, table, grow):
+            return
+        before = len(table.blocks[0])
+        copies = table.append(grow)
+        sampled = start + count == sequence.target and sequence.request.params.max_tokens > 0
+        row = Row(
+            sequence,
+            sequence.slot,
+            sequence.epoch,
+            start,
+            count,
+            sampled,
+            admitted,
+            min(sequence.synced, before - bool(copies)),
+            scored_from,
+            tuple(copies),
+        )
+        sequence.synced = len(table.blocks[0])
+        self.rows[id(sequence)] = row
+        self.tokens_left -= count
+        self.logits_left -= row.scored_count + sampled
+
+    def _scored_from(self, sequence: Sequence, start: int) -> int | None:
+        if sequence.request.params.prompt_logprobs is None:
+            return None
+        first = max(start, sequence.scored)
+        return first if first < sequence.prompt_tokens - 1 else None
+
+    def _room(self, sequence: Sequence, table: BlockTable, grow: int) -> bool:
+        """Make room by preempting newer sequences; False when it must wait for its blocks."""
+        scheduler = self.scheduler
+        while grow > 0 and not table.fits(grow):
+            if scheduler.in_flight and any(p.counts().leased for p in scheduler.pools):
+                return False  # blocks are on their way back
+            victim = scheduler.running[-1]
+            if victim is sequence or self.only is not None:
+                return False  # older ones finish first
+            row = self.rows.pop(id(victim), None)
+            if row is not None:
+                self._undo(row)
+            scheduler.preempt(victim)
+            self.preempted = True
+        return True
+
+    def _undo(self, row: Row) -> None:
+        self.tokens_left += row.count
+        self.logits_left += row.scored_count + row.sampled
+        for copy in row.copies:
+            self.scheduler.pools[copy.group].unhold(copy.src)
+
+    def _admit(self) -> None:
+        """Admit while the whole of a sequence fits beside what running ones were promised."""
+        scheduler = self.scheduler
+        while scheduler.waiting and scheduler.slots and self.tokens_left and not self.preempted:
+            sequence = scheduler.waiting[0]
+            if self.logits_left < 1 or not self._affordable(sequence):
+                return
+            scheduler.waiting.pop(0)
+            sequence.slot = scheduler.slots.pop()
+            sequence.table = BlockTable(scheduler.pools, scheduler.block_size)
+            bisect.insort(scheduler.running, sequence, key=_rank)
+            self._take(sequence, self.tokens_left, admitted=True)
+
+    def _affordable(self, sequence: Sequence) -> bool:
+        scheduler, size = self.scheduler, self.scheduler.block_size
+        promised = sum(
+            max(0, -(-(s.target + 1) // size) - len(s.table.blocks[0])) + 1
+            for s in scheduler.running
+            if s.table is not None
+        )
+        asked = -(-(len(sequence.tokens) + 1) // size) + promised
+        need: dict[BlockPool, int] = {}
+        for pool in scheduler.pools:
+            need[pool] = need.get(pool, 0) + asked
+        return not scheduler.running or all(n <= pool.available for pool, n in need.items())

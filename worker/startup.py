@@ -1,0 +1,313 @@
+"""From a configuration and a model directory to a running engine, cheapest refusal first.
+
+`resolve` reads the model's config, probes its attention without weights and plans the memory; this
+is all that `kvatlas check` does. `start` loads the weights, runs the start-up check and builds the
+engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from configs.schema import Config
+from kvpaging.attention import Rows
+from kvpaging.pool import BlockPool
+from kvpaging.store import BlockStore, Layout, layout
+from worker.device import choose_device, free_memory_bytes, has_fast_bfloat16
+from worker.engine import Engine
+from worker.memory import DoesNotFit, MemoryPlan, plan_memory
+from worker.model import ModelShape, PagedModel, UnsupportedModel, fix_rotary, probe
+from worker.params import ParamLimits
+from worker.plan import BatchBuilder
+from worker.runner import Runner
+from worker.sampler import Sampler, workspace_bytes
+from worker.scheduler import Limits, Scheduler
+
+__all__ = ["DoesNotFit", "Launch", "UnsupportedModel", "resolve", "start"]
+
+# Root mean square of the logits' difference, in units of their own spread.
+TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
+TOLERANCE_16_BIT = 0.15
+CHECK_TOKENS_MAX = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Everything decided before the weights are loaded."""
+
+    config: Config
+    directory: Path
+    hf_config: PretrainedConfig
+    shape: ModelShape
+    layout: Layout
+    memory: MemoryPlan
+    limits: Limits
+    params: ParamLimits
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def name(self) -> str:
+        return self.config.model.name or Path(self.config.model.path).name
+
+    def table(self) -> dict[str, int | str]:
+        """The rows of the start-up table, in order."""
+        memory = self.memory
+        return {
+            "model": self.name,
+            "family": self.shape.family,
+            "device": str(self.device),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "weights_bytes": memory.weight_bytes,
+            "workspace_bytes": memory.workspace_bytes,
+            "kv_bytes": memory.kv_bytes,
+            "kv_bytes_per_token": self.layout.bytes_per_token,
+            "layer_groups": len(self.layout.groups),
+            "block_size": self.layout.block_size,
+            "blocks": memory.slices,
+            "tokens": memory.tokens,
+            "max_model_len": memory.max_model_len,
+            "max_num_seqs": self.limits.max_num_seqs,
+        }
+
+
+def resolve(config: Config, directory: Path, *, free_bytes: int | None = None) -> Launch:
+    """Decide shapes and sizes. Raises UnsupportedModel or DoesNotFit, both one message."""
+    hf_config = AutoConfig.from_pretrained(directory)
+    text = hf_config.get_text_config(decoder=True)
+    device = choose_device(config.model.device)
+    dtype = _dtype(config, text, device)
+    on_cpu = device.type == "cpu"
+    shape = probe(hf_config)
+    pages = layout(shape.layers, config.kv.block_size or (16 if on_cpu else 64), dtype.itemsize)
+    seqs = config.scheduler.max_num_seqs or (64 if on_cpu else 256)
+    limits = Limits(
+        max_num_seqs=seqs,
+        max_batch_tokens=config.scheduler.max_batch_tokens or (512 if on_cpu else 8192),
+        max_logit_rows=2 * seqs,
+        max_waiting=config.scheduler.max_waiting,
+    )
+    params = ParamLimits(
+        vocab_size=shape.vocab_size,
+        max_logprobs=config.limits.max_logprobs,
+        max_logit_bias=config.limits.max_logit_bias,
+    )
+    model_limit = int(getattr(text, "max_position_embeddings", 0) or 1 << 20)
+    asked = config.model.max_model_len
+    if asked is not None and asked > model_limit:
+        raise DoesNotFit(
+            f"model.max_model_len={asked} is more than the {model_limit} positions that "
+            f"{shape.family} model {config.model.path} was made for; lower it or leave it out"
+        )
+    memory = plan_memory(
+        pages,
+        free_bytes=free_memory_bytes(device) if free_bytes is None else free_bytes,
+        weight_bytes=shape.weight_count * dtype.itemsize,
+        workspace_bytes=_workspace_bytes(pages, shape, text, limits, params, asked or model_limit),
+        model_limit=model_limit,
+        max_model_len=asked,
+        memory=None if config.kv.memory == "auto" else config.kv.memory,
+        memory_fraction=config.kv.memory_fraction,
+        blocks=config.kv.blocks,
+        on_cpu=on_cpu,
+    )
+    return Launch(config, directory, hf_config, shape, pages, memory, limits, params, dtype, device)
+
+
+def _dtype(config: Config, text: PretrainedConfig, device: torch.device) -> torch.dtype:
+    if config.model.dtype != "auto":
+        chosen: torch.dtype = getattr(torch, config.model.dtype)
+        return chosen
+    dtype = text.dtype if isinstance(text.dtype, torch.dtype) else torch.float32
+    if device.type == "cpu" and dtype.itemsize == 2 and not has_fast_bfloat16():
+        return torch.float32
+    return dtype
+
+
+def _workspace_bytes(
+    pages: Layout,
+    shape: ModelShape,
+    text: PretrainedConfig,
+    limits: Limits,
+    params: ParamLimits,
+    longest: int,
+) -> int:
+    """Bounds of what a step allocates beside weights and pages."""
+    hidden = int(text.hidden_size)
+    inner = int(getattr(text, "intermediate_size", None) or 4 * hidden)
+    widest = max(layer.v_dim for layer in shape.layers)
+    partials = limits.max_batch_tokens * shape.heads * (widest + 2) * 4 * 2
+    activations = limits.max_batch_tokens * (6 * hidden + 3 * inner) * 4
+    logits = limits.max_logit_rows * shape.vocab_size * 4
+    tables = BatchBuilder.workspace_bytes(
+        pages, limits.max_num_seqs, longest, limits.max_batch_tokens
+    )
+    sampler = workspace_bytes(
+        limits.max_num_seqs, shape.vocab_size, params.max_logprobs, torch.float32
+    )
+    return partials + activations + logits + tables + sampler
+
+
+def start(
+    launch: Launch,
+    *,
+    progress: Callable[[str], None] = lambda line: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Engine:
+    """Load, check, build. Raises UnsupportedModel where the check fails."""
+    progress(f"loading {launch.name} weights")
+    hf: Any = AutoModelForCausalLM.from_pretrained(launch.directory, dtype=launch.dtype)
+    hf = hf.to(launch.device).eval()
+    fix_rotary(hf, launch.memory.max_model_len)
+    store = BlockStore(launch.layout, launch.memory.slices, launch.dtype, launch.device)
+    progress("checking paged attention against the model's own")
+    model = checked_model(hf, store, launch.shape)
+    if launch.config.model.compile:
+        model.compile(fullgraph=True, dynamic=True)
+    return build_engine(launch, model, clock)
+
+
+def build_engine(launch: Launch, model: PagedModel, clock: Callable[[], float]) -> Engine:
+    """The engine around a loaded model."""
+    store, limits, device = model.store, launch.limits, launch.device
+    arenas = [BlockPool(store.blocks(a)) for a in range(len(store.arenas))]
+    pools = [arenas[group.arena] for group in launch.layout.groups]
+    builder = BatchBuilder(
+        launch.layout,
+        max_num_seqs=limits.max_num_seqs,
+        max_model_len=launch.memory.max_model_len,
+        max_batch_tokens=limits.max_batch_tokens,
+        max_logit_rows=limits.max_logit_rows,
+        device=device,
+    )
+    end_tokens = end_token_ids(launch.directory, launch.hf_config)
+    sampler = Sampler(
+        launch.params.vocab_size,
+        limits.max_num_seqs,
+        end_tokens,
+        device=device,
+        dtype=launch.dtype,
+        max_logprobs=launch.params.max_logprobs,
+    )
+    runner = Runner(model, builder, sampler, max_num_seqs=limits.max_num_seqs, clock=clock)
+    return Engine(
+        Scheduler(pools, launch.layout.block_size, limits),
+        runner,
+        end_tokens=frozenset(end_tokens),
+        max_model_len=launch.memory.max_model_len,
+        clock=clock,
+        depth=1 if device.type == "cpu" else 2,
+    )
+
+
+def end_token_ids(directory: Path, config: PretrainedConfig) -> tuple[int, ...]:
+    """The tokens that end an answer: those of generation_config.json, else of config.json."""
+    from transformers import GenerationConfig
+
+    found: Any = None
+    if (directory / "generation_config.json").is_file():
+        found = GenerationConfig.from_pretrained(directory).eos_token_id
+    if found is None:
+        found = config.get_text_config(decoder=True).eos_token_id
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, list | tuple) else (int(found),)
+
+
+def fingerprint(directory: Path, rotary: str) -> bytes:
+    """What makes two copies of a model the same to a cached block: config, weight files, rotary."""
+    digest = hashlib.blake2b(digest_size=16, person=b"kvatlas-model")
+    digest.update((directory / "config.json").read_bytes())
+    for file in sorted(directory.glob("*.safetensors")):
+        digest.update(f"{file.name}:{file.stat().st_size};".encode())
+    digest.update(rotary.encode())
+    return digest.digest()
+
+
+def checked_model(hf: PreTrainedModel, store: BlockStore, shape: ModelShape) -> PagedModel:
+    """Take the model over if two prompts in one flat batch over pages, one of them in two chunks,
+    give the logits that each gives alone through the model's own attention."""
+    windows = [s.window for s in shape.layers if s.window is not None]
+    room = store.slices * store.layout.block_size // 2 - store.layout.block_size
+    long = min([max([33, *(w + 9 for w in windows)]), CHECK_TOKENS_MAX, max(room, 2)])
+    lengths = (long, min(17, long))
+    prompts = [
+        (torch.arange(n, device=store.device) * (7919 + 2 * i) + 13) % shape.vocab_size
+        for i, n in enumerate(lengths)
+    ]
+    hf.set_attn_implementation("eager")
+    with torch.inference_mode():
+        expected = torch.stack(
+            [
+                hf(input_ids=p[None], use_cache=False, logits_to_keep=1).logits[0, -1]
+                for p in prompts
+            ]
+        )
+    model = PagedModel(hf, store)
+    got = _paged_logits(model, prompts)
+    spread = expected.double().std()
+    error = float((got.double() - expected.double()).square().mean().sqrt() / spread)
+    limit = TOLERANCE.get(store.dtype, TOLERANCE_16_BIT)
+    if not error <= limit:
+        raise UnsupportedModel(
+            f"{shape.family}: two prompts in one batch over pages give other logits than each "
+            f"alone through the model's own attention (difference {error:.2g} of their spread, at most "
+            f"{limit:g} is allowed): some of its attention does not go through the hook"
+        )
+    return model
+
+
+def _paged_logits(model: PagedModel, prompts: list[Tensor]) -> Tensor:
+    """Last logits of two prompts: the first one's first half alone, then the rest of both."""
+    layout, size = model.store.layout, model.store.layout.block_size
+    device, half = model.store.device, len(prompts[0]) // 2
+    need = [-(-len(p) // size) for p in prompts]
+    tables = torch.zeros(len(layout.groups), 2, max(need), dtype=torch.int32, device=device)
+    at = {arena: model.store.blocks(arena) for arena in range(len(model.store.arenas))}
+    for g, group in enumerate(layout.groups):
+        for row, n in enumerate(need):
+            # Backwards, so that a table that is not looked at shows.
+            at[group.arena] -= n
+            blocks = torch.arange(at[group.arena], at[group.arena] + n, device=device)
+            tables[g, row, :n] = blocks.flip(0).int()
+
+    def run(spans: list[tuple[int, int, int]]) -> Tensor:
+        rows = tuple(_rows(table, spans, size) for table in tables)
+        ids = torch.cat([prompts[r][a:b] for r, a, b in spans])
+        positions = torch.cat([torch.arange(a, b, device=device) for _, a, b in spans])
+        last = torch.tensor([b - a for _, a, b in spans], device=device).cumsum(0) - 1
+        return model.forward(ids, positions, rows, last)
+
+    if half:
+        run([(0, 0, half)])
+    return run([(0, half, len(prompts[0])), (1, 0, len(prompts[1]))])
+
+
+def _rows(table: Tensor, spans: list[tuple[int, int, int]], size: int) -> Rows:
+    device = table.device
+    lens = tuple(b - a for _, a, b in spans)
+    firsts = tuple(a for _, a, _ in spans)
+    slots = []
+    for r, a, b in spans:
+        position = torch.arange(a, b, device=device)
+        slots.append(table[r, position // size].long() * size + position % size)
+    start = torch.tensor([0, *lens], device=device).cumsum(0).int()
+    return Rows(
+        query_start=start,
+        first=torch.tensor(firsts, dtype=torch.int32, device=device),
+        table=table[[r for r, _, _ in spans]],
+        blocks=torch.tensor([-(-b // size) for _, _, b in spans], dtype=torch.int32, device=device),
+        logical=None,
+        slots=torch.cat(slots),
+        lens=lens,
+        firsts=firsts,
+    )
