@@ -36,17 +36,12 @@ def problems(pool: BlockPool, tables: Iterable[BlockTable]) -> list[Problem]:
 def repair(pool: BlockPool, tables: Iterable[BlockTable]) -> list[str]:
     """Quarantines blocks whose record is wrong, makes the rest follow from the facts again.
 
-    While all is sound this costs C-speed passes over blocks and entries, and a closer look at the
-    next `WINDOW` blocks, so that each has its turn. Where more than a reference is wrong, all
-    identities go too: a pool that miscounts cannot be believed about contents.
+    Where more than a reference is wrong, all identities go too: a pool that miscounts cannot be
+    believed about contents.
     """
     tables = list(tables)
     entries = count_entries(pool, tables)
-    start = pool._audited
-    end = min(start + WINDOW, pool.blocks)
-    pool._audited = end % pool.blocks
-    window = (p for block in range(start, end) for p in _of_block(pool, block, entries))
-    if entries == pool._refs and not _of_totals(pool) and not any(window):
+    if _seems_sound(pool, entries):
         return []
     found = problems(pool, tables)
     pool.stats.violations += len(found)
@@ -64,6 +59,22 @@ def repair(pool: BlockPool, tables: Iterable[BlockTable]) -> list[str]:
     if not sound:
         _rebuild(pool)
     return [text for _, text in found]
+
+
+def _seems_sound(pool: BlockPool, entries: list[int]) -> bool:
+    """What an audit can afford: all references and totals, and `WINDOW` blocks in turn.
+
+    The lists are walked each time the turn has gone round.
+    """
+    start = pool._audited
+    end = min(start + WINDOW, pool.blocks)
+    pool._audited = end % pool.blocks
+    return (
+        entries == pool._refs
+        and not _of_totals(pool)
+        and not any(_of_block(pool, block, entries) for block in range(start, end))
+        and not (end == pool.blocks and _of_lists(pool))
+    )
 
 
 def count_entries(pool: BlockPool, tables: Iterable[BlockTable]) -> list[int]:
@@ -199,6 +210,8 @@ def _rebuild(pool: BlockPool) -> None:
     pool._state[:] = bytes([QUARANTINED]) * n
     pool._counts[:] = [n, 0, 0, 0, 0]
     for block in range(n):
+        if pool._holds[block] == 0:
+            pool._kept[block] = 0
         if block not in pool.quarantined:
             pool._place(block)
     if pool.on_change is not None:

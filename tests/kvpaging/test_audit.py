@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvpaging.audit import WINDOW
+from kvpaging.pool import BlockPool
+from kvpaging.states import FREE, IDLE
+from tests.kvpaging.helpers import counted, names, table_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvpaging.table import BlockTable
+
+
+def lose_reference(pool: BlockPool) -> None:
+    pool._refs[0] += 1
+
+
+def free_twice(pool: BlockPool) -> None:
+    pool.unref(0)
+
+
+def record_wrong_state(pool: BlockPool) -> None:
+    pool._state[0] = IDLE
+
+
+def miscount(pool: BlockPool) -> None:
+    pool._counts[FREE] += 1
+
+
+def list_twice(pool: BlockPool) -> None:
+    pool._link(0, pool._free)
+
+
+def tear_list(pool: BlockPool) -> None:
+    pool._prev[pool._next[pool._free]] = 0
+
+
+def drop_from_list(pool: BlockPool) -> None:
+    pool._unlink(pool._next[pool._idle])
+
+
+def lose_waiting_list(pool: BlockPool) -> None:
+    pool._waiting.clear()
+
+
+def find_wrong_block(pool: BlockPool) -> None:
+    name = pool._identity[0]
+    assert name is not None
+    pool._found[name] = 1
+
+
+def find_unnamed_block(pool: BlockPool) -> None:
+    pool._found[b"nobody's"] = 5
+
+
+def lose_parent(pool: BlockPool) -> None:
+    pool._found.pop(names(1)[0])
+    pool._identity[0] = None
+
+
+def adopt_wrongly(pool: BlockPool) -> None:
+    pool._parent[0] = 1
+
+
+def keep_without_hold(pool: BlockPool) -> None:
+    pool._kept[0] = 4
+
+
+CORRUPTIONS: list[tuple[Callable[[BlockPool], None], str, bool]] = [
+    (lose_reference, "block 0: 2 references, 1 table entries", True),
+    (free_twice, "block 0: 0 references, 1 table entries", True),
+    (record_wrong_state, "block 0: recorded as idle, is owned", True),
+    (miscount, "counts", False),
+    (list_twice, "the list 'free' holds other blocks than its state says", False),
+    (tear_list, "the list 'free' is not linked both ways", False),
+    (drop_from_list, "the list 'idle' holds other blocks than its state says", False),
+    (lose_waiting_list, "there is no list 'step 2'", False),
+    (find_wrong_block, "block 0: its identity finds another block", True),
+    (find_unnamed_block, "2 blocks have an identity, 3 are findable", False),
+    (lose_parent, "block 1: findable although its parent 0 is not", True),
+    (adopt_wrongly, "block 0: not among the children of 1", True),
+    (keep_without_hold, "block 0: no hold, but 4 tokens are kept", True),
+]
+
+
+def lived_in() -> tuple[BlockPool, list[BlockTable]]:
+    """Two chained blocks, the second idle; one waiting, three free."""
+    pool = BlockPool(6)
+    table = table_of(pool, 12)
+    pool.publish(0, names(2)[0], None)
+    pool.publish(1, names(2)[1], names(2)[0])
+    table.truncate(8, step=2)
+    table.truncate(4)
+    assert counted(pool) == {"owned": 1, "leased": 1, "idle": 1, "free": 3}
+    assert pool.check([table]) == []
+    return pool, [table]
+
+
+@pytest.mark.parametrize(("corrupt", "text", "blamed"), CORRUPTIONS)
+def test_check_tells_and_audit_repairs(
+    corrupt: Callable[[BlockPool], None],
+    text: str,
+    blamed: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pool, tables = lived_in()
+    corrupt(pool)
+    assert any(text in problem for problem in pool.check(tables))
+    found = pool.audit(tables)
+    assert any(text in problem for problem in found)
+    assert text in caplog.text
+    assert pool.stats.violations == len(found)
+    assert bool(pool.quarantined) == blamed
+    assert pool.check(tables) == []
+    assert pool.audit(tables) == []
+    tables[0].release()
+    pool.step_ended(2)
+    pool.flush()
+    assert pool.check([]) == []
+    assert pool.counts().free + len(pool.quarantined) == 6
+    assert len(pool.allocate(pool.available)) == pool.counts().owned
+
+
+def test_audit_looks_at_every_block_in_turn() -> None:
+    pool = BlockPool(3 * WINDOW)
+    block = 2 * WINDOW + 5
+    pool._parent[block] = 7
+    assert [len(pool.audit([])) for _ in range(3)] == [0, 0, 1]
+    assert pool.quarantined.keys() == {block}
+    assert pool.audit([]) == []
+
+
+def test_audit_keeps_the_cache_where_only_a_reference_is_wrong() -> None:
+    pool, tables = lived_in()
+    lose_reference(pool)
+    pool.unref(pool.allocate(1)[0], step=2)
+    table = table_of(pool, 4)
+    pool.publish(table.blocks[0][0], b"other", None)
+    assert pool.audit([*tables, table]) == ["block 0: 2 references, 1 table entries"]
+    assert pool.lookup(b"other") == table.blocks[0][0]
+    assert pool.lookup(names(1)[0]) is None
+
+
+def test_audit_tells_listeners_that_all_identities_are_gone() -> None:
+    pool, tables = lived_in()
+    heard: list[Any] = []
+    pool.on_change = lambda *change: heard.append(change)
+    miscount(pool)
+    pool.audit(tables)
+    assert heard == [("cleared", b"", None)]
+    assert [pool.lookup(name) for name in names(2)] == [None, None]
+
+
+def test_check_notices_a_table_of_the_wrong_size() -> None:
+    pool, [table] = lived_in()
+    table.length = 5
+    assert pool.check([table]) == ["a table of 5 tokens has [1] blocks"]
