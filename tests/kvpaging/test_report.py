@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from kvpaging.pool import BlockPool
+from kvpaging.report import Entry, holders, leaks, snapshot
+from kvpaging.table import BlockTable
+from tests.kvpaging.helpers import table_of
+
+
+def test_snapshot_counts_blocks_tokens_and_waste() -> None:
+    pool = BlockPool(12)
+    tables = [table_of(pool, 6), table_of(pool, 4)]
+    idle, waiting, doubted = table_of(pool, 4), table_of(pool, 4), table_of(pool, 1)
+    pool.publish(idle.blocks[0][0], b"a", None)
+    pool.quarantine(doubted.blocks[0][0], "doubted")
+    idle.release()
+    waiting.release(step=1)
+    doubted.release()
+    assert asdict(snapshot(pool, tables, 4, rank=2)) == {
+        "rank": 2,
+        "block_size": 4,
+        "blocks": 12,
+        "free": 6,
+        "owned": 3,
+        "idle": 1,
+        "leased": 1,
+        "quarantined": 1,
+        "tokens": 10,
+        "wasted_slots": 2,
+    }
+
+
+def test_shared_tokens_are_counted_once() -> None:
+    pool = BlockPool(8)
+    table = table_of(pool, 10)
+    twin, short = table.fork(), table.fork()
+    short.truncate(5)
+    tables = [table, twin, short]
+    pages = snapshot(pool, tables, 4)
+    assert (pages.owned, pages.tokens, pages.wasted_slots) == (3, 10, 2)
+    [copy] = twin.append(1)
+    pages = snapshot(pool, tables, 4)
+    assert (pages.owned, pages.tokens, pages.wasted_slots) == (4, 13, 3)
+    assert pages.tokens + pages.wasted_slots == pages.owned * pages.block_size
+    pool.unhold(copy.src)
+
+
+def test_several_pools_of_a_rank_are_added_up() -> None:
+    pools = [BlockPool(4), BlockPool(6)]
+    table = BlockTable([pools[0], pools[1], pools[0]], 4)
+    table.append(5)
+    pages = snapshot([pools[0], pools[1], pools[0]], [table], 4)
+    assert (pages.blocks, pages.owned, pages.free) == (10, 6, 4)
+    assert (pages.tokens, pages.wasted_slots) == (5, 3)
+
+
+def test_an_empty_rank() -> None:
+    pages = snapshot(BlockPool(4), [], 16)
+    assert (pages.free, pages.tokens, pages.wasted_slots) == (4, 0, 0)
+
+
+def test_tells_who_holds_a_block() -> None:
+    pool, other = BlockPool(4), BlockPool(4)
+    table = BlockTable([pool, other, pool], 4)
+    table.append(2)
+    twin = table.fork()
+    pool.hold(table.blocks[2][0])
+    pool.quarantine(table.blocks[2][0], "doubted")
+    reports = holders(pool, {"a": table, "b": twin})
+    assert [r.block for r in reports] == [0, 1, 2, 3]
+    first, last = reports[table.blocks[0][0]], reports[table.blocks[2][0]]
+    assert first.entries == (Entry("a", 0, 0), Entry("b", 0, 0))
+    assert (first.state, first.references, first.holds, first.reason) == ("owned", 2, 0, None)
+    assert last.entries == (Entry("a", 2, 0), Entry("b", 2, 0))
+    assert (last.state, last.references, last.holds) == ("quarantined", 2, 1)
+    assert last.reason == "doubted"
+    assert reports[3].entries == ()
+
+
+def test_reports_leaks_both_ways() -> None:
+    pool = BlockPool(4)
+    table, lost = table_of(pool, 6), table_of(pool, 1)
+    assert leaks(pool, {"a": table, "b": lost}) == []
+    [leak] = leaks(pool, {"a": table})
+    assert (leak.block, leak.leaked, leak.entries) == (lost.blocks[0][0], 1, ())
+    pool.unref(table.blocks[0][0])
+    found = leaks(pool, {"a": table, "b": lost})
+    assert [(r.block, r.leaked, r.entries) for r in found] == [
+        (table.blocks[0][0], -1, (Entry("a", 0, 0),))
+    ]
