@@ -268,7 +268,7 @@ def _floor(distances: Tensor, weights: Tensor, draws: Draws) -> Tensor:
 def _few(distances: Tensor, few: Few) -> Tensor:
     """Floor of a small top_k and of top_p among its k tokens: [n, V] to [n, 1]."""
     near = distances.topk(few.most, largest=False).values
-    sums = near.double().neg_().exp_().cumsum(1)
+    sums = near.neg().double().exp_().cumsum(1)
     aim = few.p * sums.gather(1, few.k - 1)
     place = torch.minimum(torch.searchsorted(sums, aim), few.k - 1)
     return near.gather(1, place)
@@ -281,7 +281,7 @@ def _cat(parts: Sequence[Tensor | None]) -> Tensor | None:
 
 def slice_rows(vocab: int, dtype: torch.dtype) -> int:
     """Rows that are processed at once: as many as SLICE_BYTES of workspace allow, at least one."""
-    return max(1, SLICE_BYTES // (vocab * _token_bytes(dtype)))
+    return max(1, SLICE_BYTES // _working_bytes(vocab, dtype))
 
 
 def workspace_bytes(
@@ -294,10 +294,13 @@ def workspace_bytes(
     """
     limits = ParamLimits(vocab, max_logprobs=max_logprobs, max_logit_bias=max_logit_bias)
     state = rows * (vocab * 4 + 16) + _SEATING * 12
-    working = min(rows, slice_rows(vocab, dtype)) * vocab * _token_bytes(dtype)
+    working = min(rows, slice_rows(vocab, dtype)) * _working_bytes(vocab, dtype)
     return state + working + rows * row_bytes(limits)
 
 
-def _token_bytes(dtype: torch.dtype) -> int:
-    """Most bytes of temporaries per logit, reached by top_p beside top_k on edited rows."""
-    return 80 if dtype == torch.float64 else 56
+def _working_bytes(vocab: int, dtype: torch.dtype) -> int:
+    """Most bytes of temporaries of one row, reached by top_p beside a large top_k.
+
+    Per logit, and for the histograms of `logits.reach`.
+    """
+    return vocab * (88 if dtype == torch.float64 else 52) + 40 * 1024
