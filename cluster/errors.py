@@ -1,0 +1,48 @@
+"""The one error a route may raise, in OpenAI's shape."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+# SDKs retry these statuses unless told that the same request would fail again.
+_FINAL_BY_DEFAULT = (408, 500, 504)
+
+
+class ApiError(Exception):
+    """An answer of 4xx or 5xx: `code` is for programs, `message` says what would be accepted."""
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> dict[str, Any]:
+        """The JSON body, also sent as the last event of a stream that fails."""
+        default = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = _TYPES.get(self.status, default)
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    def headers(self) -> dict[str, str]:
+        """What tells a client whether and when to try again."""
+        if self.retry_after_s is not None:
+            return {"retry-after": str(max(1, math.ceil(self.retry_after_s)))}
+        return {"x-should-retry": "false"} if self.status in _FINAL_BY_DEFAULT else {}
+
+
+def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
+    """The request is wrong in itself."""
+    return ApiError(400, code, message, param=param)

@@ -1,0 +1,294 @@
+"""Text to tokens and back: chat template, tokenising, incremental text, stop strings.
+
+`Detokenizer` and `StopMatcher` turn a stream of tokens into a stream of text that can be sent at
+once: half characters and beginnings of stop strings are held back until they are decided. What they
+give out in total does not depend on how the tokens were cut into deltas.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from cluster.errors import ApiError, invalid
+
+INLINE_CHARACTERS = 8192
+"""Longer texts are tokenised off the event loop."""
+
+THREADS = 2
+MAX_PENDING = 64
+"""Long texts waiting for a thread or in one; more get 429."""
+
+_MARK = "\N{REPLACEMENT CHARACTER}"
+_MAX_HALF, _WINDOW_KEPT, _WINDOW_MAX = 3, 6, 16  # tokens
+
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space
+_BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The character by which byte-level tokenizers write each byte: itself where it prints."""
+    prints = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in set(prints)]
+    return {chr(b): b for b in prints} | {chr(256 + n): b for n, b in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+Decode = Callable[[Sequence[int]], str]
+_T = TypeVar("_T")
+
+
+class Detokenizer:
+    """Text of a growing list of tokens, in time proportional to the new ones.
+
+    A token's text may depend on its neighbours (a character spread over tokens, a leading space
+    that only the first token of a text loses). So a window of the last tokens is decoded again with
+    the new ones, and what is new is what follows the text given out for that window. `context` is
+    the end of the prompt: text before the first token, never given out.
+    """
+
+    __slots__ = ("_decode", "_given", "_sent", "_window")
+
+    def __init__(self, decode: Decode, context: Sequence[int] = ()) -> None:
+        self._decode = decode
+        self._window = list(context[-_WINDOW_KEPT:])
+        self._given = len(self._window)  # tokens of the window whose text was given out
+        self._sent = decode(self._window)
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """The text that these tokens complete; half a character stays back."""
+        self._window += tokens
+        whole = len(self._window)
+        # A character has at most 4 bytes, so at most 3 tokens are the beginning of one. They are
+        # left out of the decoding: some decoders show all bytes of a text as marks until its last
+        # character is whole.
+        least = max(self._given, whole - _MAX_HALF)
+        while (text := self._decode(self._window[:whole])).endswith(_MARK) and whole > least:
+            whole -= 1
+        new = self._advance(text, whole)
+        if len(self._window) > _WINDOW_MAX:
+            self._shorten()
+        return new
+
+    def flush(self) -> str:
+        """What is held back, once no token follows: replacement characters."""
+        return self._advance(self._decode(self._window), len(self._window))
+
+    def _advance(self, text: str, whole: int) -> str:
+        """What `text`, of the first `whole` tokens of the window, adds to what was given out."""
+        same = len(self._sent)
+        if not text.startswith(self._sent):
+            if self._sent.endswith(_MARK):  # the prompt ended in half a character, now whole
+                same = _common(self._sent, text)
+            else:  # bytes that are no text made a mess of those before: start behind them
+                del self._window[: self._given]
+                same, whole = 0, whole - self._given
+                text = self._decode(self._window[:whole])
+        self._sent, self._given = text, whole
+        return text[same:]
+
+    def _shorten(self) -> None:
+        """Forget old tokens, from a place between two characters if there is one."""
+        most = self._given - _WINDOW_KEPT
+        for first in range(most, most - _MAX_HALF - 1, -1):
+            tail = self._decode(self._window[first : self._given])
+            if self._sent.endswith(tail):
+                break
+        del self._window[:first]
+        self._sent, self._given = tail, self._given - first
+
+
+def _common(one: str, other: str) -> int:
+    length = min(len(one), len(other))
+    return next((i for i in range(length) if one[i] != other[i]), length)
+
+
+class StopMatcher:
+    """Cuts a stream of text at the first stop string that is complete.
+
+    First means the earliest end, and of those that end there the earliest beginning. `push` gives
+    the text that can be sent; once `matched` is set there is no more.
+    """
+
+    __slots__ = ("_held", "_include", "_reach", "_stops", "matched")
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        self._stops = stops
+        self._reach = max(map(len, stops), default=1) - 1
+        self._include = include
+        self._held = ""
+        self.matched: str | None = None
+
+    @property
+    def held(self) -> int:
+        """Characters held back: the beginning of a stop string, perhaps."""
+        return len(self._held)
+
+    def push(self, text: str) -> str:
+        """The text that no stop string can take back any more."""
+        text = self._held + text
+        found = [(at + len(s), at, s) for s in self._stops if (at := text.find(s)) >= 0]
+        if found:
+            end, begin, self.matched = min(found)
+            self._held = ""
+            return text[: end if self._include else begin]
+        near = max(0, len(text) - self._reach)
+        begin = next((i for i in range(near, len(text)) if self._begins(text[i:])), len(text))
+        self._held = text[begin:]
+        return text[:begin]
+
+    def _begins(self, tail: str) -> bool:
+        return any(stop.startswith(tail) for stop in self._stops)
+
+    def flush(self) -> str:
+        """What is held back, once no text follows."""
+        text, self._held = self._held, ""
+        return text
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """The model's transformers tokenizer.
+
+    The class that needs nothing but `tokenizer.json` is loaded by its own name, because the class
+    that finds others imports torch, which costs an ingress two seconds and 200 MiB.
+    """
+    import transformers
+
+    plain = {"TokenizersBackend", "PreTrainedTokenizerFast"}
+    try:
+        config = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        config = {}
+    loader: Any
+    if config.get("tokenizer_class") in plain and (directory / "tokenizer.json").is_file():
+        loader = transformers.PreTrainedTokenizerFast
+    else:
+        loader = transformers.AutoTokenizer
+    return loader.from_pretrained(directory, local_files_only=True)
+
+
+class TextService:
+    """A model's tokenizer and chat template, with long texts kept off the event loop."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        if self._backend is not None:
+            # A tokenizer file may ask for cut or padded texts; a prompt is neither.
+            self._backend.no_truncation()
+            self._backend.no_padding()
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenise")
+        self._pending = 0
+        self.token = lru_cache(maxsize=65536)(self._token)
+
+    def decoder(self, *, skip_special: bool) -> Decode:
+        """Tokens to text, with or without the text of special tokens."""
+        if self._backend is not None:
+            return partial(self._backend.decode, skip_special_tokens=skip_special)
+        return partial(
+            self._tokenizer.decode,
+            skip_special_tokens=skip_special,
+            clean_up_tokenization_spaces=False,
+        )
+
+    def _token(self, token: int) -> tuple[str, bytes]:
+        """One token by itself: its text and its bytes, special or not.
+
+        A token that is no whole characters is shown as OpenAI does, `bytes:` and escapes.
+        """
+        piece = self._tokenizer.convert_ids_to_tokens(token) or ""
+        text = self.decoder(skip_special=False)([token])
+        if piece.startswith(_SPACE) and not text.startswith(" "):
+            text = " " + text  # lost by decoders that expect a whole text
+        if _MARK not in text:
+            return text, text.encode()
+        if _BYTE_PIECE.fullmatch(piece):
+            raw = bytes([int(piece[3:5], 16)])
+        elif set(piece) <= _BYTE_OF.keys():
+            raw = bytes(_BYTE_OF[c] for c in piece)
+        else:
+            return text, text.encode()
+        return "bytes:" + "".join(f"\\x{b:02x}" for b in raw), raw
+
+    async def encode(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
+        """The tokens of each text, with the model's own first and last ones where `special`."""
+        return await self._off_loop(sum(map(len, texts)), lambda: self._encode(texts, special))
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The tokens of a conversation in the model's own template, ready for an answer."""
+        size = sum(len(message["content"]) for message in messages)
+
+        def work() -> list[int]:
+            text = self._render(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **(variables or {}),
+            )
+            return self._encode([text], special=False)[0]
+
+        return await self._off_loop(size, work)
+
+    def _encode(self, texts: Sequence[str], special: bool) -> list[list[int]]:
+        for text in texts:
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                where = f"lone surrogate at character {error.start}"
+                raise invalid(f"the text is not valid Unicode: {where}") from None
+        if self._backend is None:
+            return [self._tokenizer.encode(text, add_special_tokens=special) for text in texts]
+        # `encode` would hold the interpreter lock all the while, `encode_batch` does not.
+        encoded = self._backend.encode_batch(list(texts), add_special_tokens=special)
+        return [e.ids for e in encoded]
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        import jinja2
+
+        if not self._tokenizer.chat_template:
+            raise invalid("this model has no chat template: use /v1/completions", "messages")
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                [dict(m) for m in messages], tokenize=False, **variables
+            )
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            raise invalid(f"the model's chat template refuses this: {error}", "messages") from None
+        return text
+
+    async def _off_loop(self, size: int, work: Callable[[], _T]) -> _T:
+        if size <= INLINE_CHARACTERS:
+            return work()
+        if self._pending >= MAX_PENDING:
+            message = f"{MAX_PENDING} long texts wait to be tokenised already, try again later"
+            raise ApiError(429, "queue_full", message, retry_after_s=1)
+        self._pending += 1
+        future = self._pool.submit(work)
+        future.add_done_callback(self._done_on(asyncio.get_running_loop()))
+        return await asyncio.wrap_future(future)
+
+    def _done_on(self, loop: asyncio.AbstractEventLoop) -> Callable[[Any], None]:
+        def leave() -> None:
+            self._pending -= 1
+
+        def done(_: Any) -> None:
+            loop.call_soon_threadsafe(leave)
+
+        return done
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
