@@ -52,7 +52,7 @@ class ModelConfig:
     dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = _setting(
         "auto",
         rules.choice("auto", "float64", "float32", "bfloat16", "float16"),
-        "Number format of weights and KV; auto is the one in the model's files.",
+        "Numbers of weights and KV; auto is the files' own, or float32 where a CPU lacks bfloat16.",
     )
     device: Literal["auto", "cpu", "cuda"] = _setting(
         "auto",
@@ -84,7 +84,7 @@ class KVConfig:
     memory_fraction: float = _setting(
         0.9,
         rules.number(0, 1, above=True),
-        "Share of free GPU memory for auto (on a CPU: a quarter of free memory, at most 2 GiB).",
+        "Share of a GPU's free memory to use; on a CPU auto pages take a quarter, at most 2 GiB.",
     )
     blocks: int | None = _setting(
         None,
