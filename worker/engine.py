@@ -273,8 +273,10 @@ class Engine:
         if not stats.steps or not stats.rows:
             return 1.0
         step_s = stats.execute_s / stats.steps
-        ahead = [s for s in islice(self.scheduler.running, 64)]
-        left = [s.request.params.max_tokens - s.generated_tokens for s in ahead]
+        left = [
+            s.request.params.max_tokens - s.generated_tokens
+            for s in islice(self.scheduler.running, 64)
+        ]
         return max(1.0, step_s * min(left, default=0))
 
 

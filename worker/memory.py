@@ -1,4 +1,4 @@
-"""The memory plan: what weights and workspaces take, and what is left for pages. Pure arithmetic."""
+"""The memory plan: what weights and workspaces take, what is left for pages. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def plan_memory(
 ) -> MemoryPlan:
     """Size the KV budget. Raises DoesNotFit before anything is loaded.
 
-    An explicit `blocks` or `memory` wins over the automatic size: on a GPU `memory_fraction` of what
-    is free after weights and workspaces, on a CPU a quarter of it, at most 2 GiB. Without an explicit
-    `max_model_len` the longest sequence is what the model and the pages both allow.
+    An explicit `blocks` or `memory` wins over the automatic size: on a GPU `memory_fraction` of
+    what is free, less weights and workspaces; on a CPU a quarter of the rest, at most 2 GiB.
+    Without an explicit `max_model_len` the longest sequence is what model and pages both allow.
     """
     usable = free_bytes if on_cpu else int(free_bytes * memory_fraction)
     left = usable - weight_bytes - workspace_bytes

@@ -115,7 +115,7 @@ def _paged_attention(
 ) -> tuple[Tensor, None]:
     """The hook: query [1, Hq, T, Dk], key and value [1, Hkv, T, D*] -> [1, T, Hq, Dv]."""
     assert pages is not None
-    layer: int = module.layer_idx
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     if torch.compiler.is_compiling():

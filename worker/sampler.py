@@ -303,4 +303,4 @@ def _working_bytes(vocab: int, dtype: torch.dtype) -> int:
 
     Per logit, and for the histograms of `logits.reach`.
     """
-    return vocab * (88 if dtype == torch.float64 else 52) + 40 * 1024
+    return vocab * (96 if dtype == torch.float64 else 60) + 40 * 1024

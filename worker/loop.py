@@ -1,0 +1,237 @@
+"""The engine's thread and the streams that listen to it; asyncio on one side, steps on the other.
+
+Work goes in through an inbox that is drained between steps. Events come out to one outbox per
+request, which folds deltas that nobody has fetched yet into one: a slow reader costs no memory, and
+under load a message carries many tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from worker import wire
+from worker.engine import Engine, Output
+from worker.request import Request
+
+log = logging.getLogger("kvatlas.worker")
+
+MARK_S = 2.0
+AUDIT_STEPS = 1024
+IDLE_RETRY_S = 0.01
+_T = TypeVar("_T")
+
+
+class Outbox:
+    """What one request's stream has not fetched yet. Lives on the event loop."""
+
+    def __init__(self) -> None:
+        self.events: deque[wire.Event] = deque()
+        self.any = asyncio.Event()
+        self.urgent = asyncio.Event()
+
+    def put(self, event: wire.Event) -> None:
+        """Add an event; a delta joins the one before it."""
+        last = self.events[-1] if self.events else None
+        joined = _joined(last, event) if isinstance(last, wire.Delta) else None
+        if joined is not None:
+            self.events[-1] = joined
+        else:
+            self.events.append(event)
+        self.any.set()
+        if not isinstance(event, wire.Delta):
+            self.urgent.set()
+
+    def take(self) -> list[wire.Event]:
+        taken = list(self.events)
+        self.events.clear()
+        self.any.clear()
+        self.urgent.clear()
+        return taken
+
+
+def _joined(first: wire.Delta, then: wire.Event) -> wire.Event | None:
+    """`then` with the tokens of `first` in front, where both are of one choice."""
+    if not isinstance(then, wire.Delta | wire.Finish) or first.choice != then.choice:
+        return None
+    logprobs = None
+    if first.logprobs is not None:
+        logprobs = [*first.logprobs, *(then.logprobs or ())]
+    return replace(then, tokens=[*first.tokens, *then.tokens], logprobs=logprobs)
+
+
+def ends_stream(event: wire.Event, choices_open: set[int]) -> bool:
+    """Whether nothing follows `event`; takes a finished choice out of `choices_open`."""
+    if isinstance(event, wire.Finish):
+        choices_open.discard(event.choice)
+        return not choices_open
+    return isinstance(event, wire.Error | wire.Rejected)
+
+
+class EngineLoop:
+    """Runs an engine in a thread of its own.
+
+    `now` is a monotonic clock in seconds. `messages_per_s` bounds what all streams send together:
+    with r requests running, each sends every `r / messages_per_s` seconds, its first token and its
+    end at once.
+    """
+
+    def __init__(self, engine: Engine, *, now: Callable[[], float], messages_per_s: float) -> None:
+        self.engine, self.now, self.messages_per_s = engine, now, messages_per_s
+        self.failure: BaseException | None = None
+        self.busy_since_s: float | None = None
+        self.violations = 0
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._boxes: dict[str, Outbox] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        engine.on_step_error = _log_step_error
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        self._thread.join(timeout_s)
+
+    @property
+    def step_age_s(self) -> float:
+        """How long the step under way has been running; 0 when idle."""
+        since = self.busy_since_s
+        return 0.0 if since is None else self.now() - since
+
+    async def call(self, work: Callable[[], _T], timeout_s: float = 5.0) -> _T:
+        """Run `work` in the engine's thread, between steps. Raises TimeoutError at the deadline."""
+        done: Future[_T] = Future()
+
+        def run() -> None:
+            if done.set_running_or_notify_cancel():
+                try:
+                    done.set_result(work())
+                except Exception as error:
+                    done.set_exception(error)
+
+        self._post(run)
+        return await asyncio.wait_for(asyncio.wrap_future(done), timeout_s)
+
+    async def stream(self, request: Request) -> AsyncIterator[wire.Event]:
+        """Submit a request and yield its events, the first accepted or rejected; a Mark after each
+        `MARK_S` of silence. Closing the iterator aborts the request."""
+        box = Outbox()
+        if request.id in self._boxes:
+            yield wire.Rejected("duplicate_id", 0.0, f"request {request.id} is being served")
+            return
+        self._boxes[request.id] = box
+        choices_open = set(range(len(request.sequences)))
+        self._post(lambda: self._submit(request))
+        try:
+            sent_at_s = self.now()
+            while choices_open:
+                if not await self._ready(box, request.stream, sent_at_s):
+                    yield wire.Mark()
+                    continue
+                sent_at_s = self.now()
+                for event in box.take():
+                    yield event
+                    if ends_stream(event, choices_open):
+                        return
+        finally:
+            self._boxes.pop(request.id, None)
+            self._post(lambda: self._abort(request.id))
+
+    async def _ready(self, box: Outbox, fine: bool, sent_at_s: float) -> bool:
+        """Wait until a message is due: something to say, and the pace allows it or it is urgent."""
+        try:
+            async with asyncio.timeout(MARK_S):
+                await (box.any if fine else box.urgent).wait()
+        except TimeoutError:
+            return bool(box.events) and fine
+        pause_s = sent_at_s + len(self._boxes) / self.messages_per_s - self.now()
+        if pause_s > 0 and not box.urgent.is_set():
+            try:
+                async with asyncio.timeout(pause_s):
+                    await box.urgent.wait()
+            except TimeoutError:
+                pass
+        return True
+
+    def _post(self, work: Callable[[], None]) -> None:
+        with self._wake:
+            self._inbox.append(work)
+            self._wake.notify()
+
+    def _submit(self, request: Request) -> None:
+        request.arrival_s = self.now()
+        self._send([(request, event) for event in self.engine.submit(request)])
+
+    def _abort(self, request_id: str) -> None:
+        if self.engine.abort(request_id):
+            log.info("request %s aborted: its client is gone", request_id)
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except BaseException as error:
+            self.failure = error
+            log.critical("the engine stopped: %s", error, exc_info=error)
+            message = f"the engine stopped: {error}"
+            lost: list[Output] = [
+                (r, wire.Error("worker_lost", message, 503)) for r in self.requests()
+            ]
+            self._send(lost)
+
+    def _turn(self) -> bool:
+        with self._wake:
+            while not self._inbox and self.engine.idle and not self._stopping:
+                self.busy_since_s = None
+                self._wake.wait()
+            work, self._inbox = self._inbox, deque()
+            if self._stopping:
+                return False
+        self.busy_since_s = self.now()
+        for item in work:
+            item()
+        before = self.engine.stats.steps
+        self._send(self.engine.step(self.now()))
+        steps = self.engine.stats.steps
+        if steps // AUDIT_STEPS > before // AUDIT_STEPS:
+            self._audit()
+        if steps == before and not self.engine.idle:
+            with self._wake:  # nothing could be computed: until work comes, or blocks may be back
+                self._wake.wait(IDLE_RETRY_S)
+        return True
+
+    def _audit(self) -> None:
+        tables = self.engine.scheduler.tables()
+        for pool in dict.fromkeys(self.engine.scheduler.pools):
+            self.violations += len(pool.audit(tables))
+
+    def requests(self) -> list[Request]:
+        return list(self.engine.requests.values())
+
+    def _send(self, outputs: list[Output]) -> None:
+        if outputs and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._deliver, outputs)
+
+    def _deliver(self, outputs: Iterable[Output]) -> None:
+        for request, event in outputs:
+            box = self._boxes.get(request.id)
+            if box is not None:
+                box.put(event)
+
+
+def _log_step_error(error: BaseException, retried: bool) -> None:
+    text: Any = "a step failed again, alone or without newcomers" if retried else "a step failed"
+    log.error("%s: %s", text, error, exc_info=error)

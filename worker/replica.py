@@ -1,0 +1,220 @@
+"""The Ray Serve deployment class around one engine: one GPU or the CPU, a stream per request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from ray import serve
+
+from configs.schema import Config
+from kvpaging.report import snapshot
+from worker import wire
+from worker.loop import EngineLoop
+from worker.params import ParamError, check
+from worker.request import NO_SLOT, Request
+from worker.startup import resolve, start
+
+log = logging.getLogger("kvatlas.worker")
+
+
+class GPUWorker:
+    """Serves one model. The constructor returns when the model is loaded, checked and warm."""
+
+    def __init__(self, config: Config, directory: str) -> None:
+        logging.getLogger("kvatlas").setLevel(config.server.log_level.upper())
+        threads = config.cluster.threads or max(1, (os.cpu_count() or 1) // config.cluster.workers)
+        torch.set_num_threads(threads)
+        self.config = config
+        self.gang = _gang_id()
+        self.launch = resolve(config, Path(directory))
+        engine = start(self.launch, progress=log.info)
+        self.loop = EngineLoop(
+            engine, now=time.monotonic, messages_per_s=config.server.stream_messages_per_s
+        )
+        self.started = False
+
+    def _start(self) -> None:
+        if not self.started:
+            self.started = True
+            self.loop.start(asyncio.get_running_loop())
+
+    async def generate(self, submit: bytes) -> AsyncIterator[bytes]:
+        """One request (a `wire.Submit`); yields encoded events, the first accepted or rejected."""
+        self._start()
+        try:
+            message = wire.decode_as(wire.Submit, submit)
+            request = self._request(message)
+        except (wire.WireError, ParamError, ValueError) as error:
+            yield wire.encode(wire.Rejected("invalid", 0.0, str(error)))
+            return
+        async for event in self.loop.stream(request):
+            yield wire.encode(event)
+
+    def _request(self, message: wire.Submit) -> Request:
+        """Check again what the ingress checked. Raises ValueError."""
+        limits, longest = self.launch.params, self.launch.memory.max_model_len
+        check(message.params, limits)
+        if message.model != self.launch.name:
+            raise ValueError(f"model {message.model!r} is not served here: {self.launch.name!r} is")
+        if not message.prompt:
+            raise ValueError("the prompt has no tokens; at least 1 is needed")
+        if not all(0 <= token < limits.vocab_size for token in message.prompt):
+            raise ValueError(f"token ids must be between 0 and {limits.vocab_size - 1}")
+        room = longest - len(message.prompt)
+        if room < (message.params.max_tokens > 0):
+            raise ValueError(
+                f"the prompt has {len(message.prompt)} tokens, sequences at most {longest} "
+                "(model.max_model_len changes it)"
+            )
+        return Request(
+            id=message.id,
+            prompt=message.prompt,
+            params=message.params,
+            deadline_s=time.monotonic() + message.deadline_s,
+            priority=message.priority,
+            attempt=message.attempt,
+            stream=message.stream,
+            generated=tuple(tuple(choice.generated) for choice in message.choices),
+        )
+
+    async def abort(self, request_id: str) -> bool:
+        """End a request; False when it is not here."""
+        return await self.loop.call(lambda: self.loop.engine.abort(request_id))
+
+    async def info(self) -> dict[str, Any]:
+        """What the ingress must know of the model, and the rows of the start-up table."""
+        return {
+            "gang": self.gang,
+            "model": self.launch.name,
+            "max_model_len": self.launch.memory.max_model_len,
+            "vocab_size": self.launch.params.vocab_size,
+            "block_size": self.launch.layout.block_size,
+            "dtype": str(self.launch.dtype).removeprefix("torch."),
+            "eos_token_ids": sorted(self.loop.engine.end_tokens),
+            "table": self.launch.table(),
+        }
+
+    async def stats(self) -> dict[str, Any]:
+        """Counters and gauges, without waiting for the step under way."""
+        engine, scheduler = self.loop.engine, self.loop.engine.scheduler
+        stats = asdict(engine.stats)
+        pools = list(dict.fromkeys(scheduler.pools))
+        counts = [pool.counts() for pool in pools]
+        states = ("free", "owned", "idle", "leased", "quarantined")
+        return {
+            **stats,
+            "gang": self.gang,
+            "model": self.launch.name,
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            "preemptions": scheduler.preemptions,
+            "violations": self.loop.violations,
+            "blocks": {name: sum(getattr(c, name) for c in counts) for name in states},
+            "evictions": sum(pool.stats.evictions for pool in pools),
+            "step_age_s": self.loop.step_age_s,
+            "failure": None if self.loop.failure is None else str(self.loop.failure),
+            "pid": os.getpid(),
+        }
+
+    async def debug_kv(self) -> dict[str, Any]:
+        """This gang's entry of `/debug/kv`."""
+        scheduler = self.loop.engine.scheduler
+
+        def look() -> dict[str, Any]:
+            return asdict(snapshot(scheduler.pools, scheduler.tables(), scheduler.block_size))
+
+        self._start()
+        return {"gang": self.gang, "degree": 1, "epoch": 0, "ranks": [await self.loop.call(look)]}
+
+    async def debug_requests(self) -> list[dict[str, Any]]:
+        """One entry per sequence that waits or runs."""
+        self._start()
+        return await self.loop.call(self._look_at_requests)
+
+    def _look_at_requests(self) -> list[dict[str, Any]]:
+        now = time.monotonic()
+        return [
+            {
+                "request": request.id,
+                "gang": self.gang,
+                "choice": sequence.choice,
+                "state": "waiting" if sequence.slot == NO_SLOT else "running",
+                "prompt_tokens": sequence.prompt_tokens,
+                "generated_tokens": sequence.generated_tokens,
+                "computed_tokens": sequence.computed,
+                "blocks": 0 if sequence.table is None else sum(map(len, sequence.table.blocks)),
+                "preemptions": request.preemptions,
+                "age_s": round(now - request.arrival_s, 3),
+            }
+            for request in self.loop.requests()
+            for sequence in request.sequences
+        ]
+
+    async def where(self, request_id: str, token: int, choice: int = 0) -> dict[str, Any] | None:
+        """Where the keys of a request's token lie; None when the request is not here.
+
+        Raises ValueError where the request is here but the token is not in its pages.
+        """
+        self._start()
+        return await self.loop.call(lambda: self._locate(request_id, token, choice))
+
+    def _locate(self, request_id: str, token: int, choice: int) -> dict[str, Any] | None:
+        request = self.loop.engine.requests.get(request_id)
+        if request is None:
+            return None
+        if not 0 <= choice < len(request.sequences):
+            raise ValueError(f"request {request_id} has {len(request.sequences)} choices")
+        sequence = request.sequences[choice]
+        stored = sequence.computed if sequence.table is not None else 0
+        if sequence.table is None or not 0 <= token < stored:
+            raise ValueError(
+                f"token {token} of request {request_id} is not in its pages: it has {stored} of "
+                f"{len(sequence.tokens)} tokens there"
+            )
+        store, layout = self.loop.engine.runner.model.store, self.launch.layout
+        groups = []
+        for group in range(len(layout.groups)):
+            block, offset = sequence.table.locate(token, group)
+            groups.append(
+                {"group": group, "physical_block": block, **store.locate(group, block, offset)}
+            )
+        block, offset = sequence.table.locate(token)
+        return {
+            "request": request_id,
+            "token": token,
+            "degree": 1,
+            "gang": self.gang,
+            "rank": 0,
+            "cp": 0,
+            "tp": 0,
+            "local_block": token // layout.block_size,
+            "physical_block": block,
+            "offset": offset,
+            "device": str(self.launch.device),
+            **store.locate(0, block, offset),
+            "layers": layout.num_layers,
+            "bytes_per_token": layout.bytes_per_token,
+            "dtype": str(self.launch.dtype).removeprefix("torch."),
+            "groups": groups,
+        }
+
+    async def check_health(self) -> None:
+        """Serve restarts this process where its engine has stopped."""
+        if self.loop.failure is not None:
+            raise RuntimeError(f"the engine stopped: {self.loop.failure}")
+
+    def __del__(self) -> None:
+        if getattr(self, "started", False):
+            self.loop.stop()
+
+
+def _gang_id() -> str:
+    return serve.get_replica_context().replica_id.unique_id
