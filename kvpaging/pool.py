@@ -110,7 +110,11 @@ class BlockPool:
         return block
 
     def writable(self, block: int, offset: int) -> bool:
-        """Whether a table that has `block` may write it in place from `offset` on."""
+        """Whether a table that has `block` may write it in place from `offset` on.
+
+        Steps that still read the block for a table that is gone are no obstacle: a device runs
+        its steps in order, so their reads come before the write.
+        """
         return self._refs[block] == 1 and offset >= self._kept[block]
 
     def private(self, block: int) -> bool:
@@ -250,7 +254,7 @@ class BlockPool:
         self.quarantined[block] = reason
 
     def readmit(self, block: int) -> None:
-        """Ends a quarantine: whoever could still write the block is known to be gone."""
+        """Ends a quarantine, not its holds: whoever could still write the block is known to be gone."""
         if self.quarantined.pop(block, None) is None:
             raise ValueError(f"block {block} is {self.describe(block)}: not quarantined")
         self._place(block)

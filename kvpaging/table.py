@@ -42,7 +42,8 @@ class BlockTable:
         self.blocks: list[list[int]] = [[] for _ in pools]
         self.length = 0
         # Up to this length appending needs no block and no copy. Only this table's own operations
-        # can share its last block, so each of them that might resets it.
+        # can share its last block, so each of them that might resets it; a hold protects what is
+        # stored, and appending writes behind that.
         self._limit = 0
 
     @property
