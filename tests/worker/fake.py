@@ -1,0 +1,143 @@
+"""An engine whose device is a dictionary: every key it reads must be where a table says it is."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from zlib import crc32
+
+from kvpaging.pool import BlockPool
+from worker.engine import Engine
+from worker.params import SamplingParams
+from worker.request import Request
+from worker.runner import InFlight, StepResult
+from worker.scheduler import Limits, Scheduler, StepPlan
+
+VOCAB = 97
+Fault = Callable[[str, StepPlan], None]
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """What the fake model says after `tokens`: any lost, doubled or foreign key changes it."""
+    return crc32(bytes(tokens)) % VOCAB
+
+
+def expected(prompt: Sequence[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+class FakeRunner:
+    """Stands in for `Runner`: pages are `{(pool, block, offset): (position, token)}`."""
+
+    def __init__(self, block_size: int, groups: int, fault: Fault | None = None) -> None:
+        self.block_size, self.groups = block_size, groups
+        self.pages: dict[tuple[int, int, int], tuple[int, int]] = {}
+        self.last_token: dict[int, int] = {}
+        self.fault = fault or (lambda point, plan: None)
+        self.build_s = self.execute_s = 0.0
+        self._results: dict[int, StepResult] = {}
+
+    def launch(self, plan: StepPlan) -> InFlight:
+        self.fault("build", plan)
+        for copy in plan.copies:
+            for offset in range(self.block_size):
+                found = self.pages.get((copy.group, copy.src, offset))
+                if found is not None:
+                    self.pages[copy.group, copy.dst, offset] = found
+        tokens = []
+        for row in plan.rows:
+            written = self._write(row)
+            self.fault("forward", plan)
+            if row.sampled:
+                token = next_token(self._read(row, written))
+                self.last_token[row.slot] = token
+                tokens.append(token)
+        self.fault("sample", plan)
+        none = [None] * len(tokens)
+        self._results[plan.step] = StepResult(tokens, [False] * len(tokens), none, [])
+        return InFlight(plan, None, None)
+
+    def _write(self, row) -> int:  # type: ignore[no-untyped-def]
+        table = row.sequence.table
+        known = row.sequence.tokens[row.start : row.start + row.count]
+        if len(known) < row.count:
+            known = [*known, self.last_token[row.slot]]
+        assert len(known) == row.count
+        for position, token in enumerate(known, row.start):
+            for group in range(self.groups):
+                block, offset = table.locate(position, group)
+                assert table.pools[group].references(block) == 1, "a shared block is written"
+                self.pages[group, block, offset] = (position, token)
+        return row.start + row.count
+
+    def _read(self, row, length: int) -> list[int]:  # type: ignore[no-untyped-def]
+        lanes = []
+        for group in range(self.groups):
+            lane = []
+            for position in range(length):
+                block, offset = row.sequence.table.locate(position, group)
+                stored, token = self.pages[group, block, offset]
+                assert stored == position, "another position's key is there"
+                lane.append(token)
+            lanes.append(lane)
+        assert all(lane == lanes[0] for lane in lanes)
+        return lanes[0]
+
+    def collect(self, flight: InFlight) -> StepResult:
+        self.fault("collect", flight.plan)
+        return self._results.pop(flight.plan.step)
+
+    def raise_if_dead(self, error: Exception) -> None:
+        pass
+
+
+def make_engine(
+    *,
+    blocks: int = 64,
+    block_size: int = 4,
+    groups: int = 1,
+    seqs: int = 4,
+    batch_tokens: int = 8,
+    max_waiting: int = 100,
+    depth: int = 1,
+    max_model_len: int = 100,
+    end_tokens: frozenset[int] = frozenset(),
+    fault: Fault | None = None,
+) -> Engine:
+    pools = [BlockPool(blocks) for _ in range(groups)]
+    limits = Limits(seqs, batch_tokens, 2 * seqs, max_waiting)
+    ticks = itertools.count()
+    return Engine(
+        Scheduler(pools, block_size, limits),
+        FakeRunner(block_size, groups, fault),  # type: ignore[arg-type]
+        end_tokens=end_tokens,
+        max_model_len=max_model_len,
+        clock=lambda: float(next(ticks)),
+        depth=depth,
+    )
+
+
+def make_request(name: str, prompt: Sequence[int], count: int, **fields) -> Request:  # type: ignore[no-untyped-def]
+    options = fields.pop("options", {})
+    params = SamplingParams(max_tokens=count, temperature=0.0, **options)
+    return Request(name, list(prompt), params, **fields)
+
+
+def random_prompt(rng: random.Random, most: int = 20) -> list[int]:
+    return [rng.randrange(VOCAB) for _ in range(rng.randint(1, most))]
+
+
+def check(engine: Engine) -> None:
+    """Conservation, after every step."""
+    tables = engine.scheduler.tables()
+    for pool in engine.scheduler.pools:
+        problems = pool.check(t for t in tables)
+        assert not problems, problems
+
+
+def tokens_of(outputs, name: str) -> list[int]:  # type: ignore[no-untyped-def]
+    return [t for r, e in outputs if r.id == name for t in getattr(e, "tokens", ())]
