@@ -100,11 +100,11 @@ def test_the_oldest_finishes_first_and_is_never_preempted(depth):
 @pytest.mark.parametrize("seed", range(8))
 def test_a_step_that_fails_once_loses_nothing(depth, point, seed):
     rng = random.Random(seed)
-    failures = {7 * i + rng.randint(0, 2) for i in range(3)}  # never a retry as well
-    seen = []
+    failing = rng.randint(0, 12)
+    seen: list[int] = []
 
     def fault(where, plan):
-        if where == point and plan.step in failures and plan.step not in seen:
+        if where == point and plan.step >= failing and not seen:
             seen.append(plan.step)
             raise RuntimeError(f"injected at {where} in step {plan.step}")
 
@@ -118,7 +118,7 @@ def test_a_step_that_fails_once_loses_nothing(depth, point, seed):
         engine.submit(make_request(f"r{i}", prompt, count))
     outputs = run(engine)
     assert seen
-    assert engine.stats.failed_steps >= len(seen)
+    assert engine.stats.failed_steps == len(seen)
     assert not [e for _, e in outputs if isinstance(e, wire.Error)]
     assert {name: tokens_of(outputs, name) for name in wanted} == wanted
     assert_empty(engine)
@@ -252,7 +252,7 @@ def test_an_id_is_served_once():
 
 @pytest.mark.parametrize("seed", range(60))
 def test_storms(seed):
-    """Arrivals, aborts, failures and small pools together: nobody's output changes, nothing leaks."""
+    """Arrivals, aborts, failures, small pools: nobody's output changes and nothing leaks."""
     rng = random.Random(1000 + seed)
     flaky = random.Random(seed)
 
