@@ -40,7 +40,7 @@ def outside(folder: Path) -> set[str]:
                 tops |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 tops.add(node.module.split(".")[0])
-    tops -= {*sys.stdlib_module_names, *PACKAGES, "tests"}
+    tops -= {*sys.stdlib_module_names, *PACKAGES, "scripts", "tests"}
     return {DISTRIBUTION.get(top, top).lower().replace("_", "-") for top in tops}
 
 
