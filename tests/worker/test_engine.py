@@ -148,7 +148,9 @@ def test_a_request_that_always_fails_is_lost_alone(depth, point, after):
     assert errors == [("poison", "engine_error", 500)]
     for name in "ab":
         assert tokens_of(outputs, name) == wanted[name]
-    assert tokens_of(outputs, "poison") == wanted["poison"][:after]
+    got = tokens_of(outputs, "poison")
+    assert got == wanted["poison"][: len(got)]
+    assert after <= len(got) < after + depth
     assert_empty(engine)
 
 
