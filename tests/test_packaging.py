@@ -13,7 +13,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PACKAGES = ("cluster", "worker", "kvpaging", "context_parallel", "configs")
-DISTRIBUTION = {"yaml": "pyyaml"}  # where the name to import is not the name to install
+DISTRIBUTION = {
+    "pydantic_core": "pydantic",
+    "yaml": "pyyaml",
+}  # where the name to import is not the name to install
 
 
 def pins(requirements: list[str]) -> dict[str, str]:
