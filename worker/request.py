@@ -62,8 +62,9 @@ class Sequence:
     @property
     def target(self) -> int:
         """How many tokens must be computed, those that steps under way will sample included."""
-        if self.request.params.max_tokens == 0:
-            return self.prompt_tokens - 1  # only prompt log-probabilities are wanted
+        params = self.request.params
+        if params.max_tokens == 0:  # at most prompt log-probabilities are wanted
+            return 0 if params.prompt_logprobs is None else self.prompt_tokens - 1
         return len(self.tokens) + self.pending
 
     def reset(self) -> None:
