@@ -87,3 +87,13 @@ def test_every_page_of_the_docs_can_be_found_from_the_readme() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     for page in (ROOT / "docs").glob("*.md"):
         assert f"docs/{page.name}" in readme
+
+
+def test_the_api_page_names_every_parameter_and_every_refused_one() -> None:
+    from cluster import openai
+
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    fields = openai.ChatRequest.model_fields | openai.CompletionRequest.model_fields
+    refused = openai._COMMON | openai._CHAT | openai._COMPLETION
+    names = {*fields, *refused, *openai.HARMLESS, *openai.StreamOptions.model_fields}
+    assert {name for name in names if f"`{name}`" not in page and f'"{name}"' not in page} == set()
