@@ -107,9 +107,11 @@ class Engine:
             try:
                 self._flying.append(self.runner.launch(plan))
             except Exception as error:
+                self._note(error)
+                rows = self.scheduler.rollback(plan)
                 while self._flying:
                     out += self._settle(now)
-                return out + self._recover([plan], error, now)
+                return out + self._recover(rows, now)
         if self._flying and (len(self._flying) >= self.depth or not plan.rows):
             out += self._settle(now)
         return out
@@ -119,18 +121,21 @@ class Engine:
         try:
             result = self.runner.collect(flight)
         except Exception as error:
-            plans = [flight.plan, *(later.plan for later in self._flying)]
+            self._note(error)
+            plans = [*(later.plan for later in reversed(self._flying)), flight.plan]
             self._flying.clear()
-            return self._recover(plans, error, now)
+            rows = [row for plan in plans for row in self.scheduler.rollback(plan)]
+            return self._recover(rows, now)
         return self._commit(flight.plan, result, now)
 
-    def _recover(self, plans: list[StepPlan], error: Exception, now: float) -> list[Output]:
-        """Roll back, then try again without the sequences just admitted; those, and all if that
-        fails too, run alone, and what fails alone gets a 500."""
+    def _note(self, error: Exception) -> None:
         self.stats.failed_steps += 1
         self.on_step_error(error, False)
         self.runner.raise_if_dead(error)
-        rows = [row for plan in reversed(plans) for row in self.scheduler.rollback(plan)]
+
+    def _recover(self, rows: list[Row], now: float) -> list[Output]:
+        """Try rows of failed steps again, without the sequences just admitted; those, and all if
+        that fails too, run alone, and what fails alone gets a 500."""
         sequences = {id(row.sequence): row.sequence for row in rows}
         fresh = {id(row.sequence) for row in rows if row.admitted}
         old = [s for key, s in sequences.items() if key not in fresh]

@@ -89,7 +89,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # by rank
         self.slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self.step = 0
-        self.in_flight = 0
+        self.under_way: list[int] = []
         self.preemptions = 0
         self.copies_due: list[Copy] = []
         self._orders = 0
@@ -118,7 +118,7 @@ class Scheduler:
         plan = StepPlan(self.step, rows, copies)
         if rows:
             self.step += 1
-            self.in_flight += 1
+            self.under_way.append(plan.step)
         else:
             self.copies_due.extend(copies)
         for row in rows:
@@ -130,7 +130,6 @@ class Scheduler:
 
     def commit(self, plan: StepPlan) -> list[bool]:
         """The step has ended. Which rows still count: others were preempted or are finished."""
-        self.in_flight -= 1
         valid = [_valid(row) for row in plan.rows]
         for row in compress(plan.rows, valid):
             sequence = row.sequence
@@ -147,7 +146,6 @@ class Scheduler:
 
         Steps under way are rolled back newest first. Returns the rows that still count.
         """
-        self.in_flight -= 1
         self.copies_due.extend(plan.copies)
         valid = [row for row in plan.rows if _valid(row)]
         for row in valid:
@@ -188,8 +186,10 @@ class Scheduler:
         sequence.reset()
 
     def _ended(self, step: int) -> None:
+        self.under_way.remove(step)
+        before = min(self.under_way, default=self.step)
         for pool in set(self.pools):
-            pool.step_ended(step)
+            pool.step_ended(before - 1)
 
 
 def _rank(sequence: Sequence) -> tuple[int, float, int, int]:
@@ -272,7 +272,7 @@ class _Step:
         """Make room by preempting newer sequences; False when it must wait for its blocks."""
         scheduler = self.scheduler
         while grow > 0 and not table.fits(grow):
-            if scheduler.in_flight and any(p.counts().leased for p in scheduler.pools):
+            if scheduler.under_way and any(p.counts().leased for p in scheduler.pools):
                 return False  # blocks are on their way back
             victim = scheduler.running[-1]
             if victim is sequence or self.only is not None:

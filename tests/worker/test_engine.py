@@ -252,7 +252,7 @@ def test_an_id_is_served_once():
     assert tokens_of(run(engine), "twice") == expected([1], 5)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(200))
 def test_storms(seed):
     """Arrivals, aborts, failures, small pools: nobody's output changes and nothing leaks."""
     rng = random.Random(1000 + seed)
