@@ -426,18 +426,16 @@ def test_temporaries_stay_within_the_plan(
         presence_penalty=0.1, frequency_penalty=0.1, min_tokens=5, logprobs=20, max_tokens=9,
         logit_bias=dict.fromkeys(range(1024), 1.0), stop_token_ids=tuple(range(128)),
     )  # fmt: skip
-    other = SamplingParams(seed=2, top_k=50)
+    others = [GREEDY, SamplingParams(temperature=0.0, presence_penalty=0.1), SamplingParams(seed=2)]
+    mixed = [params if i % 9 else others[i // 9 % 3] for i in range(count)]
     logits = random_logits(count, vocab).to(dtype)
     allow = torch.full((count, vocab // 32), -1, dtype=torch.int32)
     bound = workspace_bytes(count, vocab, 20, dtype)
     assert slice_rows(vocab, dtype) < count
-    for rows in (
-        [SampleRow(i, params, 0, constrained=True) for i in range(count)],
-        [SampleRow(i, params if i % 8 else other, 0, constrained=i % 2 > 0) for i in range(count)],
-    ):
+    for options in ([params] * count, mixed):
+        rows = [SampleRow(i, p, 0, constrained=p is params) for i, p in enumerate(options)]
         with Peak() as peak:
             sampler = Sampler(vocab, count, [END], device=CPU, dtype=dtype)
             got = sampler.sample(logits, sampler.plan(rows), allow)
         assert not got.bad.any()
-        print("PEAK", dtype, peak.most, bound)
-        assert bound / 3 < peak.most <= bound
+        assert bound / 2 < peak.most <= bound
