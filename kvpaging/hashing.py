@@ -87,9 +87,9 @@ def chain(
     identities = list(known)
     parent = identities[-1] if identities else root
     start = _block_hash(parent, key)
-    data = _packed(tokens[len(known) * block_size : full * block_size])
+    data = _packed(tokens[len(known) * block_size :] if known else tokens)
     width = 4 * block_size
-    for at in range(0, len(data), width):
+    for at in range(0, (full - len(known)) * width, width):
         digest = start.copy()
         digest.update(parent + data[at : at + width])
         parent = digest.digest()

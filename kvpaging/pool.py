@@ -254,7 +254,7 @@ class BlockPool:
         self.quarantined[block] = reason
 
     def readmit(self, block: int) -> None:
-        """Ends a quarantine, not its holds: whoever could still write the block is known to be gone."""
+        """Ends a quarantine (not the holds): whoever could still write is known to be gone."""
         if self.quarantined.pop(block, None) is None:
             raise ValueError(f"block {block} is {self.describe(block)}: not quarantined")
         self._place(block)

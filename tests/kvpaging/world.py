@@ -115,8 +115,9 @@ class World:
     def unref(self, pool: int, block: int, step: int | None) -> None:
         model = self.models[pool]
         model.unref(block, step)
-        idle_after = step is not None and step > model.ended
-        if model.refs[block] == 0 and idle_after and block not in model.name_of:
+        if step is None or step <= model.ended:
+            return
+        if model.refs[block] == 0 and block not in model.name_of:
             self.late.setdefault(step, []).append((pool, block))
 
     def grow(self, sequence: Sequence, tokens: list[int]) -> bool:
