@@ -175,6 +175,8 @@ def start(
     progress(f"loading {launch.name} weights")
     hf: Any = AutoModelForCausalLM.from_pretrained(launch.directory, dtype=launch.dtype)
     hf = hf.to(launch.device).eval()
+    if launch.dtype == torch.float64:
+        hf.set_experts_implementation("batched_mm")  # grouped_mm, the default, has no float64
     fix_rotary(hf, launch.memory.max_model_len)
     store = BlockStore(launch.layout, launch.memory.slices, launch.dtype, launch.device)
     progress("checking paged attention against the model's own")
