@@ -113,7 +113,9 @@ class BlockStore:
             torch.zeros(slices * layout.groups_in(a), size, dtype=torch.uint8, device=device)
             for a, size in enumerate(layout.arena_block_bytes)
         ]
-        self._views: list[tuple[Tensor, Tensor]] = [self._plane(i) for i in range(layout.num_layers)]
+        self._views: list[tuple[Tensor, Tensor]] = [
+            self._plane(i) for i in range(layout.num_layers)
+        ]
 
     def _plane(self, layer: int) -> tuple[Tensor, Tensor]:
         group = self.layout.groups[self.layout.group_of(layer)]

@@ -1,0 +1,155 @@
+"""The CPU path against the plain formula."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpaging import batched
+from kvpaging.attention import Partial, Rows, attend_reference, finish_reference
+from kvpaging.store import BlockStore, LayerShape, layout
+
+CPU = torch.device("cpu")
+
+
+def make_rows(lens, firsts, size, blocks, seed=0, logical=None) -> Rows:
+    generator = torch.Generator().manual_seed(seed)
+    need = [-(-(f + n) // size) for f, n in zip(firsts, lens, strict=True)]
+    order = torch.randperm(blocks, generator=generator).int()
+    assert sum(need) <= blocks
+    table = torch.full((len(lens), max(need) + 2), int(order[-1]), dtype=torch.int32)
+    at = 0
+    for row, n in enumerate(need):
+        table[row, :n] = order[at : at + n]
+        at += n
+    slots = []
+    for row, (first, count) in enumerate(zip(firsts, lens, strict=True)):
+        position = torch.arange(first, first + count)
+        slots.append(table[row, position // size].long() * size + position % size)
+    return Rows(
+        torch.tensor([0, *lens]).cumsum(0).int(),
+        torch.tensor(firsts, dtype=torch.int32),
+        table,
+        torch.tensor(need, dtype=torch.int32),
+        logical,
+        torch.cat(slots),
+        tuple(lens),
+        tuple(firsts),
+    )
+
+
+def make_store(size, shape, blocks, dtype=torch.float64) -> BlockStore:
+    torch.manual_seed(1)
+    store = BlockStore(layout([shape, shape], size, dtype.itemsize), blocks, dtype, CPU)
+    for layer in (0, 1):
+        store.k(layer).normal_()
+        store.v(layer).normal_()
+    return store
+
+
+def compare(q, store, rows, *, window, softcap, tolerance=1e-12):
+    options = {"scale": 0.3, "window": window, "softcap": softcap}
+    got = Partial(*batched.attend(q, store.k(1), store.v(1), rows, **options))
+    want = attend_reference(q, store.k(1), store.v(1), rows, **options)
+    seen = want.m > -torch.inf
+    assert torch.equal(got.m > -torch.inf, seen)
+    for side in (got, want):
+        assert not side.acc[~seen].any()
+        assert not side.l[~seen].any()
+    a, b = (finish_reference(side, None, q.dtype) for side in (got, want))
+    assert (a - b).abs().max() < tolerance
+    # The two may scale a partial differently, but not what it says.
+    total = [side.m[seen] + side.l[seen].log() for side in (got, want)]
+    assert (total[0] - total[1]).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("size", [8, 16, 64, 256])
+@pytest.mark.parametrize("shape", [(2, 16, 16), (1, 24, 8), (3, 80, 80)], ids=str)
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (5, None), (None, 3.0), (40, 2.0)])
+def test_equals_the_formula(size, shape, window, softcap):
+    lens, firsts = [1, 50, 1, 17, 1, size], [0, 0, 63, 30, size, size]
+    rows = make_rows(lens, firsts, size, 60)
+    store = make_store(size, LayerShape(*shape), 60)
+    q = torch.randn(sum(lens), shape[0] * 3, shape[1], dtype=torch.float64)
+    compare(q, store, rows, window=window, softcap=softcap)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 60)), min_size=1, max_size=7),
+    size=st.sampled_from([8, 16, 32]),
+    window=st.none() | st.integers(1, 70),
+    softcap=st.none() | st.just(4.0),
+)
+def test_any_ragged_batch(rows, size, window, softcap):
+    lens, firsts = [n for n, _ in rows], [f for _, f in rows]
+    batch = make_rows(lens, firsts, size, 120)
+    store = make_store(size, LayerShape(1, 8, 8), 120)
+    q = torch.randn(sum(lens), 2, 8, dtype=torch.float64)
+    compare(q, store, batch, window=window, softcap=softcap)
+
+
+def test_blocks_of_another_rank_are_left_out():
+    """Tables that hold some logical blocks only, and for one row none that it may see."""
+    size, lens, firsts = 8, [3, 1, 4], [20, 5, 0]
+    rows = make_rows(lens, firsts, size, 40)
+    logical = torch.tensor([[0, 2, 0, 0], [3, 0, 0, 0], [0, 0, 0, 0]], dtype=torch.int32)
+    blocks = torch.tensor([2, 1, 0], dtype=torch.int32)
+    fields = {name: getattr(rows, name) for name in Rows.__slots__}
+    shard = Rows(**(fields | {"logical": logical, "blocks": blocks, "cache": {}}))
+    store = make_store(size, LayerShape(2, 8, 8), 40)
+    q = torch.randn(sum(lens), 4, 8, dtype=torch.float64)
+    for window in (None, 6):
+        compare(q, store, shard, window=window, softcap=None)
+
+
+def test_low_precision_sums_in_float32():
+    store = make_store(16, LayerShape(2, 64, 64), 30, torch.bfloat16)
+    rows = make_rows([1, 20, 1], [100, 0, 3], 16, 30)
+    q = torch.randn(22, 6, 64, dtype=torch.bfloat16)
+    state = batched.attend(q, store.k(0), store.v(0), rows, scale=0.125, window=None, softcap=None)
+    assert {part.dtype for part in state} == {torch.float32}
+    compare(q, store, rows, window=None, softcap=None, tolerance=2e-2)
+
+
+def test_slices_of_queries_change_nothing(monkeypatch):
+    monkeypatch.setattr(batched, "SCORE_BYTES_MAX", 4096)
+    store = make_store(8, LayerShape(1, 8, 8), 60)
+    rows = make_rows([60, 1], [100, 150], 8, 60)
+    compare(torch.randn(61, 2, 8, dtype=torch.float64), store, rows, window=None, softcap=3.0)
+
+
+def test_write_stores_tokens_in_their_slots_and_nothing_else():
+    store = make_store(8, LayerShape(2, 16, 8), 6)
+    before = store.arenas[0].clone()
+    slots = torch.tensor([3 * 8 + 5, -1, 7])
+    k, v = torch.randn(3, 2, 16).double(), torch.randn(3, 2, 8).double()
+    batched.write(k, v, store.k(1), store.v(1), slots)
+    for i, (block, offset) in ((0, (3, 5)), (2, (0, 7))):
+        assert torch.equal(store.k(1)[block, :, offset], k[i])
+        assert torch.equal(store.v(1)[block, :, offset], v[i])
+    changed = int((store.arenas[0] != before).view(-1).sum())
+    assert 0 < changed <= 2 * 2 * (16 + 8) * 8
+
+
+def test_what_is_not_finite_never_reaches_the_next_owner_of_a_block():
+    store = make_store(8, LayerShape(1, 8, 8), 8)
+    poison = torch.full((8, 1, 8), torch.nan, dtype=torch.float64)
+    poison[0], poison[1] = torch.inf, -torch.inf
+    batched.write(poison, poison, store.k(0), store.v(0), torch.arange(8) + 16)
+    assert store.k(0).isfinite().all()
+    assert store.v(0).isfinite().all()
+    table = torch.tensor([[2]], dtype=torch.int32)
+    one = torch.ones(1, dtype=torch.int32)
+    rows = Rows(
+        torch.tensor([0, 1]).int(), one - 1, table, one, None, torch.tensor([16]), (1,), (0,)
+    )
+    q = torch.randn(1, 1, 8, dtype=torch.float64)
+    new = torch.randn(1, 1, 8, dtype=torch.float64)
+    batched.write(new, new, store.k(0), store.v(0), rows.slots)
+    acc, _, total = batched.attend(
+        q, store.k(0), store.v(0), rows, scale=1.0, window=None, softcap=None
+    )
+    assert torch.allclose(acc[0] / total[0, :, None], new[0])

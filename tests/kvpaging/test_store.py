@@ -1,0 +1,87 @@
+"""Raw blocks and the typed views of them."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+
+from kvpaging.store import ALIGN_BYTES, BlockStore, LayerShape, layout
+
+CPU = torch.device("cpu")
+FULL = LayerShape(2, 16, 16)
+WINDOWED = LayerShape(2, 16, 16, window=8)
+WIDE = LayerShape(2, 24, 10)
+
+
+def test_layers_of_one_shape_are_one_group():
+    pages = layout([FULL] * 4, 8, 2)
+    assert [g.layers for g in pages.groups] == [(0, 1, 2, 3)]
+    assert pages.bytes_per_token == 4 * 2 * (16 + 16) * 2
+    assert pages.slice_bytes == 8 * pages.bytes_per_token
+
+
+def test_windows_split_groups_which_share_an_arena_when_their_blocks_are_equal():
+    pages = layout([FULL, WINDOWED] * 2, 8, 4)
+    assert [(g.layers, g.arena) for g in pages.groups] == [((0, 2), 0), ((1, 3), 0)]
+    assert len(pages.arena_block_bytes) == 1
+    assert pages.groups_in(0) == 2
+    store = BlockStore(pages, 5, torch.float32, CPU)
+    assert [len(a) for a in store.arenas] == [10]
+
+
+def test_other_block_bytes_are_another_arena():
+    pages = layout([FULL, WIDE, WIDE], 8, 4)
+    assert [g.arena for g in pages.groups] == [0, 1]
+    store = BlockStore(pages, 5, torch.float32, CPU)
+    assert [len(a) for a in store.arenas] == [5, 5]
+    assert [store.k(i).shape for i in range(3)] == [(5, 2, 8, 16), (5, 2, 8, 24), (5, 2, 8, 24)]
+    assert store.v(1).shape == (5, 2, 8, 10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+@pytest.mark.parametrize("shape", [FULL, WIDE, LayerShape(1, 5, 3)])
+def test_every_plane_has_its_own_bytes(dtype, shape):
+    """All planes of all blocks are aligned, disjoint, and together the arena (less its padding)."""
+    store = BlockStore(layout([shape, shape], 8, dtype.itemsize), 3, dtype, CPU)
+    base = store.arenas[0].data_ptr()
+    taken = torch.zeros(store.arenas[0].numel(), dtype=torch.bool)
+    for layer in (0, 1):
+        for pages in (store.k(layer), store.v(layer)):
+            for block in pages:
+                start = block.data_ptr() - base
+                size = block.numel() * block.element_size()
+                assert start % ALIGN_BYTES == 0
+                assert block.is_contiguous()
+                assert not taken[start : start + size].any()
+                taken[start : start + size] = True
+    used = 2 * 3 * shape.kv_heads * 8 * (shape.k_dim + shape.v_dim) * dtype.itemsize
+    assert int(taken.sum()) == used
+
+
+def test_a_block_moves_with_all_its_layers():
+    store = BlockStore(layout([FULL, FULL], 8, 4), 4, torch.float32, CPU)
+    for layer in (0, 1):
+        store.k(layer).normal_()
+        store.v(layer).normal_()
+    wanted = [store.k(1)[3].clone(), store.v(0)[3].clone()]
+    store.arenas[0][1] = store.arenas[0][3]
+    assert torch.equal(store.k(1)[1], wanted[0])
+    assert torch.equal(store.v(0)[1], wanted[1])
+
+
+def test_locate_is_the_address_of_the_key():
+    shapes = [FULL, WINDOWED, FULL, WINDOWED]
+    store = BlockStore(layout(shapes, 8, 4), 4, torch.float32, CPU)
+    for layer in range(4):
+        store.k(layer).normal_()
+    for group, layers in enumerate([(0, 2), (1, 3)]):
+        found = store.locate(group, 5, 3)
+        for place, layer in enumerate(layers):
+            for head in (0, 1):
+                address = (
+                    found["address"] + place * found["layer_stride"] + head * found["head_stride"]
+                )
+                memory = (ctypes.c_float * 16).from_address(address)
+                assert list(memory) == store.k(layer)[5, head, 3].tolist()
