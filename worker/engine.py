@@ -261,6 +261,20 @@ class Engine:
         message = f"the model failed on this request: {error}"
         return [(request, wire.Error("engine_error", message, 500))]
 
+    def end_quarantined(self) -> list[Output]:
+        """End the requests that have quarantined blocks: their keys may be another's."""
+        out: list[Output] = []
+        for request in list(self.requests.values()):
+            tables = [s.table for s in request.sequences if s.table is not None]
+            if any(
+                block in pool.quarantined
+                for table in tables
+                for pool, blocks in zip(table.pools, table.blocks, strict=True)
+                for block in blocks
+            ):
+                out += self._fail(request, RuntimeError("its KV blocks failed the pool's audit"))
+        return out
+
     def _end(self, request: Request, reason: str) -> None:
         for sequence in request.sequences:
             self.scheduler.finish(sequence, reason)

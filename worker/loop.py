@@ -113,6 +113,8 @@ class EngineLoop:
 
     async def call(self, work: Callable[[], _T], timeout_s: float = 5.0) -> _T:
         """Run `work` in the engine's thread, between steps. Raises TimeoutError at the deadline."""
+        if self.failure is not None:
+            raise RuntimeError(self._lost().message)
         done: Future[_T] = Future()
 
         def run() -> None:
@@ -129,6 +131,9 @@ class EngineLoop:
         """Submit a request and yield its events, the first accepted or rejected; a Mark after each
         `MARK_S` of silence. Closing the iterator aborts the request."""
         box = Outbox()
+        if self.failure is not None:
+            yield self._lost()
+            return
         if request.id in self._boxes:
             yield wire.Rejected("duplicate_id", 0.0, f"request {request.id} is being served")
             return
@@ -186,11 +191,15 @@ class EngineLoop:
         except BaseException as error:
             self.failure = error
             log.critical("the engine stopped: %s", error, exc_info=error)
-            message = f"the engine stopped: {error}"
-            lost: list[Output] = [
-                (r, wire.Error("worker_lost", message, 503)) for r in self.requests()
-            ]
-            self._send(lost)
+            if self._loop is not None and not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._lose_all)
+
+    def _lost(self) -> wire.Error:
+        return wire.Error("worker_lost", f"the engine stopped: {self.failure}", 503)
+
+    def _lose_all(self) -> None:
+        for box in self._boxes.values():
+            box.put(self._lost())
 
     def _turn(self) -> bool:
         with self._wake:
@@ -214,9 +223,14 @@ class EngineLoop:
         return True
 
     def _audit(self) -> None:
+        """Quarantine what does not add up, and end the requests that use it."""
         tables = self.engine.scheduler.tables()
+        found = 0
         for pool in dict.fromkeys(self.engine.scheduler.pools):
-            self.violations += len(pool.audit(tables))
+            found += len(pool.audit(tables))
+        self.violations += found
+        if found:
+            self._send(self.engine.end_quarantined())
 
     def requests(self) -> list[Request]:
         return list(self.engine.requests.values())

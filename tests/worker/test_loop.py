@@ -1,0 +1,164 @@
+"""Streams over an engine thread, on the fake device."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from contextlib import asynccontextmanager
+
+import pytest
+
+from tests.worker.fake import expected, make_engine, make_request
+from worker import loop as loops
+from worker import wire
+from worker.loop import EngineLoop, Outbox
+
+
+@asynccontextmanager
+async def running(**options):
+    rate = options.pop("messages_per_s", 1e9)
+    loop = EngineLoop(make_engine(**options), now=time.monotonic, messages_per_s=rate)
+    loop.start(asyncio.get_running_loop())
+    try:
+        yield loop
+    finally:
+        loop.stop()
+
+
+async def collect(loop, request):
+    return [event async for event in loop.stream(request)]
+
+
+def tokens(events):
+    return [t for e in events for t in getattr(e, "tokens", ())]
+
+
+def test_streams_are_complete_and_in_order():
+    async def main():
+        async with running() as loop:
+            names = [f"r{i}" for i in range(8)]
+            streams = [collect(loop, make_request(n, [i], 20)) for i, n in enumerate(names)]
+            for i, events in enumerate(await asyncio.gather(*streams)):
+                assert isinstance(events[0], wire.Accepted)
+                assert isinstance(events[-1], wire.Finish)
+                assert tokens(events) == expected([i], 20)
+            assert not loop._boxes
+
+    asyncio.run(main())
+
+
+def test_a_request_without_streaming_gets_its_tokens_in_one_message():
+    async def main():
+        async with running() as loop:
+            events = await collect(loop, make_request("r", [1], 30, stream=False))
+            assert [type(e) for e in events if not isinstance(e, wire.Mark)] == [
+                wire.Accepted,
+                wire.Finish,
+            ]
+            assert tokens(events) == expected([1], 30)
+
+    asyncio.run(main())
+
+
+def test_a_slow_pace_folds_deltas_but_sends_first_token_and_end_at_once():
+    async def main():
+        async with running(messages_per_s=1e-3) as loop:
+            started = time.monotonic()
+            events = await collect(loop, make_request("r", [1], 40))
+            assert time.monotonic() - started < 60
+            assert len(events) <= 4
+            assert tokens(events) == expected([1], 40)
+
+    asyncio.run(main())
+
+
+def test_closing_a_stream_aborts_its_request():
+    async def main():
+        gate = threading.Event()
+
+        def fault(point, plan):
+            if point == "build" and plan.step > 2:
+                assert gate.wait(30)
+
+        async with running(fault=fault, max_model_len=10_000, blocks=3000) as loop:
+            stream = loop.stream(make_request("r", [1], 9000))
+            assert isinstance(await anext(stream), wire.Accepted)
+            await stream.aclose()
+            gate.set()
+            await loop.call(lambda: None)
+            counts = loop.engine.scheduler.pools[0].counts()
+            assert counts.owned == counts.leased == 0
+            assert not loop.engine.requests
+
+    asyncio.run(main())
+
+
+def test_silence_is_marked(monkeypatch):
+    monkeypatch.setattr(loops, "MARK_S", 0.001)
+
+    async def main():
+        gate = threading.Event()
+        async with running(fault=lambda point, plan: gate.wait(30) and None) as loop:
+            stream = loop.stream(make_request("r", [1], 3))
+            assert isinstance(await anext(stream), wire.Accepted)
+            assert isinstance(await anext(stream), wire.Mark)
+            gate.set()
+            assert tokens([e async for e in stream]) == expected([1], 3)
+
+    asyncio.run(main())
+
+
+def test_a_call_runs_between_steps_and_brings_errors_back():
+    async def main():
+        async with running() as loop:
+            assert await loop.call(lambda: threading.current_thread().name) == "engine"
+            with pytest.raises(ZeroDivisionError):
+                await loop.call(lambda: 1 / 0)
+
+    asyncio.run(main())
+
+
+def test_a_dead_engine_ends_every_stream_and_says_so():
+    async def main():
+        def fault(point, plan):
+            raise KeyboardInterrupt("the device is gone")
+
+        async with running(fault=fault) as loop:
+            events = await collect(loop, make_request("r", [1], 3))
+            assert isinstance(events[-1], wire.Error)
+            assert (events[-1].code, events[-1].status) == ("worker_lost", 503)
+            assert isinstance(loop.failure, KeyboardInterrupt)
+            late = await collect(loop, make_request("late", [1], 3))
+            assert isinstance(late[-1], wire.Error)
+
+    asyncio.run(main())
+
+
+def test_an_id_in_use_is_rejected_and_its_owner_undisturbed():
+    async def main():
+        async with running() as loop:
+            first = loop.stream(make_request("same", [1], 20))
+            assert isinstance(await anext(first), wire.Accepted)
+            (event,) = await collect(loop, make_request("same", [2], 20))
+            assert isinstance(event, wire.Rejected)
+            assert tokens([e async for e in first]) == expected([1], 20)
+
+    asyncio.run(main())
+
+
+def test_an_outbox_joins_deltas_of_one_choice_only():
+    async def main():
+        box = Outbox()
+        box.put(wire.Delta(0, [1], [wire.TokenLogprob(-1.0, [])]))
+        box.put(wire.Delta(0, [2], [wire.TokenLogprob(-2.0, [])]))
+        box.put(wire.Delta(1, [3]))
+        assert not box.urgent.is_set()
+        box.put(wire.Finish(1, "stop", 1, 0, 2, tokens=[4]))
+        assert box.urgent.is_set()
+        first, second = box.take()
+        assert (first.tokens, len(first.logprobs)) == ([1, 2], 2)
+        assert (second.tokens, second.reason) == ([3, 4], "stop")
+        assert box.take() == []
+
+    asyncio.run(main())
