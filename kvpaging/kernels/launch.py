@@ -127,7 +127,7 @@ def plan(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: Rows, window: int | 
     return sweep
 
 
-def constants(group: int, block: int, k_dim: int, v_dim: int, shape: Shape) -> dict[str, int]:
+def constants(shape: Shape, group: int, block: int, k_dim: int, v_dim: int) -> dict[str, int]:
     """Compile-time arguments of the attention kernel."""
     return {
         "G": group,
@@ -162,7 +162,7 @@ def _attend(
     for items, shape in zip((sweep.narrow, sweep.wide), sweep.shapes, strict=True):
         if len(items) == 0:
             continue
-        fixed = constants(group, block, k_dim, v_pages.shape[3], shape)
+        fixed = constants(shape, group, block, k_dim, v_pages.shape[3])
         attend_kernel[len(items), kv_heads * -(-group // fixed["HEADS"])](
             q, k_pages, v_pages, rows.table, rows.logical, rows.blocks, items, sink, out,
             parts.acc, parts.m, parts.l, scale, softcap, window,

@@ -22,8 +22,16 @@ class Shape:
     stages: int
 
 
+_Sizes = dict[int, tuple[Shape, Shape]]
+
+
+def _float32(small: Shape, large: Shape, huge: Shape) -> _Sizes:
+    """Products in float32 use no tensor cores; larger tiles would gain nothing and spill."""
+    return {128: (small, small), 256: (large, large), 512: (huge, huge)}
+
+
 # chip -> bytes of an element -> padded head size -> (narrow, wide)
-_SHAPES: dict[str, dict[int, dict[int, tuple[Shape, Shape]]]] = {
+_SHAPES: dict[str, dict[int, _Sizes]] = {
     "sm_80": {
         2: {
             64: (Shape(16, 64, 4, 3), Shape(64, 64, 4, 3)),
@@ -31,12 +39,7 @@ _SHAPES: dict[str, dict[int, dict[int, tuple[Shape, Shape]]]] = {
             256: (Shape(16, 32, 4, 2), Shape(64, 32, 8, 2)),
             512: (Shape(16, 16, 8, 2), Shape(32, 16, 8, 2)),
         },
-        4: {
-            64: (Shape(16, 32, 4, 2), Shape(32, 32, 8, 2)),
-            128: (Shape(16, 32, 4, 2), Shape(16, 32, 4, 2)),
-            256: (Shape(16, 16, 4, 2), Shape(16, 16, 4, 2)),
-            512: (Shape(16, 16, 8, 1), Shape(16, 16, 8, 1)),
-        },
+        4: _float32(Shape(16, 32, 4, 2), Shape(16, 16, 4, 2), Shape(16, 16, 8, 1)),
     },
     "sm_90": {
         2: {
@@ -45,6 +48,7 @@ _SHAPES: dict[str, dict[int, dict[int, tuple[Shape, Shape]]]] = {
             256: (Shape(16, 32, 4, 2), Shape(64, 32, 8, 2)),
             512: (Shape(16, 16, 8, 2), Shape(32, 16, 8, 2)),
         },
+        4: _float32(Shape(16, 16, 4, 2), Shape(16, 16, 4, 3), Shape(16, 16, 8, 1)),
     },
     "sm_100": {
         2: {
@@ -53,6 +57,7 @@ _SHAPES: dict[str, dict[int, dict[int, tuple[Shape, Shape]]]] = {
             256: (Shape(16, 32, 4, 2), Shape(64, 32, 8, 2)),
             512: (Shape(16, 16, 8, 2), Shape(32, 16, 8, 2)),
         },
+        4: _float32(Shape(16, 16, 4, 2), Shape(16, 16, 4, 2), Shape(16, 16, 8, 1)),
     },
     "gfx942": {
         2: {
@@ -61,10 +66,9 @@ _SHAPES: dict[str, dict[int, dict[int, tuple[Shape, Shape]]]] = {
             256: (Shape(16, 32, 4, 2), Shape(64, 32, 4, 1)),
             512: (Shape(16, 32, 4, 1), Shape(32, 32, 4, 1)),
         },
+        4: _float32(Shape(16, 16, 4, 2), Shape(16, 16, 4, 2), Shape(16, 16, 8, 1)),
     },
 }
-for _chip in ("sm_90", "sm_100", "gfx942"):
-    _SHAPES[_chip][4] = _SHAPES["sm_80"][4]
 
 
 def pad(size: int) -> int:

@@ -100,9 +100,7 @@ def _attend(name: str, target: str, words: list[str]) -> Build:
     dtype, item = case["dtype"], BYTES[case["dtype"]]
     k_dim, v_dim = _dims(case["head"])
     shape = shapes(target, item, max(k_dim, v_dim))[case["tile"] == "wide"]
-    fixed: dict[str, Any] = dict(
-        constants(int(case["group"]), int(case["block"]), k_dim, v_dim, shape)
-    )
+    fixed = constants(shape, int(case["group"]), int(case["block"]), k_dim, v_dim)
     pointer = f"*{dtype}"
     types = dict.fromkeys(("q", "k_pages", "v_pages", "out", "sink"), pointer)
     types |= dict.fromkeys(("table", "logical", "used", "items"), "*i32")
