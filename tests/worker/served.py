@@ -1,0 +1,113 @@
+"""Engines around the tiny models of `tests.families`, started as a server starts them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from configs.schema import load
+from tests.families import MAX_MODEL_LEN, NEW_TOKENS, build, prompts
+from worker.params import SamplingParams
+from worker.request import Request
+from worker.startup import Launch, build_engine, resolve, start
+from worker.wire import Delta, Finish
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+    from random import Random
+
+    from worker.engine import Engine
+    from worker.model import PagedModel
+
+MAX_NUM_SEQS = 4
+FREE_BYTES = 1 << 32
+PREEMPTIONS = 2
+"""How often one request is preempted at random: more, and one token a step gets nowhere."""
+
+
+class Models:
+    """Saved models and, for each block size, pool size and dtype, the loaded one."""
+
+    def __init__(self, home: Path) -> None:
+        self._home = home
+        self._loaded: dict[tuple[str, int, int, str], tuple[Launch, PagedModel]] = {}
+
+    def directory(self, name: str) -> Path:
+        path = self._home / name
+        if not path.exists():
+            build(name, fixed=False).float().save_pretrained(path)
+        return path
+
+    def load(
+        self, name: str, block_size: int, *, tokens: int = 512, dtype: str = "float64"
+    ) -> tuple[Launch, PagedModel]:
+        """What a server decides and loads; pages hold `tokens` tokens. The start-up check ran."""
+        key = (name, block_size, tokens, dtype)
+        if key not in self._loaded:
+            settings = {
+                "model.path": self.directory(name),
+                "model.dtype": dtype,
+                "model.device": "cpu",
+                "model.max_model_len": MAX_MODEL_LEN if tokens > MAX_MODEL_LEN else tokens,
+                "kv.block_size": block_size,
+                "kv.blocks": -(-tokens // block_size),
+                "scheduler.max_num_seqs": MAX_NUM_SEQS,
+            }
+            config = load(None, [f"{name}={value}" for name, value in settings.items()])
+            launch = resolve(config, self.directory(name), free_bytes=FREE_BYTES)
+            self._loaded[key] = launch, start(launch, clock=lambda: 0.0).runner.model
+        return self._loaded[key]
+
+    def engine(
+        self, name: str, block_size: int, *, chunk: int, depth: int = 1, **options: object
+    ) -> Engine:
+        """A new engine whose steps compute at most `chunk` tokens. Its pages are full of what a
+        finished request might have left there, loud enough to be heard if it is ever read."""
+        launch, model = self.load(name, block_size, **options)  # type: ignore[arg-type]
+        for arena in model.store.arenas:
+            arena.view(model.store.dtype).fill_(1e4)
+        limits = replace(launch.limits, max_batch_tokens=chunk)
+        engine = build_engine(replace(launch, limits=limits), model, lambda: 0.0)
+        engine.depth = depth
+        return engine
+
+
+def generate(
+    engine: Engine, indexes: Sequence[int], *, together: bool = True, random: Random | None = None
+) -> dict[int, tuple[int, ...]]:
+    """Greedy outputs of some of the families' prompts; the pools are proved sound at each step.
+
+    `together` submits one every second step, so that prompts and single tokens share steps, else
+    each is alone. With `random`, running sequences are preempted.
+    """
+    outputs: dict[int, list[int]] = {index: [] for index in indexes}
+    left = list(indexes)
+    turn = 0
+    while left or not engine.idle:
+        if left and (engine.idle or (together and turn % 2 == 0)):
+            submit(engine, left.pop(0))
+        turn += 1
+        for request, event in engine.step(0.0):
+            assert isinstance(event, Delta | Finish), event
+            outputs[int(request.id)] += event.tokens
+        prove_sound(engine)
+        running = [s for s in engine.scheduler.running if s.request.preemptions < PREEMPTIONS]
+        if random is not None and running and random.random() < 0.15:
+            engine.scheduler.preempt(random.choice(running))
+            prove_sound(engine)
+    for pool in engine.scheduler.pools:
+        counts = pool.counts()
+        assert (counts.quarantined, counts.owned, counts.leased) == (0, 0, 0)
+    return {index: tuple(tokens) for index, tokens in outputs.items()}
+
+
+def submit(engine: Engine, index: int) -> None:
+    params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0)
+    engine.submit(Request(str(index), prompts()[index], params))
+
+
+def prove_sound(engine: Engine) -> None:
+    tables = engine.scheduler.tables()
+    for pool in set(engine.scheduler.pools):
+        assert pool.check(tables) == []

@@ -1,0 +1,79 @@
+"""Greedy output over pages equals transformers' own, token for token, for every family.
+
+References, and the proof that they depend on every block of keys, are in `tests.families` and
+`test_families_see.py`. The cases are a covering array; the full product runs with `-m full`. In a
+mixed batch the short prompts have a neighbour beyond the length where longrope and dynamic
+frequencies change.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from random import Random
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from tests.covering import uncovered
+from tests.families import FAMILIES, PROMPT_LENGTHS, reference
+from tests.worker.cases import PARAMETERS, UNBOUNDED, committed
+from tests.worker.served import generate
+
+if TYPE_CHECKING:
+    from tests.covering import Case
+    from tests.worker.served import Models
+
+ALL = range(len(PROMPT_LENGTHS))
+
+
+def run(models: Models, case: Case) -> None:
+    engine = models.engine(
+        case["family"], case["block_size"], chunk=case["chunk"], depth=case["depth"]
+    )
+    random = Random(str(case)) if case["preemption"] == "random" else None
+    # Longest first: the others join while it is still in its prompt.
+    outputs = generate(engine, ALL[::-1], together=case["batch"] == "mixed", random=random)
+    assert (engine.scheduler.preemptions > 0) == (random is not None)
+    assert outputs == {index: reference(case["family"], index) for index in ALL}
+
+
+def _name(case: Case) -> str:
+    return "-".join(map(str, case.values()))
+
+
+def test_the_committed_cases_cover_every_pair() -> None:
+    cases = committed()
+    assert len(cases) <= 150
+    assert uncovered(PARAMETERS, cases) == set()
+    assert all(case[name] in PARAMETERS[name] for case in cases for name in PARAMETERS)
+
+
+@pytest.mark.parametrize("case", committed(), ids=_name)
+def test_tokens_equal_transformers(models: Models, case: Case) -> None:
+    run(models, case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tokens_equal_transformers_in_the_full_product(models: Models, name: str) -> None:
+    others = {key: values for key, values in PARAMETERS.items() if key != "family"}
+    cases = [dict(zip(others, values, strict=True)) for values in product(*others.values())]
+    for case in cases:
+        run(models, {"family": name, **case})
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_float32_tokens_equal_transformers(models: Models, name: str) -> None:
+    engine = models.engine(name, 16, chunk=13, dtype="float32")
+    outputs = generate(engine, ALL, random=Random(name))
+    assert outputs == {index: reference(name, index, torch.float32) for index in ALL}
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma4", "gpt_oss"])
+def test_tokens_equal_when_pages_run_out(models: Models, name: str) -> None:
+    """All four want more than twice the pages there are: the engine itself preempts."""
+    engine = models.engine(name, 8, chunk=UNBOUNDED, tokens=112)
+    outputs = generate(engine, ALL)
+    assert engine.scheduler.preemptions > 0
+    assert outputs == {index: reference(name, index) for index in ALL}
