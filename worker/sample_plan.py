@@ -49,14 +49,14 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Rows with penalties. Columns are float64 [P, 1]."""
+    """Rows with penalties. Columns are float64 [P, 1], None when they change nothing."""
 
     rows: Rows
     slots: Tensor  # int64 [P]
     positions: Tensor  # int64 [P]
-    repetition: Tensor
-    presence: Tensor
-    frequency: Tensor
+    repetition: Tensor | None
+    presence: Tensor | None
+    frequency: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,13 +137,18 @@ class Planner:
         self._fixed: dict[int, _Fixed] = {}
 
     def plan(self, rows: Sequence[SampleRow]) -> SamplePlan:
-        step = self._slice_rows
-        starts = range(0, max(len(rows), 1), step)
-        slices = tuple(self._slice(rows[start : start + step], start) for start in starts)
+        numbers = _numbers(rows)
+        slices = []
+        used = 0
+        for start in range(0, max(len(rows), 1), self._slice_rows):
+            part = rows[start : start + self._slice_rows]
+            drawn = sum(not row.params.greedy for row in part)
+            slices.append(self._slice(part, start, numbers[used : used + drawn]))
+            used += drawn
         wanted = [row.params.logprobs for row in rows if row.params.logprobs is not None]
-        return SamplePlan(slices, max(wanted, default=None))
+        return SamplePlan(tuple(slices), max(wanted, default=None))
 
-    def _slice(self, rows: Sequence[SampleRow], start: int) -> SlicePlan:
+    def _slice(self, rows: Sequence[SampleRow], start: int, numbers: Tensor) -> SlicePlan:
         stop = start + len(rows)
         report = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
         reported = self._rows(report, len(rows)) if report else None
@@ -151,9 +156,14 @@ class Planner:
         if not chosen:
             return SlicePlan(start, stop, report=reported)
         work = [rows[i] for i in chosen]
-        sources = [start + i for i in chosen]
-        at = self._rows(chosen, len(rows))
-        return SlicePlan(start, stop, at, self._edits(work, sources), self._draws(work), reported)
+        return SlicePlan(
+            start,
+            stop,
+            self._rows(chosen, len(rows)),
+            self._edits(work, [start + i for i in chosen]),
+            self._draws(work, numbers),
+            reported,
+        )
 
     def _edits(self, work: Sequence[SampleRow], sources: Sequence[int]) -> Edits | None:
         edited = [(i, row) for i, row in enumerate(work) if _edited(row)]
@@ -204,39 +214,31 @@ class Planner:
             rows=self._rows([i for i, _ in penalised], count),
             slots=self._whole([row.slot for _, row in penalised]),
             positions=self._whole([row.position for _, row in penalised]),
-            repetition=self._column([row.params.repetition_penalty for _, row in penalised]),
-            presence=self._column([row.params.presence_penalty for _, row in penalised]),
-            frequency=self._column([row.params.frequency_penalty for _, row in penalised]),
+            repetition=self._active([row.params.repetition_penalty for _, row in penalised], 1.0),
+            presence=self._active([row.params.presence_penalty for _, row in penalised], 0.0),
+            frequency=self._active([row.params.frequency_penalty for _, row in penalised], 0.0),
         )
 
-    def _draws(self, work: Sequence[SampleRow]) -> Draws | None:
+    def _draws(self, work: Sequence[SampleRow], numbers: Tensor) -> Draws | None:
         drawn = [i for i, row in enumerate(work) if not row.params.greedy]
         if not drawn:
             return None
-        rows = [work[i] for i in drawn]
-        params = [row.params for row in rows]
-        numbers = uniform(
-            [p.seed for p in params],
-            [row.choice for row in rows],
-            [row.position for row in rows],
-            Purpose.TOKEN,
-        )
+        params = [work[i].params for i in drawn]
         ks = [p.top_k if 0 < p.top_k < self._vocab else 0 for p in params]
         few = [i for i, k in enumerate(ks) if 0 < k <= FEW]
         many = [i for i, k in enumerate(ks) if k > FEW]
         nucleus = [i for i, p in enumerate(params) if p.top_p < 1.0 and not 0 < ks[i] <= FEW]
-        flat = all(p.temperature == 1.0 for p in params)
         filtered = few or many or nucleus or any(p.min_p > 0.0 for p in params)
         near = [-math.log(p.min_p) if p.min_p > 0.0 else math.inf for p in params]
         return Draws(
             rows=self._rows(drawn, len(work)),
-            temperature=None if flat else self._column([p.temperature for p in params]),
+            temperature=self._active([p.temperature for p in params], 1.0),
             uniforms=self._move(numbers.unsqueeze(1)),
             min_p=self._column(near) if filtered else None,
             few=self._few(few, ks, params) if few else None,
-            many=self._rows(many, len(rows)) if many else None,
+            many=self._rows(many, len(params)) if many else None,
             many_k=self._column([float(ks[i]) for i in many]) if many else None,
-            nucleus=self._rows(nucleus, len(rows)) if nucleus else None,
+            nucleus=self._rows(nucleus, len(params)) if nucleus else None,
             nucleus_p=self._column([params[i].top_p for i in nucleus]) if nucleus else None,
         )
 
@@ -255,11 +257,27 @@ class Planner:
     def _column(self, values: list[float]) -> Tensor:
         return self._move(torch.tensor(values, dtype=torch.float64).unsqueeze(1))
 
+    def _active(self, values: list[float], off: float) -> Tensor | None:
+        return None if all(value == off for value in values) else self._column(values)
+
     def _move(self, x: Tensor) -> Tensor:
         # Pinned memory of this kind returns to torch's allocator only after the copy has ended.
         if self._device.type == "cuda":
             x = x.pin_memory()
         return x.to(self._device, non_blocking=True)
+
+
+def _numbers(rows: Sequence[SampleRow]) -> Tensor:
+    """The uniform numbers of the rows that use one, in order: float64 [N]."""
+    drawn = [row for row in rows if not row.params.greedy]
+    if not drawn:
+        return torch.empty(0, dtype=torch.float64)
+    return uniform(
+        [row.params.seed for row in drawn],
+        [row.choice for row in drawn],
+        [row.position for row in drawn],
+        Purpose.TOKEN,
+    )
 
 
 def _edited(row: SampleRow) -> bool:

@@ -53,7 +53,8 @@ from worker.sample_plan import (
 __all__ = ["SampleRow", "Sampled", "Sampler", "SamplerState", "slice_rows", "workspace_bytes"]
 
 SLICE_BYTES = 128 * 2**20
-"""Workspace that a slice of rows may take; a slice has at least one row."""
+CACHE_BYTES = 24 * 2**20
+"""Workspace that a slice of rows may take, on a CPU CACHE_BYTES; a slice has at least one row."""
 
 _SEATING = 65536
 
@@ -126,7 +127,7 @@ class Sampler:
         dtype: torch.dtype = torch.float32,
         max_logprobs: int = 20,
     ) -> None:
-        self.slice_rows = slice_rows(vocab, dtype)
+        self.slice_rows = slice_rows(vocab, dtype, device)
         self.state = SamplerState(max_num_seqs, vocab, device)
         self._planner = Planner(vocab, end_token_ids, self.slice_rows, device)
         self._vocab = vocab
@@ -221,12 +222,15 @@ class Sampler:
     def _penalise(self, x: Tensor, penalties: Penalties) -> Tensor:
         seen = self.state.count(penalties.slots, penalties.positions)
         rows = penalties.rows.take(x)
-        repetition = penalties.repetition.to(x.dtype)
-        repeated = torch.where(rows > 0, rows / repetition, rows * repetition)
-        rows = torch.where(seen > 0, repeated, rows)
-        counts = seen >> 1
-        rows -= penalties.frequency.to(x.dtype) * counts
-        rows -= penalties.presence.to(x.dtype) * (counts > 0)
+        if penalties.repetition is not None:
+            repetition = penalties.repetition.to(x.dtype)
+            repeated = torch.where(rows > 0, rows / repetition, rows * repetition)
+            rows = torch.where(seen > 0, repeated, rows)
+        counts = (seen >> 1).to(x.dtype)
+        if penalties.frequency is not None:
+            rows = rows - penalties.frequency.to(x.dtype) * counts
+        if penalties.presence is not None:
+            rows = rows - penalties.presence.to(x.dtype) * counts.clamp_(max=1)
         return penalties.rows.put(x, rows)
 
 
@@ -279,23 +283,34 @@ def _cat(parts: Sequence[Tensor | None]) -> Tensor | None:
     return torch.cat(present) if present else None
 
 
-def slice_rows(vocab: int, dtype: torch.dtype) -> int:
-    """Rows that are processed at once: as many as SLICE_BYTES of workspace allow, at least one."""
-    return max(1, SLICE_BYTES // _working_bytes(vocab, dtype))
+def slice_rows(vocab: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Rows that are processed at once: as many as the workspace allows, at least one.
+
+    On a CPU the temporaries stay within its cache, which is six times as fast as leaving it.
+    """
+    workspace = CACHE_BYTES if device.type == "cpu" else SLICE_BYTES
+    return max(1, workspace // _working_bytes(vocab, dtype))
 
 
 def workspace_bytes(
-    rows: int, vocab: int, max_logprobs: int, dtype: torch.dtype, *, max_logit_bias: int = 1024
+    rows: int,
+    vocab: int,
+    max_logprobs: int,
+    dtype: torch.dtype,
+    *,
+    max_logit_bias: int = 1024,
+    device: torch.device | None = None,
 ) -> int:
     """Device bytes that sampling up to `rows` rows can take beside the logits themselves.
 
-    State, one slice's temporaries, and what the options of each row may cost. Reducing prompt
-    logits by `slice_rows` rows, these included, takes no more.
+    State, one slice's temporaries, and what the options of each row may cost. Without a device it
+    is the most that any needs. Reducing prompt logits takes no more while `logits` makes at most
+    `slice_rows` rows, these included.
     """
     limits = ParamLimits(vocab, max_logprobs=max_logprobs, max_logit_bias=max_logit_bias)
     state = rows * (vocab * 4 + 16) + _SEATING * 12
-    working = min(rows, slice_rows(vocab, dtype)) * _working_bytes(vocab, dtype)
-    return state + working + rows * row_bytes(limits)
+    at_once = min(rows, slice_rows(vocab, dtype, device or torch.device("cuda")))
+    return state + at_once * _working_bytes(vocab, dtype) + rows * row_bytes(limits)
 
 
 def _working_bytes(vocab: int, dtype: torch.dtype) -> int:

@@ -172,7 +172,7 @@ def test_a_row_does_not_depend_on_its_batch(
     order = random.Random(1).sample(range(64), 64)
     shuffled = run(seated(make(vocab)), logits[order], [rows[i] for i in order])
     same(shuffled, whole, order, rows)
-    monkeypatch.setattr(sampler_module, "SLICE_BYTES", 200 * vocab)
+    monkeypatch.setattr(sampler_module, "CACHE_BYTES", 200 * vocab)
     sliced = seated(make(vocab, dtype=dtype))
     assert sliced.slice_rows < 4
     same(run(sliced, logits, rows), whole, range(64), rows)
@@ -420,7 +420,7 @@ def test_temporaries_stay_within_the_plan(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vocab, count = 8000, 32
-    monkeypatch.setattr(sampler_module, "SLICE_BYTES", 2**22)
+    monkeypatch.setattr(sampler_module, "CACHE_BYTES", 2**22)
     params = SamplingParams(
         seed=1, top_k=2000, top_p=0.9, min_p=0.01, temperature=0.7, repetition_penalty=1.2,
         presence_penalty=0.1, frequency_penalty=0.1, min_tokens=5, logprobs=20, max_tokens=9,
@@ -430,8 +430,8 @@ def test_temporaries_stay_within_the_plan(
     mixed = [params if i % 9 else others[i // 9 % 3] for i in range(count)]
     logits = random_logits(count, vocab).to(dtype)
     allow = torch.full((count, vocab // 32), -1, dtype=torch.int32)
-    bound = workspace_bytes(count, vocab, 20, dtype)
-    assert slice_rows(vocab, dtype) < count
+    bound = workspace_bytes(count, vocab, 20, dtype, device=CPU)
+    assert slice_rows(vocab, dtype, CPU) < count
     for options in ([params] * count, mixed):
         rows = [SampleRow(i, p, 0, constrained=p is params) for i, p in enumerate(options)]
         with Peak() as peak:
