@@ -89,5 +89,7 @@ def plan_memory(
 
 
 def gib(size: int) -> str:
-    """A size for people: GiB, or MiB below one GiB."""
-    return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / (1 << 20):.1f} MiB"
+    """A size for people: GiB, below one GiB in MiB, below one MiB in KiB."""
+    if size >= GIB:
+        return f"{size / GIB:.2f} GiB"
+    return f"{size / (1 << 20):.1f} MiB" if size >= 1 << 20 else f"{size / 1024:.1f} KiB"

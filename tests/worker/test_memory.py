@@ -1,0 +1,85 @@
+"""The memory plan: what fits, and what a refusal says."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpaging.store import LayerShape, layout
+from worker.memory import GIB, DoesNotFit, gib, plan_memory
+
+PAGES = layout([LayerShape(2, 64, 64)] * 4, 16, 2)  # 2 KiB a token, 32 KiB a block
+DEFAULTS = {
+    "free_bytes": 8 * GIB,
+    "weight_bytes": GIB,
+    "workspace_bytes": GIB // 2,
+    "model_limit": 4096,
+    "max_model_len": None,
+    "memory": None,
+    "memory_fraction": 0.9,
+    "blocks": None,
+    "on_cpu": False,
+}
+
+
+def plan(**options):
+    return plan_memory(PAGES, **(DEFAULTS | options))
+
+
+def test_a_gpu_gives_pages_all_that_is_left_of_its_share():
+    made = plan()
+    assert made.kv_bytes == made.slices * PAGES.slice_bytes
+    left = int(8 * GIB * 0.9) - GIB - GIB // 2
+    assert left - PAGES.slice_bytes < made.kv_bytes <= left
+    assert made.tokens == 16 * made.slices
+    assert made.max_model_len == 4096
+
+
+def test_a_cpu_keeps_to_a_quarter_and_two_gib():
+    assert plan(on_cpu=True).kv_bytes <= (8 - 1.5) * GIB / 4
+    assert plan(on_cpu=True, free_bytes=100 * GIB).kv_bytes <= 2 * GIB
+
+
+def test_explicit_sizes_win():
+    assert plan(blocks=10, model_limit=100).slices == 10
+    assert plan(memory=GIB).kv_bytes == GIB
+    assert plan(memory=GIB, blocks=300).slices == 300
+
+
+def test_the_longest_sequence_is_what_pages_and_model_allow():
+    assert plan(blocks=10).max_model_len == 160
+    assert plan(blocks=10, max_model_len=160).max_model_len == 160
+
+
+@pytest.mark.parametrize(
+    ("options", "numbers", "remedies"),
+    [
+        (
+            {"weight_bytes": 8 * GIB},
+            ["8.00 GiB", "512.0 MiB", "7.20 GiB"],
+            ["smaller model", "scheduler.max_batch_tokens", "free memory"],
+        ),
+        (
+            {"memory": 7 * GIB},
+            ["7.00 GiB", "1.50 GiB", "7.20 GiB"],
+            ["kv.memory", "model.dtype", "free memory"],
+        ),
+        (
+            {"blocks": 10, "max_model_len": 161},
+            ["161", "322.0 KiB", "320.0 KiB"],
+            ["model.max_model_len to 160", "kv.memory", "free memory"],
+        ),
+    ],
+)
+def test_a_refusal_has_three_numbers_and_three_remedies(options, numbers, remedies):
+    with pytest.raises(DoesNotFit) as refused:
+        plan(**options)
+    text = str(refused.value)
+    assert "\n" not in text
+    assert [n for n in numbers if n not in text] == []
+    assert [r for r in remedies if r not in text] == []
+
+
+def test_sizes_for_people():
+    assert gib(3 * GIB // 2) == "1.50 GiB"
+    assert gib(3 << 19) == "1.5 MiB"
+    assert gib(2048) == "2.0 KiB"
