@@ -23,6 +23,10 @@ from kvpaging.attention import Rows
 from kvpaging.store import BlockStore, LayerShape
 
 HOOK = "kvatlas"
+NO_HOOK = (
+    "never calls the attention hook, so its keys and values cannot be paged and requests in one "
+    "batch would read each other"
+)
 SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -189,13 +193,11 @@ def probe(config: PretrainedConfig) -> ModelShape:
             )
         except Exception as error:
             reason = str(error).strip().split("\n")[0]
-            raise UnsupportedModel(f"{family}: cannot be run on a flat batch: {reason}") from error
+            what = "its attention fails on a flat batch" if calls else NO_HOOK
+            raise UnsupportedModel(f"{family}: {what} ({reason})") from error
     layers = int(config.num_hidden_layers)
     if not calls:
-        raise UnsupportedModel(
-            f"{family}: never calls the attention hook, so its keys and values cannot be paged and "
-            "requests in one batch would read each other"
-        )
+        raise UnsupportedModel(f"{family}: {NO_HOOK}")
     odd = [i for i in range(layers) if len(calls.get(i, ())) != 1]
     if odd or len(calls) != layers:
         times = sorted({len(calls.get(i, ())) for i in odd})
