@@ -83,9 +83,10 @@ class ParamLimits:
 def row_bytes(limits: ParamLimits) -> int:
     """Device bytes that the options of one row can cost beside rows of logits.
 
-    A bias entry is an int64 index and a float64 value, kept while the sequence sits and copied into
-    the step's plan; a stop token is an int64 index in both; an alternative is an int64 id, its
-    index in the sort and a float64 log-probability. Scalars of a row take at most 256 bytes.
+    A bias entry is an int64 index and a float64 value, a stop token an int64 index: kept by the
+    host while the sequence sits and copied into the step's plan, on a CPU into the same memory. An
+    alternative is an int64 id, its place in the sort and a log-probability of at most 8 bytes. The
+    scalars of a row take at most 256 bytes.
     """
     bias = 2 * limits.max_logit_bias * 16
     stops = 2 * limits.max_stop_token_ids * 8

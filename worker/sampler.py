@@ -53,7 +53,7 @@ from worker.sample_plan import (
 __all__ = ["SampleRow", "Sampled", "Sampler", "SamplerState", "slice_rows", "workspace_bytes"]
 
 SLICE_BYTES = 128 * 2**20
-CACHE_BYTES = 24 * 2**20
+CACHE_BYTES = 16 * 2**20
 """Workspace that a slice of rows may take, on a CPU CACHE_BYTES; a slice has at least one row."""
 
 _SEATING = 65536
