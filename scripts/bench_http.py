@@ -35,6 +35,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 ROOT = Path(__file__).parents[1]
+SNAPSHOT_S = 3.0  # the server's counters are at most this old
 REQUESTS_MIN = 4  # of one turn, so that a turn at concurrency 1 is long enough to time
 Prompt = list[int]
 
@@ -296,6 +297,7 @@ def measure(
     warm = load.prompts(concurrency, rng)
     client.turn([load.body(prompt) | {"max_tokens": 4} for prompt in warm], concurrency)
     reference.turn(warm, concurrency, 4)
+    time.sleep(SNAPSHOT_S)
     before = counters(client)
     for index in range(load.rounds):
         prompts = load.prompts(count, rng)
@@ -304,6 +306,7 @@ def measure(
                 ours.append(client.turn([load.body(p) for p in prompts], concurrency))
             else:
                 theirs.append(reference.turn(prompts, concurrency, load.output_tokens))
+    time.sleep(SNAPSHOT_S)
     for turn in (*ours, *theirs):
         if turn.tokens != count * load.output_tokens:
             raise SystemExit(f"{turn.tokens} tokens came for {count * load.output_tokens}")

@@ -97,3 +97,14 @@ def test_the_api_page_names_every_parameter_and_every_refused_one() -> None:
     refused = openai._COMMON | openai._CHAT | openai._COMPLETION
     names = {*fields, *refused, *openai.HARMLESS, *openai.StreamOptions.model_fields}
     assert {name for name in names if f"`{name}`" not in page and f'"{name}"' not in page} == set()
+
+
+def test_the_api_page_names_every_route_and_error_code() -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "cluster").glob("*.py"))
+    routes = re.findall(r'app\.(?:get|post)\(\s*"([^"]+)"', source)
+    codes = re.findall(r'ApiError\(\s*\d{3},\s*"(\w+)"|code="(\w+)"', source)
+    assert len(routes) >= 12
+    assert len(codes) >= 10
+    assert [route for route in routes if f" {route.replace(':path', '')}`" not in page] == []
+    assert {a or b for a, b in codes if f"`{a or b}`" not in page} == set()

@@ -143,6 +143,7 @@ def test_sides_take_turns_with_the_same_prompts(
         return Turn(1.0, sum(body["max_tokens"] for body in bodies), samples)
 
     monkeypatch.setattr(Client, "turn", turn)
+    monkeypatch.setattr(bench_http, "SNAPSHOT_S", 0.0)
     asked = Load("m", prompt_tokens=5, output_tokens=7, rounds=2, stream=True, vocab=1000)
     found = bench_http.measure(client, Reference(), asked, 8, random.Random(0))  # type: ignore[arg-type]
     assert [side for side, _, _ in order[2:]] == ["ours", "theirs", "theirs", "ours"]
