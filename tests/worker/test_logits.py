@@ -73,6 +73,18 @@ def test_draw_never_takes_a_token_of_weight_zero() -> None:
     assert draw(weights, ends).squeeze(1).tolist() == [130, 140]
 
 
+def test_draw_stays_at_a_weight_when_sums_round_apart() -> None:
+    # The sum of a run and its running sum add in different orders. At the greatest uniform number
+    # the difference must not carry the draw to the columns of weight zero behind the last one.
+    weights = torch.rand(5000, 128, generator=torch.Generator().manual_seed(4)).double()
+    weights = weights ** torch.arange(128)
+    weights[:, 100:] = 0.0
+    sums = weights.sum(1)
+    assert (sums > weights.cumsum(1)[:, -1]).any()
+    last = torch.full((5000, 1), 1 - 2**-53, dtype=torch.float64)
+    assert (weights.gather(1, draw(weights, last)) > 0).all()
+
+
 @pytest.mark.parametrize("vocab", WIDTHS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_reach_is_what_a_sort_finds(vocab: int, dtype: torch.dtype) -> None:

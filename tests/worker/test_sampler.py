@@ -178,6 +178,14 @@ def test_a_row_does_not_depend_on_its_batch(
     same(run(sliced, logits, rows), whole, range(64), rows)
 
 
+def test_alternatives_among_equals_do_not_depend_on_the_batch() -> None:
+    logits = random_logits(40, 3000).div(4).round()
+    rows = [SampleRow(i, SamplingParams(temperature=0.0, logprobs=1 + i % 9), 0) for i in range(40)]
+    whole = run(make(3000), logits, rows)
+    for i in range(40):
+        same(run(make(3000), logits[i : i + 1], [rows[i]]), whole, [i], rows)
+
+
 def chi_square(counts: Tensor, probabilities: Tensor) -> tuple[float, float]:
     """The statistic over cells of positive probability, and a bound four deviations out."""
     assert counts[probabilities == 0].sum() == 0
@@ -216,6 +224,14 @@ def test_draws_follow_the_distribution(
     exact[ids[:keep]] = 0.6 ** (torch.arange(keep).double() / params.temperature)
     statistic, bound = chi_square(tokens.bincount(minlength=12).double(), exact / exact.sum())
     assert statistic < bound
+
+
+def test_top_p_is_a_share_of_what_top_k_left() -> None:
+    # 300 of 600 tokens, almost equally likely, then half of their mass: the first 150.
+    logits = -1e-6 * torch.arange(600.0, dtype=torch.float64).expand(3000, -1)
+    params = SamplingParams(seed=8, top_k=300, top_p=0.4999)
+    tokens = run(make(600), logits, [SampleRow(0, params, i) for i in range(3000)]).tokens
+    assert tokens.unique().tolist() == list(range(150))
 
 
 def test_draws_over_a_large_vocabulary_reach_the_tail() -> None:
@@ -310,7 +326,11 @@ def test_repetition_covers_prompt_and_output_others_only_output() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.uint32])
-def test_allow_mask_binds_constrained_rows_alone(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("cache", [2**24, 1])
+def test_allow_mask_binds_constrained_rows_alone(
+    dtype: torch.dtype, cache: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampler_module, "CACHE_BYTES", cache)
     x = torch.arange(70.0).expand(4, -1).contiguous()
     words = [[0, 0, 0], [0xFFFFFFFF, 0x80000000, 0], [2, 0, 0], [0, 0, 0]]
     allow = torch.tensor(words, dtype=torch.int64).to(torch.uint32).view(dtype)
