@@ -150,7 +150,7 @@ def test_greedy(options: dict[str, Any], greedy: bool) -> None:
 def test_penalised() -> None:
     assert not SamplingParams().penalised
     for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
-        assert SamplingParams(**{name: 0.5}).penalised
+        assert replace(SamplingParams(), **{name: 0.5}).penalised
 
 
 def test_parameters_do_not_change() -> None:
