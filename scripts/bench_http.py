@@ -141,17 +141,23 @@ class Reference:
         self.pipe.send((list(prompts), batch, output))
         return Turn(*self._receive())
 
+    def close(self) -> None:
+        self.pipe.close()
+        self.process.join()
+
 
 def serve_reference(pipe: Connection, config_path: str | None, overrides: tuple[str, ...]) -> None:
     """The reference process: loads the configured model and answers until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers.utils.logging import disable_progress_bar
 
     from cluster.quickstart import resolve as find
     from configs.schema import load
     from worker.startup import resolve
 
+    disable_progress_bar()
     config = load(config_path, overrides)
     directory = find(config.model.path, config.model.revision)
     launch = resolve(config, directory)
@@ -362,8 +368,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     options = arguments()
-    reference = Reference(options.config, options.set)
     with contextlib.ExitStack() as stack:
+        reference = stack.enter_context(contextlib.closing(Reference(options.config, options.set)))
         url = options.url or stack.enter_context(started_server(options.config, options.set))
         client = Client(url)
         model = json.loads(client.get("/v1/models")[1])["data"][0]["id"]
