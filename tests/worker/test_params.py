@@ -150,7 +150,8 @@ def test_greedy(options: dict[str, Any], greedy: bool) -> None:
 def test_penalised() -> None:
     assert not SamplingParams().penalised
     for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
-        assert replace(SamplingParams(), **{name: 0.5}).penalised
+        option: dict[str, Any] = {name: 0.5}
+        assert SamplingParams(**option).penalised
 
 
 def test_parameters_do_not_change() -> None:
