@@ -56,9 +56,13 @@ def write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor)
     """Store the step's keys and values in their slots.
 
     k `[T, Hkv, Dk]` and v `[T, Hkv, Dv]` are cast to the pages' dtype; slots int64 `[T]`, where -1
-    stores nothing.  No slot may occur twice.
+    stores nothing.  No slot may occur twice.  Numbers that are not finite become zero: a page
+    outlives the request that wrote it, and a masked NaN would reach whoever gets the block next.
     """
-    batched.write(k, v, k_pages, v_pages, slots)
+    if k.is_cuda:
+        _kernels().write(k, v, k_pages, v_pages, slots)
+    else:
+        batched.write(k, v, k_pages, v_pages, slots)
 
 
 def attend(
@@ -75,16 +79,37 @@ def attend(
 
     The logit of key k is `x = scale * q.k`, with a soft cap c it is `c * tanh(x / c)`.  A key at
     position p is visible to a query at position t iff `p <= t` and, given a window, also
-    `t - p < window`.
-    Query head h reads KV head `h // G`.
+    `t - p < window`.  Query head h reads KV head `h // G`.
     """
+    backend = _kernels() if q.is_cuda else batched
     return Partial(
-        *batched.attend(q, k_pages, v_pages, rows, scale=scale, window=window, softcap=softcap)
+        *backend.attend(q, k_pages, v_pages, rows, scale=scale, window=window, softcap=softcap)
     )
+
+
+def attend_finish(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    rows: Rows,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+) -> Tensor:
+    """`finish(attend(q, ...), sink, q.dtype)` where all keys are here: no partial is written."""
+    backend = _kernels() if q.is_cuda else batched
+    out: Tensor = backend.attend_finish(
+        q, k_pages, v_pages, rows, scale=scale, window=window, softcap=softcap, sink=sink
+    )
+    return out
 
 
 def merge(parts: Partial) -> Partial:
     """Fold partials along their leading axis, in ascending order; any of them may be empty."""
+    if parts.m.is_cuda:
+        return Partial(*_kernels().merge(parts.acc, parts.m, parts.l))
     return merge_reference(parts)
 
 
@@ -93,6 +118,9 @@ def finish(partial: Partial, sink: Tensor | None, dtype: torch.dtype) -> Tensor:
 
     Apply once, after the last merge.  A query that saw no key gives zeros.
     """
+    if partial.m.is_cuda:
+        out: Tensor = _kernels().finish(partial.acc, partial.m, partial.l, sink, dtype)
+        return out
     return finish_reference(partial, sink, dtype)
 
 
@@ -101,16 +129,27 @@ def copy(arena: Tensor, src: Tensor, dst: Tensor) -> None:
 
     arena uint8 `[blocks, block_bytes]`, src and dst int64 `[n]`; no dst is another dst or any src.
     """
-    copy_reference(arena, src, dst)
+    if arena.is_cuda:
+        _kernels().copy(arena, src, dst)
+    else:
+        copy_reference(arena, src, dst)
+
+
+def _kernels() -> Any:
+    """The launchers; imported late, since only a GPU needs Triton."""
+    from kvpaging.kernels import launch
+
+    return launch
 
 
 def write_reference(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
-    """`pages[slot // B, :, slot % B] = x` for every token with a slot."""
+    """`pages[slot // B, :, slot % B] = x` for every token with a slot, where x is finite."""
     size = k_pages.shape[2]
     kept = slots >= 0
     block, offset = slots[kept] // size, slots[kept] % size
-    k_pages[block, :, offset] = k[kept].to(k_pages.dtype)
-    v_pages[block, :, offset] = v[kept].to(v_pages.dtype)
+    for x, pages in ((k, k_pages), (v, v_pages)):
+        stored = x[kept].to(pages.dtype)
+        pages[block, :, offset] = torch.where(stored.isfinite(), stored, 0)
 
 
 def attend_reference(

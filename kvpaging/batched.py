@@ -8,7 +8,6 @@ only (`write` sees to it), so a masked key adds an exact zero whoever used its b
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -21,19 +20,17 @@ if TYPE_CHECKING:
 SCORE_BYTES_MAX = 64 << 20
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
-State = tuple[Tensor, Tensor, Tensor]
-
-
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """S rows attended together, each padded to Q queries and W blocks (L = W * B keys)."""
 
-    tokens: Tensor  # int64 [S*Q] which token of the batch each query is; padding repeats the last
+    tokens: Tensor | None  # int64 [S*Q] token of each query, padding repeats; None = all in order
     keep: Tensor | None  # int64 [n] entries of S*Q that are no padding; None = all are real
     table: Tensor  # int64 [S, W] physical blocks
     rows: int
     queries: int
     hidden: Tensor  # bool [S, Q, L] keys that a query does not see
+    blind: bool  # some query sees no key
     bias: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
 
     def bias_for(self, group: int, dtype: torch.dtype) -> Tensor:
@@ -101,7 +98,16 @@ def _bucket(
     if window is not None:
         hidden |= distance >= window
     keep = None if bool(real.all()) else real.nonzero().flatten()
-    return Bucket(tokens, keep, table, len(members), queries, hidden)
+    in_order = keep is None and len(members) == len(rows.lens)
+    return Bucket(
+        None if in_order else tokens,
+        keep,
+        table,
+        len(members),
+        queries,
+        hidden,
+        bool(hidden.all(2).any()),
+    )
 
 
 def write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
@@ -128,45 +134,92 @@ def attend(
     scale: float,
     window: int | None,
     softcap: float | None,
-) -> State:
-    """Attend q [T, Hq, Dk] over the pages of `rows`.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The partial of q [T, Hq, Dk] over the pages of `rows`, already normalised: l is 1.
 
-    Returns (acc [T, Hq, Dv], m [T, Hq], l [T, Hq]) in float32 (float64 for float64 q): the
-    unnormalised partial of every query, the empty one (0, -inf, 0) where no key is visible.
+    Returns acc [T, Hq, Dv], m [T, Hq], l [T, Hq] in float32 (float64 for float64 q); (0, -inf, 0)
+    where no key is visible.
     """
-    block_size, kv_heads, v_dim = k_pages.shape[2], k_pages.shape[1], v_pages.shape[3]
-    key = (block_size, window)
-    if key not in rows.cache:
-        rows.cache[key] = plan(rows, block_size, window)
-    total, heads, dtype = q.shape[0], q.shape[1], torch.promote_types(q.dtype, torch.float32)
-    state = (
-        torch.zeros(total, heads, v_dim, dtype=dtype),
-        torch.full((total, heads), float("-inf"), dtype=dtype),
-        torch.zeros(total, heads, dtype=dtype),
-    )
-    group = heads // kv_heads
-    for bucket in rows.cache[key]:
-        shape = (bucket.rows, bucket.queries, kv_heads, group)
-        packed = q[bucket.tokens].to(dtype).view(*shape, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
-        k, v = _gather(k_pages, bucket.table, dtype), _gather(v_pages, bucket.table, dtype)
-        rows_attend = _attend_flash if softcap is None and bucket.queries > 1 else _attend_plain
-        for part, span in zip(
-            rows_attend(packed, k, v, bucket.bias_for(group, dtype), scale, softcap),
-            state,
-            strict=True,
-        ):
-            _scatter(part.unflatten(2, (group, bucket.queries)), span, bucket)
-    return state
+    out, lse = _attend(q, k_pages, v_pages, rows, scale, window, softcap)
+    return out, lse, (lse > float("-inf")).to(lse.dtype)
 
 
-def _scatter(part: Tensor, out: Tensor, bucket: Bucket) -> None:
-    """Put part [S, Hkv, G, Q, ...] back to out [T, Hq, ...], padding left out."""
-    tail = part.shape[4:]
-    flat = part.movedim(3, 1).reshape(bucket.rows * bucket.queries, out.shape[1], *tail)
-    if bucket.keep is None:
-        out[bucket.tokens] = flat
+def attend_finish(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    rows: Rows,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sink: Tensor | None,
+) -> Tensor:
+    """`finish(attend(...))` without the partial in between: [T, Hq, Dv] in q's dtype.
+
+    A sink takes `e^sink / (e^lse + e^sink)` of the weight, so the rest keeps `sigmoid(lse - sink)`.
+    """
+    out, lse = _attend(q, k_pages, v_pages, rows, scale, window, softcap)
+    if sink is not None:
+        out = out * torch.sigmoid(lse - sink.to(lse.dtype)).unsqueeze(2)
+    return out.to(q.dtype)
+
+
+def _attend(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    rows: Rows,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Normalised output [T, Hq, Dv] and log-sum-exp [T, Hq] of every query."""
+    key = (k_pages.shape[2], window)
+    buckets: list[Bucket] | None = rows.cache.get(key)
+    if buckets is None:
+        buckets = rows.cache[key] = plan(rows, k_pages.shape[2], window)
+    q = q.to(torch.promote_types(q.dtype, torch.float32))
+    if len(buckets) == 1 and buckets[0].tokens is None:
+        return _attend_bucket(q, k_pages, v_pages, buckets[0], scale, softcap)
+    out = q.new_zeros(*q.shape[:2], v_pages.shape[3])
+    lse = q.new_full(q.shape[:2], float("-inf"))
+    for bucket in buckets:
+        tokens = bucket.tokens
+        some = q if tokens is None else q[tokens]
+        parts = _attend_bucket(some, k_pages, v_pages, bucket, scale, softcap)
+        if bucket.keep is not None and tokens is not None:
+            tokens = tokens[bucket.keep]
+            parts = (parts[0][bucket.keep], parts[1][bucket.keep])
+        for whole, part in zip((out, lse), parts, strict=True):
+            whole[slice(None) if tokens is None else tokens] = part
+    return out, lse
+
+
+def _attend_bucket(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, bucket: Bucket, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """q [S*Q, Hq, Dk] -> output [S*Q, Hq, Dv] and log-sum-exp [S*Q, Hq].
+
+    The query heads that read one KV head stand side by side as if they were more queries.
+    """
+    kv_heads, heads = k_pages.shape[1], q.shape[1]
+    group, count = heads // kv_heads, bucket.queries
+    packed = q.view(bucket.rows, count, kv_heads, group, -1)
+    packed = packed.permute(0, 2, 3, 1, 4).reshape(bucket.rows, kv_heads, group * count, -1)
+    k, v = _gather(k_pages, bucket.table, q.dtype), _gather(v_pages, bucket.table, q.dtype)
+    bias = bucket.bias_for(group, q.dtype)
+    if softcap is None and k.shape[3] == v.shape[3]:
+        out, lse = _flash(packed, k, v, 0.0, False, attn_mask=bias, scale=scale)
     else:
-        out[bucket.tokens[bucket.keep]] = flat[bucket.keep]
+        out, lse = _plain(packed, k, v, bias, scale, softcap)
+    if bucket.blind:
+        seen = ~bucket.hidden.all(2).repeat(1, group).unsqueeze(1)
+        out = torch.where(seen.unsqueeze(3), out, 0.0)
+        lse = torch.where(seen, lse, float("-inf"))
+    out = out.reshape(bucket.rows, heads, count, -1).transpose(1, 2)
+    lse = lse.reshape(bucket.rows, heads, count).transpose(1, 2)
+    return out.reshape(-1, heads, v.shape[3]), lse.reshape(-1, heads)
 
 
 def _gather(pages: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
@@ -187,46 +240,17 @@ def _gather(pages: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
     return found.transpose(1, 2).to(dtype).reshape(len(table), heads, -1, dim)
 
 
-def _attend_flash(
+def _plain(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, softcap: float | None
-) -> State:
-    """Chunks: torch's tiled CPU kernel gives the normalised output and its log-sum-exp."""
-    assert softcap is None
-    if v.shape[3] != q.shape[3]:
-        return _attend_plain(q, k, v, bias, scale, softcap)
-    out, lse = _flash(q, k, v, 0.0, False, attn_mask=bias, scale=scale)
-    seen = torch.isfinite(lse)
-    out = torch.where(seen[..., None], out, 0.0)
-    return out, torch.where(seen, lse, float("-inf")), seen.to(out.dtype)
-
-
-def _attend_plain(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, softcap: float | None
-) -> State:
+) -> tuple[Tensor, Tensor]:
     """The formula itself, a bounded slice of queries at a time."""
-    parts = [
-        _softmax_values(some, k, v, hide, scale, softcap) for some, hide in _slices(q, k, bias)
-    ]
-    if len(parts) == 1:
-        return parts[0]
-    acc, m, l = (torch.cat(side, dim=2) for side in zip(*parts, strict=True))
-    return acc, m, l
-
-
-def _slices(q: Tensor, k: Tensor, bias: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    row_bytes = q.shape[0] * q.shape[1] * k.shape[2] * q.element_size()
-    size = max(1, SCORE_BYTES_MAX // row_bytes)
+    size = max(1, SCORE_BYTES_MAX // (q.shape[0] * q.shape[1] * k.shape[2] * q.element_size()))
+    out, lse = [], []
     for at in range(0, q.shape[2], size):
-        yield q[:, :, at : at + size], bias[:, :, at : at + size]
-
-
-def _softmax_values(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, softcap: float | None
-) -> State:
-    scores = torch.matmul(q, k.transpose(2, 3)).mul_(scale)
-    if softcap is not None:
-        scores.div_(softcap).tanh_().mul_(softcap)
-    scores.add_(bias)
-    m = scores.amax(dim=3)
-    weights = scores.sub_(m.nan_to_num(neginf=0.0).unsqueeze(3)).exp_()
-    return torch.matmul(weights, v), m, weights.sum(dim=3)
+        scores = torch.matmul(q[:, :, at : at + size], k.transpose(2, 3)).mul_(scale)
+        if softcap is not None:
+            scores.div_(softcap).tanh_().mul_(softcap)
+        scores.add_(bias[:, :, at : at + size])
+        out.append(torch.matmul(scores.softmax(3), v))
+        lse.append(scores.logsumexp(3))
+    return torch.cat(out, 2), torch.cat(lse, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
 
@@ -56,3 +57,19 @@ def has_fast_bfloat16() -> bool:
         return False
     flags = next((x for x in cpuinfo.read_text().splitlines() if x.startswith("flags")), "")
     return bool({"avx512_bf16", "amx_bf16"} & set(flags.split()))
+
+
+def keep_freed_memory() -> bool:
+    """Tell glibc to keep large temporaries instead of returning them to the kernel.
+
+    On a CPU every step frees and allocates the same few megabytes per layer; by default each of
+    them is mapped anew and faulted in page by page, which costs more than the arithmetic. Returns
+    whether this libc took it (others, musl among them, have no such switch).
+    """
+    try:
+        libc = ctypes.CDLL(None)
+        mmap_threshold, trim_threshold = -3, -1  # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of malloc.h
+        kept = [libc.mallopt(mmap_threshold, 1 << 30), libc.mallopt(trim_threshold, 2**31 - 1)]
+    except (OSError, AttributeError):
+        return False
+    return all(kept)

@@ -67,10 +67,9 @@ class Pages:
         k_pages, v_pages = self.store.k(layer), self.store.v(layer)
         window = self.store.layout.groups[self.group_of[layer]].shape.window
         attention.write(k, v, k_pages, v_pages, rows.slots)
-        partial = attention.attend(
-            q, k_pages, v_pages, rows, scale=scale, window=window, softcap=softcap
+        return attention.attend_finish(
+            q, k_pages, v_pages, rows, scale=scale, window=window, softcap=softcap, sink=sink
         )
-        return attention.finish(partial, sink, q.dtype)
 
 
 # The one way into a compiled graph: the op carries a number, never the step's own tensors, so that

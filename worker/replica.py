@@ -17,6 +17,7 @@ from ray import serve
 from configs.schema import Config
 from kvpaging.report import snapshot
 from worker import wire
+from worker.device import keep_freed_memory
 from worker.loop import EngineLoop
 from worker.params import ParamError, check
 from worker.request import NO_SLOT, Request
@@ -32,10 +33,11 @@ class GPUWorker:
         logging.getLogger("kvatlas").setLevel(config.server.log_level.upper())
         threads = config.cluster.threads or max(1, (os.cpu_count() or 1) // config.cluster.workers)
         torch.set_num_threads(threads)
+        keep_freed_memory()
         self.config = config
         self.gang = _gang_id()
         self.launch = resolve(config, Path(directory))
-        engine = start(self.launch, progress=log.info)
+        engine = start(self.launch, clock=time.perf_counter, progress=log.info)
         self.loop = EngineLoop(
             engine, now=time.monotonic, messages_per_s=config.server.stream_messages_per_s
         )

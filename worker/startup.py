@@ -8,7 +8,6 @@ engine.
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from kvpaging.pool import BlockPool
 from kvpaging.store import BlockStore, Layout, layout
 from worker.device import choose_device, free_memory_bytes, has_fast_bfloat16
 from worker.engine import Engine
+from worker.fused import fuse
 from worker.memory import DoesNotFit, MemoryPlan, plan_memory
 from worker.model import ModelShape, PagedModel, UnsupportedModel, fix_rotary, probe
 from worker.params import ParamLimits
@@ -113,7 +113,9 @@ def resolve(config: Config, directory: Path, *, free_bytes: int | None = None) -
         pages,
         free_bytes=free_memory_bytes(device) if free_bytes is None else free_bytes,
         weight_bytes=shape.weight_count * dtype.itemsize,
-        workspace_bytes=_workspace_bytes(pages, shape, text, limits, params, asked or model_limit),
+        workspace_bytes=_workspace_bytes(
+            pages, shape, text, limits, params, asked or model_limit, dtype, device
+        ),
         model_limit=model_limit,
         max_model_len=asked,
         memory=None if config.kv.memory == "auto" else config.kv.memory,
@@ -148,6 +150,8 @@ def _workspace_bytes(
     limits: Limits,
     params: ParamLimits,
     longest: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> int:
     """Bounds of what a step allocates beside weights and pages."""
     hidden = int(text.hidden_size)
@@ -160,7 +164,12 @@ def _workspace_bytes(
         pages, limits.max_num_seqs, longest, limits.max_batch_tokens
     )
     sampler = workspace_bytes(
-        limits.max_num_seqs, shape.vocab_size, params.max_logprobs, torch.float32
+        limits.max_num_seqs,
+        shape.vocab_size,
+        params.max_logprobs,
+        dtype,
+        max_logit_bias=params.max_logit_bias,
+        device=device,
     )
     return partials + activations + logits + tables + sampler
 
@@ -168,8 +177,8 @@ def _workspace_bytes(
 def start(
     launch: Launch,
     *,
+    clock: Callable[[], float],
     progress: Callable[[str], None] = lambda line: None,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> Engine:
     """Load, check, build. Raises UnsupportedModel where the check fails."""
     progress(f"loading {launch.name} weights")
@@ -262,6 +271,7 @@ def checked_model(hf: PreTrainedModel, store: BlockStore, shape: ModelShape) -> 
                 for p in prompts
             ]
         )
+    fuse(hf)
     model = PagedModel(hf, store)
     got = _paged_logits(model, prompts)
     spread = expected.double().std()

@@ -121,6 +121,28 @@ def test_slices_of_queries_change_nothing(monkeypatch):
     compare(torch.randn(61, 2, 8, dtype=torch.float64), store, rows, window=None, softcap=3.0)
 
 
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_keys_hidden_by_the_thousand_leave_no_trace(softcap):
+    """A window far from the chunk's start: whole tiles of the CPU kernel are hidden."""
+    store = make_store(16, LayerShape(1, 16, 16), 140)
+    rows = make_rows([1500, 1], [100, 600], 16, 140)
+    q = torch.randn(1501, 2, 16, dtype=torch.float64)
+    compare(q, store, rows, window=20, softcap=softcap)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("sink", [None, torch.tensor([0.5, -2.0, 9.0, 0.0], dtype=torch.float64)])
+def test_the_short_way_to_the_output_is_the_long_one(sink, softcap):
+    store = make_store(8, LayerShape(2, 8, 8), 60)
+    for lens, firsts in (([1, 1, 1], [5, 30, 0]), ([9, 1, 20], [3, 50, 0])):
+        rows = make_rows(lens, firsts, 8, 60)
+        q = torch.randn(sum(lens), 4, 8, dtype=torch.float64)
+        options = {"scale": 0.3, "window": None, "softcap": softcap}
+        got = batched.attend_finish(q, store.k(0), store.v(0), rows, **options, sink=sink)
+        want = attend_reference(q, store.k(0), store.v(0), rows, **options)
+        assert torch.allclose(got, finish_reference(want, sink, torch.float64), atol=1e-12)
+
+
 def test_write_stores_tokens_in_their_slots_and_nothing_else():
     store = make_store(8, LayerShape(2, 16, 8), 6)
     before = store.arenas[0].clone()

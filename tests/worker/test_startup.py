@@ -201,5 +201,5 @@ def test_the_table_names_every_size(models):
 def test_start_reports_what_it_does(models):
     launch, _ = models.load("llama", 16)
     lines = []
-    assert start(launch, progress=lines.append).idle
+    assert start(launch, clock=float, progress=lines.append).idle
     assert [line.split()[0] for line in lines] == ["loading", "checking"]
