@@ -11,8 +11,9 @@ import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import compress
+from typing import NamedTuple
 
-from kvpaging.pool import BlockPool
+from kvpaging.pool import BlockPool, OutOfBlocks
 from kvpaging.table import BlockTable, Copy
 from worker.request import NO_SLOT, Request, Sequence
 
@@ -37,8 +38,7 @@ class Limits:
     max_waiting: int
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """`count` tokens of a sequence from position `start` on.
 
     `sampled`: the last of them is the last known one, so its logits give the next token.
@@ -240,10 +240,15 @@ class _Step:
         table = sequence.table
         assert table is not None
         grow = start + count - table.length
-        if count < 1 or not self._room(sequence, table, grow):
+        if count < 1:
             return
         before = len(table.blocks[0])
-        copies = table.append(grow)
+        try:
+            copies = table.append(grow)
+        except OutOfBlocks:
+            if not self._room(sequence, table, grow):
+                return
+            copies = table.append(grow)
         sampled = start + count == sequence.target and sequence.request.params.max_tokens > 0
         row = Row(
             sequence,
@@ -271,7 +276,7 @@ class _Step:
     def _room(self, sequence: Sequence, table: BlockTable, grow: int) -> bool:
         """Make room by preempting newer sequences; False when it must wait for its blocks."""
         scheduler = self.scheduler
-        while grow > 0 and not table.fits(grow):
+        while not table.fits(grow):
             if scheduler.under_way and any(p.counts().leased for p in scheduler.pools):
                 return False  # blocks are on their way back
             victim = scheduler.running[-1]
