@@ -2,9 +2,9 @@
 
 Keys are cut at multiples of a length that only the query's position decides, so neither the batch
 nor a chunk's border moves a cut, and the splits of a query are always folded in ascending order.
-Whether one program folds a tile's splits in registers or many write them to scratch rows for a later
-merge is a matter of speed alone.  Plain integers throughout: the list is made on the host, once per
-step and layer group.
+Whether one program folds a tile's splits in registers, or many leave them in scratch rows for a
+merge, is a matter of speed alone.  Plain integers throughout: the list is made on the host, once
+per step and layer group.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class WorkList:
 
 
 def split_length(position: int) -> int:
-    """Keys of a split for a query at `position`: a power of two that makes at most SPLITS of them."""
+    """Keys of a split for a query at `position`: a power of two that makes at most SPLITS."""
     needed = -(-(position + 1) // SPLITS)
     return max(SHORTEST_SPLIT, 1 << (needed - 1).bit_length())
 

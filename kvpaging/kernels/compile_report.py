@@ -1,6 +1,6 @@
 """Compile the kernels ahead of time for every target and write what they cost to docs/kernels.md.
 
-    python -m kvpaging.kernels.compile_report
+Run it as `python -m kvpaging.kernels.compile_report`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ Written by `python -m kvpaging.kernels.compile_report` with Triton {version}.  A
 variants again and fails where a figure got worse: more registers or shared memory than here, any
 spill, more shared memory than the chip has, or fewer accesses of 16 bytes than a tile needs.
 
-Attention variants name the tile (narrow for single tokens, wide for chunks), dtype, block size, head
-size (`K/V` where they differ), query heads of a KV head, then window, soft cap, sink, logical block
-indices, and whether they finish the output or return partials.  A tile is rows x keys, rows being
-queries times the heads of a group.  Registers are per thread (on gfx942 VGPRs and AGPRs), shared
-memory is in bytes of a program, spills in bytes of a thread (on gfx942 in registers).
+Attention variants name the tile (narrow for single tokens, wide for chunks), dtype, block size,
+head size (`K/V` where they differ), query heads of a KV head, then window, soft cap, sink, logical
+block indices, and whether they finish the output or return partials.  A tile is rows x keys, rows
+being queries times the heads of a group.  Registers are per thread (on gfx942 VGPRs and AGPRs),
+shared memory is in bytes of a program, spills in bytes of a thread (on gfx942 in registers).
 
 | Variant | Target | Tile | Warps | Stages | Registers | Spills | Shared | 16-byte accesses |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |
@@ -132,9 +132,8 @@ def row(name: str, target: str, cost: Cost) -> str:
     """One line of the table."""
     shape = variants.build(name, target).shape
     tile = f"{shape.rows} x {shape.keys}" if shape.rows else "-"
-    cells = (name, target, tile, shape.warps, shape.stages)
-    cells += (cost.registers, cost.spills, cost.shared, cost.quads)
-    return "| " + " | ".join(map(str, cells)) + " |"
+    figures = (shape.warps, shape.stages, cost.registers, cost.spills, cost.shared, cost.quads)
+    return "| " + " | ".join([name, target, tile, *map(str, figures)]) + " |"
 
 
 def committed(page: str) -> tuple[str, dict[tuple[str, str], Cost]]:

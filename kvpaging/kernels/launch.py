@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvpaging import work
-from kvpaging.attention import Partial, Rows
 from kvpaging.kernels.attend import attend_kernel
 from kvpaging.kernels.merge import merge_kernel
 from kvpaging.kernels.pages import copy_kernel, write_kernel
 from kvpaging.kernels.tiles import Shape, chip, pad, shapes
+
+if TYPE_CHECKING:
+    from kvpaging.attention import Rows
+
+State = tuple[Tensor, Tensor, Tensor]  # the fields of a Partial
 
 QUAD = 16  # bytes, the unit of a block's stride
 COPY_QUADS = 1024  # of a program
@@ -39,7 +44,8 @@ def write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor)
         k, v, k_pages, v_pages, slots,
         k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         _block_stride(k_pages), _block_stride(v_pages), heads,
-        B=k_pages.shape[2], DK=k_dim, DV=v_dim, DK_PAD=pad(k_dim), DV_PAD=pad(v_dim), HEADS=together,
+        B=k_pages.shape[2], DK=k_dim, DV=v_dim, DK_PAD=pad(k_dim), DV_PAD=pad(v_dim),
+        HEADS=together, enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -49,20 +55,22 @@ def copy(arena: Tensor, src: Tensor, dst: Tensor) -> None:
     assert arena.shape[1] % QUAD == 0
     quads = arena.shape[1] // QUAD
     copy_kernel[len(src), -(-quads // COPY_QUADS)](
-        arena.view(torch.int32), src, dst, quads, CHUNK=COPY_QUADS
+        arena.view(torch.int32), src, dst, quads, CHUNK=COPY_QUADS, enable_fp_fusion=True
     )
 
 
-def merge(parts: Partial) -> Partial:
-    count, tokens, heads, dim = parts.acc.shape
-    into = _rows(tokens, heads, dim, parts.acc.device)
-    _merge(parts, None, None, None, into, count, tokens)
+def merge(acc: Tensor, m: Tensor, total: Tensor) -> State:
+    count, tokens, heads, dim = acc.shape
+    into = _rows(tokens, heads, dim, acc.device)
+    _merge((acc, m, total), None, None, None, into, count, tokens)
     return into
 
 
-def finish(partial: Partial, sink: Tensor | None, dtype: torch.dtype) -> Tensor:
-    out = torch.empty_like(partial.acc, dtype=dtype)
-    _merge(partial, None, sink, out, None, 1, 0)
+def finish(
+    acc: Tensor, m: Tensor, total: Tensor, sink: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    out = torch.empty_like(acc, dtype=dtype)
+    _merge((acc, m, total), None, sink, out, None, 1, 0)
     return out
 
 
@@ -75,7 +83,7 @@ def attend(
     scale: float,
     window: int | None,
     softcap: float | None,
-) -> Partial:
+) -> State:
     tokens, heads, _ = q.shape
     sweep = plan(q, k_pages, v_pages, rows, window)
     every = _rows(tokens + sweep.scratch, heads, v_pages.shape[3], q.device)
@@ -150,7 +158,7 @@ def _attend(
     sweep: Sweep,
     sink: Tensor | None,
     out: Tensor | None,
-    parts: Partial,
+    parts: State,
     scale: float,
     softcap: float | None,
     window: int | None,
@@ -165,43 +173,40 @@ def _attend(
         fixed = constants(shape, group, block, k_dim, v_pages.shape[3])
         attend_kernel[len(items), kv_heads * -(-group // fixed["HEADS"])](
             q, k_pages, v_pages, rows.table, rows.logical, rows.blocks, items, sink, out,
-            parts.acc, parts.m, parts.l, scale, softcap, window,
+            *parts, scale, softcap, window,
             q.stride(0), q.stride(1), _block_stride(k_pages), _block_stride(v_pages),
             rows.table.stride(0), scratch, heads,
-            **fixed, num_warps=shape.warps, num_stages=shape.stages,
+            **fixed, num_warps=shape.warps, num_stages=shape.stages, enable_fp_fusion=True,
         )  # fmt: skip
 
 
 def _merge(
-    parts: Partial,
+    parts: State,
     items: Tensor | None,
     sink: Tensor | None,
     out: Tensor | None,
-    into: Partial | None,
+    into: State | None,
     count: int,
     stride: int,
 ) -> None:
-    heads, dim = parts.acc.shape[-2:]
+    heads, dim = parts[0].shape[-2:]
     together = heads_together(heads, dim)
-    if items is not None:
-        rows = len(items)
-    else:
-        rows = parts.acc.numel() // (heads * dim * count)
-    acc, m, l = (into.acc, into.m, into.l) if into else (None, None, None)  # noqa: E741
+    rows = parts[0].numel() // (heads * dim * count) if items is None else len(items)
     merge_kernel[rows, -(-heads // together)](
-        parts.acc, parts.m, parts.l, items, sink, out, acc, m, l, count, stride, heads,
-        D=dim, D_PAD=pad(dim), HEADS=together,
+        *parts, items, sink, out, *(into or (None, None, None)), count, stride, heads,
+        D=dim, D_PAD=pad(dim), HEADS=together, enable_fp_fusion=True,
     )  # fmt: skip
 
 
-def _rows(count: int, heads: int, dim: int, device: torch.device) -> Partial:
+def _rows(count: int, heads: int, dim: int, device: torch.device) -> State:
     acc = torch.empty(count, heads, dim, dtype=torch.float32, device=device)
-    m, l = torch.empty(2, count, heads, dtype=torch.float32, device=device)  # noqa: E741
-    return Partial(acc, m, l)
+    m, total = torch.empty(2, count, heads, dtype=torch.float32, device=device)
+    return acc, m, total
 
 
-def _slice(partial: Partial, start: int, stop: int | None) -> Partial:
-    return Partial(partial.acc[start:stop], partial.m[start:stop], partial.l[start:stop])
+def _slice(rows: State, start: int, stop: int | None) -> State:
+    acc, m, total = (x[start:stop] for x in rows)
+    return acc, m, total
 
 
 def heads_together(heads: int, dim: int) -> int:

@@ -39,27 +39,25 @@ def merge_kernel(
         stride = tl.load(item + 3)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     live = head < tl.where(parts > 0, heads, 0)
-    d = tl.arange(0, D_PAD)
-    inside = live[:, None] & (d < D)[None, :]
+    d = tl.arange(0, D_PAD)[None, :]
+    inside = live[:, None] & (d < D)
     acc = tl.zeros([HEADS, D_PAD], tl.float32)
     m = tl.full([HEADS], NONE, tl.float32)
-    l = tl.zeros([HEADS], tl.float32)  # noqa: E741
+    total = tl.zeros([HEADS], tl.float32)
     for part in range(parts):
         at = (source + part * stride) * heads + head
-        part_acc = tl.load(acc_in + at[:, None] * D + d[None, :], mask=inside, other=0.0)
+        part_acc = tl.load(acc_in + at[:, None] * D + d, mask=inside, other=0.0)
         part_m = tl.load(m_in + at, mask=live, other=NONE)
-        part_l = tl.load(l_in + at, mask=live, other=0.0)
-        acc, m, l = fold(acc, m, l, part_acc, part_m, part_l)  # noqa: E741
+        part_total = tl.load(l_in + at, mask=live, other=0.0)
+        acc, m, total = fold(acc, m, total, part_acc, part_m, part_total)
     to = row * heads + head
     if out is not None:
         bias = tl.full([HEADS], NONE, tl.float32)
         if sink is not None:
             bias = tl.load(sink + head, mask=live, other=NONE).to(tl.float32)
-        result = close(acc, m, l, bias)
-        tl.store(
-            out + to[:, None] * D + d[None, :], result.to(out.dtype.element_ty), mask=inside
-        )
+        result = close(acc, m, total, bias).to(out.dtype.element_ty)
+        tl.store(out + to[:, None] * D + d, result, mask=inside)
     else:
-        tl.store(acc_out + to[:, None] * D + d[None, :], acc, mask=inside)
+        tl.store(acc_out + to[:, None] * D + d, acc, mask=inside)
         tl.store(m_out + to, m, mask=live)
-        tl.store(l_out + to, l, mask=live)
+        tl.store(l_out + to, total, mask=live)

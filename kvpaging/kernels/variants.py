@@ -1,6 +1,6 @@
 """The variants of the kernels that are compiled ahead of time, and how each is compiled.
 
-The attention rows hold every pair of values of any two parameters at least once; a test counts them.
+The attention rows hold each pair of values of any two parameters at least once; a test counts.
 """
 
 from __future__ import annotations
@@ -60,7 +60,14 @@ wide    fp32  16   256      8  window  -        -     -        partial
 narrow  fp32  8    512      8  window  -        -     logical  partial
 wide    fp32  256  512      1  window  -        -     logical  output
 """
-OTHERS = ("write bf16 128", "write fp32 80/64", "merge 128", "merge 80 listed", "finish bf16 96", "copy")
+OTHERS = """
+write   bf16  128
+write   fp32  80/64
+merge   128
+merge   80    listed
+finish  bf16  96
+copy
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +93,8 @@ class Build:
 
 def names() -> list[str]:
     """Every variant."""
-    return ["attend " + " ".join(line.split()) for line in ATTEND.strip().splitlines()] + list(OTHERS)
+    lines = [f"attend {line}" for line in ATTEND.strip().splitlines()] + OTHERS.strip().splitlines()
+    return [" ".join(line.split()) for line in lines]
 
 
 def build(name: str, target: str) -> Build:

@@ -1,0 +1,75 @@
+"""Ragged batches over scattered pages, with NaN wherever nobody has written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvpaging.attention import Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    q: Tensor  # [T, Hq, Dk]
+    k_pages: Tensor
+    v_pages: Tensor  # [blocks, Hkv, B, D], views of one arena
+    rows: Rows
+    keys: list[tuple[Tensor, Tensor]]  # of each row: all its K and V, [length, Hkv, D]
+
+
+def ragged(
+    lens: Sequence[int],
+    firsts: Sequence[int],
+    *,
+    size: int = 16,
+    heads: int = 2,
+    group: int = 2,
+    k_dim: int = 16,
+    v_dim: int = 16,
+    dtype: torch.dtype = torch.float64,
+    ranks: int = 1,
+    rank: int = 0,
+    logical: bool = False,
+) -> Batch:
+    """Rows whose history and queries are stored; with several ranks, every `ranks`-th block."""
+    generator = torch.Generator().manual_seed(sum(lens) + sum(firsts))
+    lengths = [first + count for first, count in zip(firsts, lens, strict=True)]
+    held = [list(range(rank, -(-length // size), ranks)) for length in lengths]
+    width = max(map(len, held)) + 1
+    blocks = width * len(lens) + 3
+    order = torch.randperm(blocks, generator=torch.Generator().manual_seed(rank))
+    table = order[: width * len(lens)].view(-1, width)
+    plane = heads * size * (k_dim + v_dim)
+    arena = torch.full((blocks, 3 * plane), torch.nan, dtype=dtype)
+    k_pages = arena[:, plane : plane + heads * size * k_dim].view(blocks, heads, size, k_dim)
+    v_pages = arena[:, 2 * plane - heads * size * v_dim : 2 * plane].view(
+        blocks, heads, size, v_dim
+    )
+    keys = []
+    for entries, blocks_held, length in zip(table, held, lengths, strict=True):
+        k = torch.randn(length, heads, k_dim, generator=generator, dtype=torch.float64).to(dtype)
+        v = torch.randn(length, heads, v_dim, generator=generator, dtype=torch.float64).to(dtype)
+        keys.append((k, v))
+        for entry, index in zip(entries.tolist(), blocks_held, strict=False):
+            some = slice(index * size, min(length, index * size + size))
+            count = some.stop - some.start
+            k_pages[entry, :, :count] = k[some].transpose(0, 1)
+            v_pages[entry, :, :count] = v[some].transpose(0, 1)
+    q = torch.randn(sum(lens), heads * group, k_dim, generator=generator, dtype=torch.float64)
+    index = torch.full((len(lens), width), -1, dtype=torch.int32)
+    for r, blocks_held in enumerate(held):
+        index[r, : len(blocks_held)] = torch.tensor(blocks_held, dtype=torch.int32)
+    rows = Rows(
+        query_start=torch.tensor([0, *lens]).cumsum(0).int(),
+        first=torch.tensor(firsts, dtype=torch.int32),
+        table=table.int(),
+        blocks=torch.tensor([len(blocks_held) for blocks_held in held], dtype=torch.int32),
+        logical=index if logical or ranks > 1 else None,
+        slots=torch.full((sum(lens),), -1),
+        lens=tuple(lens),
+        firsts=tuple(firsts),
+    )
+    return Batch(q.to(dtype), k_pages, v_pages, rows, keys)
