@@ -53,8 +53,9 @@ def fuse(model: nn.Module) -> int:
     joined = 0
     for parent in list(model.modules()):
         for names in SIBLINGS:
-            layers = [getattr(parent, name, None) for name in names]
-            if all(type(layer) is nn.Linear for layer in layers) and _alike(layers):
+            found = [getattr(parent, name, None) for name in names]
+            layers = [layer for layer in found if type(layer) is nn.Linear]
+            if len(layers) == len(names) and _alike(layers):
                 shared = Shared(layers)
                 for index, name in enumerate(names):
                     setattr(parent, name, Part(shared, index))

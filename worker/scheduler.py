@@ -51,7 +51,7 @@ class Row(NamedTuple):
     slot: int
     epoch: int
     start: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides the method of tuples
     sampled: bool
     admitted: bool
     changed_from: int
