@@ -28,6 +28,9 @@ def problems(page: Path, text: str) -> list[str]:
     """What a page names that does not exist."""
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
     known = {key for key, _ in settings()}
+    cli = (ROOT / "cluster" / "cli.py").read_text(encoding="utf-8")
+    commands = set(re.findall(r'add_parser\("(\w+)"', cli))
+    options = set(re.findall(r'"(--\w+)"', cli))
     found = []
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
         path, _, anchor = link.partition("#")
@@ -40,6 +43,9 @@ def problems(page: Path, text: str) -> list[str]:
                 found.append(f"anchor {link}")
     for piece in code(text):
         found += [f"make {t}" for t in re.findall(r"\bmake ([a-z]+)", piece) if t not in targets]
+        for command, rest in re.findall(r"\bkvatlas ([a-z]+)(.*)", piece):
+            used = {command} | set(re.findall(r"--[a-z]+", rest))
+            found += [f"kvatlas {word}" for word in sorted(used - commands - options)]
         for module in re.findall(r"python -m ([\w.]+)", piece):
             if importlib.util.find_spec(module) is None:
                 found.append(f"module {module}")
@@ -64,6 +70,8 @@ def test_what_a_page_names_exists(page: Path) -> None:
         "[x](README.md#no-such-title)",
         "`make coffee`",
         "```\nmake coffee PORT=1\n```",
+        "`kvatlas coffee`",
+        "```\nkvatlas serve --coffee 1\n```",
         "`python -m configs.coffee`",
         "`kvpaging/coffee.py`",
         "```\nvi configs/coffee.yaml\n```",
@@ -78,6 +86,7 @@ def test_what_does_not_exist_is_seen(text: str) -> None:
 def test_what_exists_is_not_complained_about() -> None:
     text = (
         "[a](docs/configuration.md) [b](README.md#two-commands) [c](https://x.y/z) `make test` "
+        "`kvatlas serve --set kv.blocks=1` "
         "`python -m configs.table` `kvpaging/pool.py` `tests/` `configs/*.yaml` `kv.block_size=8`"
     )
     assert problems(ROOT / "README.md", text) == []
