@@ -46,3 +46,7 @@ class ApiError(Exception):
 def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
     """The request is wrong in itself."""
     return ApiError(400, code, message, param=param)
+
+
+class UserError(Exception):
+    """Ends a command: one message for people, exit code 2."""

@@ -1,0 +1,144 @@
+"""The one way to call an engine: fresh context, deadline, cancelled in every case but success.
+
+Handle calls made inside one HTTP request would share Serve's request id and hang a router, so each
+call runs in an empty context. A disconnect then no longer reaches the worker by itself: whoever
+opened a call cancels it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Awaitable
+from types import TracebackType
+from typing import Any, Protocol
+
+MARK_S = 2.0
+"""How often a worker with nothing to say says so."""
+
+SILENCE_S = 3 * MARK_S
+"""A stream that says nothing for this long is lost: a frozen process raises nothing."""
+
+
+class EngineLost(Exception):
+    """The worker did not answer: dead, frozen, or cut off."""
+
+
+class Refused(Exception):
+    """The worker answered that it cannot do what was asked."""
+
+
+class DeadlinePassed(Exception):
+    """The request took longer than it may."""
+
+
+class Cancellable(Protocol):
+    def cancel(self) -> Any: ...
+
+
+class Reply(Awaitable[Any], Cancellable, Protocol):
+    """The future answer of a worker's method."""
+
+
+class Items(Cancellable, Protocol):
+    """The future messages of a worker's stream."""
+
+    async def __anext__(self) -> bytes: ...
+
+
+class Handle(Protocol):
+    """A worker as an ingress sees it; `ServeHandle` is the real one."""
+
+    def generate(self, submit: bytes) -> Items: ...
+
+    def ask(self, method: str, *arguments: Any) -> Reply: ...
+
+
+class ServeHandle:
+    """A `Handle` over Serve's deployment handle."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+        self._streaming = handle.options(stream=True)
+
+    def generate(self, submit: bytes) -> Items:
+        items: Items = self._streaming.generate.remote(submit)
+        return items
+
+    def ask(self, method: str, *arguments: Any) -> Reply:
+        reply: Reply = getattr(self._handle, method).remote(*arguments)
+        return reply
+
+
+async def ask(handle: Handle, method: str, *arguments: Any, deadline_s: float) -> Any:
+    """The answer of a worker's method.
+
+    Raises Refused where the method raised ValueError, EngineLost when no answer came in time.
+    """
+    reply = contextvars.Context().run(handle.ask, method, *arguments)
+    try:
+        async with asyncio.timeout(deadline_s):
+            return await reply
+    except TimeoutError:
+        raise EngineLost(f"{method} had no answer in {deadline_s:g} s") from None
+    except asyncio.CancelledError:
+        _unless_ours(f"{method} was cancelled by the worker")
+        raise
+    except ValueError as error:
+        raise Refused(str(getattr(error, "cause", error))) from None
+    except Exception as error:
+        raise EngineLost(f"{method} failed: {_shown(error)}") from error
+    finally:
+        reply.cancel()
+
+
+class Stream:
+    """One `generate` call: `next()` until the last message, then leave the `with` block."""
+
+    def __init__(self, handle: Handle, submit: bytes, *, deadline_s: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._deadline = self._loop.time() + deadline_s
+        self._items = contextvars.Context().run(handle.generate, submit)
+        self.finished = False
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if not self.finished:
+            self._items.cancel()
+
+    async def next(self) -> bytes:
+        """The next message. Raises EngineLost or DeadlinePassed."""
+        until = min(self._deadline, self._loop.time() + SILENCE_S)
+        try:
+            async with asyncio.timeout_at(until):
+                return await self._items.__anext__()
+        except TimeoutError:
+            if until == self._deadline:
+                raise DeadlinePassed from None
+            raise EngineLost(f"the worker said nothing for {SILENCE_S:g} s") from None
+        except StopAsyncIteration:
+            raise EngineLost("the worker ended the stream before its last message") from None
+        except asyncio.CancelledError:
+            _unless_ours("the worker cancelled the stream")
+            raise
+        except Exception as error:
+            raise EngineLost(f"the stream broke: {_shown(error)}") from error
+
+
+def _unless_ours(message: str) -> None:
+    """Turns a cancellation that nobody asked this task for into a loss."""
+    task = asyncio.current_task()
+    if task is not None and not task.cancelling():
+        raise EngineLost(message) from None
+
+
+def _shown(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[-1] if lines else ''}"[:300]

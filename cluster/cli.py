@@ -1,0 +1,132 @@
+"""`kvatlas serve`, `kvatlas check`, `kvatlas where`. Heavy imports wait until they are needed."""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+from cluster import quickstart
+from cluster.errors import UserError
+from configs.schema import Config, ConfigError, load
+
+USAGE_ERROR = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; the value is the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        code: int = options.run(options)
+    except UserError as error:
+        print(f"kvatlas: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    except KeyboardInterrupt:
+        return 130
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="kvatlas", description="LLM serving on Ray")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    serve = commands.add_parser("serve", help="start a server on this machine")
+    serve.set_defaults(run=_serve)
+    check = commands.add_parser("check", help="print the memory plan, start nothing")
+    check.set_defaults(run=_check)
+    check.add_argument("file", nargs="?", metavar="CONFIG", help="a YAML file of settings")
+    for command in (serve, check):
+        command.add_argument("--config", metavar="FILE", help="a YAML file of settings")
+        command.add_argument(
+            "--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
+            help="one setting, may be repeated; docs/configuration.md lists them",
+        )  # fmt: skip
+    where = commands.add_parser("where", help="where one token of a running request lies")
+    where.set_defaults(run=_where)
+    where.add_argument("request", help="the id in the answer, or from /debug/requests")
+    where.add_argument("token", type=int, help="counted from 0, prompt included")
+    where.add_argument("--url", default="http://127.0.0.1:8000", help="the server")
+    return parser
+
+
+def _config(options: argparse.Namespace) -> Config:
+    try:
+        return load(options.config or getattr(options, "file", None), options.set)
+    except ConfigError as error:
+        raise UserError(str(error)) from None
+
+
+def _model(config: Config) -> Path:
+    try:
+        return quickstart.resolve(config.model.path, config.model.revision, say=say)
+    except quickstart.ModelError as error:
+        raise UserError(str(error)) from None
+
+
+def say(line: str) -> None:
+    """A line of progress."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from cluster.local import serve_here
+
+    config = _config(options)
+    return serve_here(config, str(_model(config)), say=say)
+
+
+def _check(options: argparse.Namespace) -> int:
+    config = _config(options)
+    directory = _model(config)
+    from worker.startup import DoesNotFit, UnsupportedModel, resolve
+
+    try:
+        launch = resolve(config, directory)
+    except (DoesNotFit, UnsupportedModel) as error:
+        raise UserError(str(error)) from None
+    print(table(launch.table()))
+    return 0
+
+
+def _where(options: argparse.Namespace) -> int:
+    path = f"/debug/where?request={quote(options.request, safe='')}&token={options.token}"
+    address = urlsplit(options.url)
+    connection = http.client.HTTPConnection(address.hostname or "127.0.0.1", address.port or 80)
+    try:
+        connection.request("GET", path)
+        response = connection.getresponse()
+        body = json.loads(response.read())
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise UserError(f"{options.url} does not answer: {error}") from None
+    finally:
+        connection.close()
+    if response.status != 200:
+        raise UserError(str(body.get("error", {}).get("message", body)))
+    print(json.dumps(body, indent=2))
+    return 0
+
+
+def table(rows: dict[str, Any]) -> str:
+    """Two columns: names as they are read, bytes in the unit that fits."""
+    shown = {name.removesuffix("_bytes").replace("_", " "): value for name, value in rows.items()}
+    for name, value in rows.items():
+        if "bytes" in name:
+            shown[name.removesuffix("_bytes").replace("_", " ")] = _size(int(value))
+    width = max(map(len, shown))
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in shown.items())
+
+
+def _size(count: int) -> str:
+    for unit in ("bytes", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1024  # type: ignore[assignment]
+    return f"{count:.2f} GiB"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

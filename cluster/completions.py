@@ -1,0 +1,312 @@
+"""One completion request from its body to its last byte, streamed or not.
+
+Everything that can be refused is refused before the first byte: the status line is sent only once
+the engine has accepted all prompts. The answer that is not streamed is what is left to take from
+the choices at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine, Sequence
+from typing import TYPE_CHECKING, Any
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from cluster import openai, prompts
+from cluster.answers import (
+    DONE,
+    KEEP_ALIVE,
+    Answer,
+    ChatAnswer,
+    CompletionAnswer,
+    Json,
+    dumps,
+    event,
+    usage,
+)
+from cluster.choices import Choice
+from cluster.errors import ApiError, invalid
+from cluster.generation import Generation
+from cluster.metrics import Record
+from worker import wire
+
+if TYPE_CHECKING:
+    from cluster.ingress import Api
+
+log = logging.getLogger("kvatlas.ingress")
+
+KEEP_ALIVE_S = 5.0
+"""A stream with nothing to say sends a comment this often."""
+
+_GONE = 499  # nobody is left to read a status; this one stands in logs and metrics
+_SSE = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
+    """Run `work`, cancelled when the client goes away; says whether it ran to its end."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            return False
+        task.result()
+        return True
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class Completion(Response):
+    """The response to a completion request: it does all the work when it is sent."""
+
+    def __init__(self, api: Api, body: bytes, record: Record, *, chat: bool) -> None:
+        super().__init__()
+        self._api = api
+        self._body = body
+        self._chat = chat
+        self._record = record
+        self._beside: list[tuple[bytes, bytes]] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        record = self._record
+        self._api.metrics.started()
+        complete = False
+        try:
+            complete = await until_disconnect(receive, self._run(send))
+        finally:
+            if not complete and not record.error:
+                record.status, record.error = _GONE, "the client went away"
+                record.finish_reasons = ["abort"]
+            record.total_s = time.monotonic() - record.started_s
+            self._api.finished(record)
+
+    async def _run(self, send: Send) -> None:
+        try:
+            await self._answer(send)
+        except ApiError as error:
+            await self._refuse(send, error)
+        except Exception as error:
+            log.exception("could not answer %s", self._record.id or self._record.route)
+            if self._record.status == 200:  # too late for another status: the stream just ends
+                self._record.error = "internal_error"
+                raise
+            message = f"the server failed on this request: {type(error).__name__}"
+            await self._refuse(send, ApiError(500, "internal_error", message))
+
+    async def _refuse(self, send: Send, error: ApiError) -> None:
+        self._record.status, self._record.error = error.status, error.code
+        headers = [(name.encode(), value.encode()) for name, value in error.headers().items()]
+        await self._send(send, error.status, dumps(error.body()), headers)
+
+    async def _answer(self, send: Send) -> None:
+        api, record = self._api, self._record
+        kind = openai.ChatRequest if self._chat else openai.CompletionRequest
+        request: openai.Common = openai.parse(kind, self._body)
+        self._body = b""
+        served = api.served()
+        openai.check_common(request, served)
+        self._ignored(request)
+        texts, tokens = await self._tokens(request, served)
+        answer = (ChatAnswer if self._chat else CompletionAnswer)(
+            served.model,
+            api.text.token,
+            scored=request.alternatives is not None,
+            token_ids=request.return_token_ids,
+        )
+        record.id = answer.id
+        jobs = [
+            self._job(request, served, answer, i, ids, texts[i]) for i, ids in enumerate(tokens)
+        ]
+        async with Generation(api.handle, jobs, on_tokens=api.metrics.on_tokens) as generation:
+            choices = [choice for _, choice in jobs]
+            try:
+                await generation.admit()
+                if request.stream:
+                    await self._stream(request, answer, generation, choices, send)
+                else:
+                    await self._whole(answer, generation, choices, send)
+            finally:
+                self._note(generation, choices)
+
+    def _ignored(self, request: openai.Common) -> None:
+        self._record.ignored = len(request.ignored)
+        names = [n if n.isascii() and n.isprintable() else "?" for n in request.ignored]
+        if names:
+            listed = ", ".join(name[:64] for name in names[:32])
+            self._beside.append((b"x-kvatlas-ignored", listed.encode()))
+
+    async def _tokens(
+        self, request: openai.Common, served: openai.Served
+    ) -> tuple[Sequence[str | None], Sequence[list[int]]]:
+        """The text of each prompt, where it came as one, and its tokens."""
+        text = self._api.text
+        if isinstance(request, openai.ChatRequest):
+            ids = await text.encode_chat(
+                prompts.conversation(request.messages),
+                add_generation_prompt=request.add_generation_prompt,
+                continue_final_message=request.continue_final_message,
+                variables=prompts.template_variables(request.chat_template_kwargs),
+            )
+            return [None], [ids]
+        assert isinstance(request, openai.CompletionRequest)
+        given = prompts.prompts(request.prompt, served)
+        texts = [part if isinstance(part, str) else None for part in given]
+        encoded = iter(
+            await text.encode(
+                [part for part in texts if part is not None], special=request.add_special_tokens
+            )
+        )
+        tokens = [next(encoded) if isinstance(part, str) else part for part in given]
+        if not all(tokens):
+            raise invalid("prompt must have at least one token", "prompt")
+        return texts, tokens
+
+    def _job(
+        self,
+        request: openai.Common,
+        served: openai.Served,
+        answer: Answer,
+        index: int,
+        tokens: list[int],
+        text: str | None,
+    ) -> tuple[wire.Submit, Choice]:
+        """What the engine is asked for one prompt, and the choice that its answer goes into."""
+        params = openai.sampling(request, served, prompt_tokens=len(tokens))
+        stops = request.stops
+        decode = self._api.text.decoder(skip_special=request.skip_special_tokens)
+        choice = Choice(
+            index,
+            tokens,
+            decode,
+            stops=stops,
+            include_stop=request.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+            stop_token_ids=params.stop_token_ids,
+            scored=request.alternatives is not None,
+        )
+        echo = isinstance(request, openai.CompletionRequest) and request.echo
+        if echo and request.alternatives is None:
+            choice.echo(decode(tokens) if text is None else text)
+        elapsed_s = time.monotonic() - self._record.started_s
+        submit = wire.Submit(
+            id=answer.id if index == 0 else f"{answer.id}-{index}",
+            model=served.model,
+            prompt=tokens,
+            params=params,
+            deadline_s=max(0.0, served.limits.request_timeout_s - elapsed_s),
+            # A stop string must be seen early; otherwise large deltas cost less.
+            stream=request.stream or bool(stops),
+        )
+        return submit, choice
+
+    async def _whole(
+        self, answer: Answer, generation: Generation, choices: Sequence[Choice], send: Send
+    ) -> None:
+        while not generation.finished:
+            await generation.news()
+        taken = []
+        for choice in choices:
+            piece = choice.take()
+            assert piece is not None
+            taken.append(answer.whole(choice.index, piece, choice.prompt))
+        body = answer.full(taken, _usage(choices), choices[0].prompt)
+        self._record.status = 200
+        await self._send(send, 200, dumps(body))
+
+    async def _stream(
+        self,
+        request: openai.Common,
+        answer: Answer,
+        generation: Generation,
+        choices: Sequence[Choice],
+        send: Send,
+    ) -> None:
+        head: Message = {"type": "http.response.start", "status": 200}
+        await send({**head, "headers": [*_SSE, *self._beside]})
+        self._record.status = 200
+
+        def chunk(choice: Choice, body: Json, extra: Json | None = None) -> bytes:
+            extra = extra or {}
+            if request.include_usage:
+                counts = _usage([choice]) if request.continuous_usage else None
+                extra = {**extra, "usage": counts}
+            return answer.chunk(body, extra)
+
+        out = [
+            chunk(choice, opening, answer.beside(choice.prompt))
+            for choice in choices
+            if (opening := answer.opening(choice.index, choice.prompt)) is not None
+        ]
+        failure: ApiError | None = None
+        while True:
+            for choice in choices:
+                piece = choice.take()
+                if piece is not None:
+                    out.append(chunk(choice, answer.delta(choice.index, piece)))
+            if generation.finished or failure is not None:
+                break
+            if out:
+                await _body(send, out, more=True)
+                out = []
+            try:
+                if not await generation.news(KEEP_ALIVE_S):
+                    out.append(KEEP_ALIVE)
+            except ApiError as error:
+                failure = error
+        if failure is not None and not generation.finished:
+            self._record.error = failure.code
+            out.append(event(failure.body()))
+        else:
+            if request.include_usage:
+                out.append(answer.chunk(None, {"usage": _usage(choices)}))
+            out.append(DONE)
+        await _body(send, out, more=False)
+
+    async def _send(
+        self,
+        send: Send,
+        status: int,
+        body: bytes,
+        headers: Sequence[tuple[bytes, bytes]] = (),
+    ) -> None:
+        length = (b"content-length", str(len(body)).encode())
+        kind = (b"content-type", b"application/json")
+        head: Message = {"type": "http.response.start", "status": status}
+        await send({**head, "headers": [kind, length, *headers, *self._beside]})
+        await send({"type": "http.response.body", "body": body})
+
+    def _note(self, generation: Generation, choices: Sequence[Choice]) -> None:
+        record = self._record
+        record.prompt_tokens = sum(c.prompt_tokens for c in choices)
+        record.cached_tokens = sum(c.cached_tokens for c in choices)
+        record.generated_tokens = sum(c.generated_tokens for c in choices)
+        record.finish_reasons = [c.finish_reason for c in choices if c.finish_reason]
+        if generation.first_token_s is not None:
+            record.ttft_s = generation.first_token_s - record.started_s
+
+
+async def _body(send: Send, parts: Sequence[bytes], *, more: bool) -> None:
+    await send({"type": "http.response.body", "body": b"".join(parts), "more_body": more})
+
+
+def _usage(choices: Sequence[Choice]) -> Json:
+    return usage(
+        sum(c.prompt_tokens for c in choices),
+        sum(c.sent_tokens for c in choices),
+        sum(c.cached_tokens for c in choices),
+    )

@@ -1,0 +1,271 @@
+"""The HTTP side: routes, and what all of them share. Knows nothing of Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from cluster import openai, prompts
+from cluster.answers import dumps
+from cluster.calls import EngineLost, Handle, Refused, ask
+from cluster.completions import Completion
+from cluster.errors import ApiError, invalid
+from cluster.limits import BodyLimit, label_of
+from cluster.metrics import CONTENT_TYPE, Metrics, Record
+from cluster.text import TextService
+from cluster.watch import Watch
+from configs.schema import Config
+
+log = logging.getLogger("kvatlas.ingress")
+requests_log = logging.getLogger("kvatlas.requests")
+
+DEBUG_DEADLINE_S = 2.0
+
+
+class Api:
+    """What one ingress has: the worker's handle, the tokenizer, metrics, the watch."""
+
+    def __init__(
+        self, config: Config, model: str, handle: Handle, tokenizer: Any, *, name: str
+    ) -> None:
+        self.config = config
+        self.model = model
+        self.handle = handle
+        self.text = TextService(tokenizer)
+        self.watch = Watch(
+            handle,
+            period_s=config.cluster.health_period_s,
+            timeout_s=config.cluster.health_timeout_s,
+            on_failure=lambda: self.metrics.background_failure("watch"),
+        )
+        self.metrics = Metrics(model, name, self.watch.snapshots)
+        self.created = int(time.time())
+
+    def served(self) -> openai.Served:
+        """What is served. Raises 503 while no worker can take a request."""
+        info = self.watch.info
+        if info is None or not self.watch.ready:
+            code = "no_capacity" if info is None else "worker_lost"
+            message = f"{self.model} is not ready: {self.watch.complaint}"
+            raise ApiError(503, code, message, retry_after_s=1)
+        return openai.Served(
+            model=self.model,
+            max_model_len=info["max_model_len"],
+            vocab_size=info["vocab_size"],
+            limits=self.config.limits,
+            strict=self.config.server.strict_params,
+        )
+
+    def finished(self, record: Record) -> None:
+        """A completion request came to its end, whatever that was."""
+        self.metrics.finished(record)
+        requests_log.info(record.line(), extra={"record": record})
+
+    async def debug(self, method: str, *arguments: Any) -> Any:
+        """The answer of a worker's debug method. Raises 503 when there is none in time."""
+        try:
+            return await ask(self.handle, method, *arguments, deadline_s=DEBUG_DEADLINE_S)
+        except Refused as error:
+            raise invalid(str(error)) from None
+        except EngineLost as error:
+            raise ApiError(503, "worker_lost", str(error), retry_after_s=1) from None
+
+
+def build_app(api: Api, *, echo_label: bool = True) -> FastAPI:
+    """The ASGI application. `echo_label` is off behind Serve, which answers with the client's
+    X-Request-Id itself."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        watching = asyncio.create_task(api.watch.run())
+        yield
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        api.text.close()
+
+    app = FastAPI(title="kvatlas", lifespan=lifespan)
+    limits = api.config.limits
+    app.add_middleware(
+        BodyLimit, max_bytes=limits.max_body_bytes, timeout_s=limits.body_timeout_s, echo=echo_label
+    )
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
+    app.add_exception_handler(Exception, _on_any_error)
+    _add_completions(app, api)
+    _add_text(app, api)
+    _add_state(app, api)
+    return app
+
+
+def _json(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(dumps(body), status, headers, media_type="application/json")
+
+
+async def _on_api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return _json(error.body(), error.status, error.headers())
+
+
+async def _on_http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
+    answer = ApiError(error.status_code, code, str(error.detail))
+    return _json(answer.body(), answer.status, {**(error.headers or {}), **answer.headers()})
+
+
+async def _on_disconnect(_: Request, __: Exception) -> Response:
+    return Response(status_code=499)  # in the middle of the body: nobody reads this
+
+
+async def _on_any_error(request: Request, error: Exception) -> Response:
+    # Starlette logs the trace; this is what the client is told.
+    message = f"the server failed on {request.url.path}: {type(error).__name__}"
+    answer = ApiError(500, "internal_error", message)
+    return _json(answer.body(), answer.status, answer.headers())
+
+
+def _body_docs(kind: type[Any]) -> dict[str, Any]:
+    schema = {"schema": kind.model_json_schema()}
+    return {"requestBody": {"content": {"application/json": schema}, "required": True}}
+
+
+def _add_completions(app: FastAPI, api: Api) -> None:
+    def answering(chat: bool) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            record = Record(request.url.path, time.monotonic(), label=label_of(request.headers))
+            return Completion(api, await request.body(), record, chat=chat)
+
+        return answer
+
+    app.post("/v1/chat/completions", openapi_extra=_body_docs(openai.ChatRequest))(answering(True))
+    app.post("/v1/completions", openapi_extra=_body_docs(openai.CompletionRequest))(
+        answering(False)
+    )
+
+    def card() -> dict[str, Any]:
+        info = api.watch.info or {}
+        return {
+            "id": api.model,
+            "object": "model",
+            "created": api.created,
+            "owned_by": "kvatlas",
+            "max_model_len": info.get("max_model_len"),
+        }
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return _json({"object": "list", "data": [card()]})
+
+    @app.get("/v1/models/{model:path}")
+    async def model(model: str) -> Response:
+        if model != api.model:
+            message = f"the model {model[:80]!r} is not served here, served is {api.model!r}"
+            raise ApiError(404, "model_not_found", message, param="model")
+        return _json(card())
+
+
+def _add_text(app: FastAPI, api: Api) -> None:
+    @app.post("/tokenize", openapi_extra=_body_docs(openai.TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
+        asked = openai.parse(openai.TokenizeRequest, await request.body())
+        served = api.served()
+        openai.check_model(asked.model, served)
+        if (asked.prompt is None) == (asked.messages is None):
+            raise invalid("one of prompt and messages is needed", "prompt")
+        if asked.prompt is not None:
+            ids = (await api.text.encode([asked.prompt], special=asked.add_special_tokens))[0]
+        else:
+            ids = await api.text.encode_chat(
+                prompts.conversation(asked.messages or []),
+                add_generation_prompt=asked.add_generation_prompt,
+                continue_final_message=asked.continue_final_message,
+                variables=prompts.template_variables(asked.chat_template_kwargs),
+            )
+        body = {"count": len(ids), "max_model_len": served.max_model_len, "tokens": ids}
+        if asked.return_token_strs:
+            body["token_strs"] = [api.text.token(token)[0] for token in ids]
+        return _json(body)
+
+    @app.post("/detokenize", openapi_extra=_body_docs(openai.DetokenizeRequest))
+    async def detokenize(request: Request) -> Response:
+        asked = openai.parse(openai.DetokenizeRequest, await request.body())
+        served = api.served()
+        openai.check_model(asked.model, served)
+        prompts.check_ids(asked.tokens, served, "tokens")
+        decode = api.text.decoder(skip_special=asked.skip_special_tokens)
+        return _json({"prompt": decode(asked.tokens)})
+
+
+def _add_state(app: FastAPI, api: Api) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        return _json({"status": "ok"})
+
+    @app.get("/health/ready")
+    async def ready() -> Response:
+        return _json(api.watch.report(), 200 if api.watch.ready else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        with suppress(EngineLost):  # then the engine's samples are missing, which is the message
+            await api.watch.look(deadline_s=DEBUG_DEADLINE_S)
+        return Response(api.metrics.text(), media_type=CONTENT_TYPE)
+
+    @app.get("/debug/kv")
+    async def debug_kv() -> Response:
+        return _json({"gangs": [await api.debug("debug_kv")]})
+
+    @app.get("/debug/requests")
+    async def debug_requests() -> Response:
+        return _json({"requests": await api.debug("debug_requests")})
+
+    @app.get("/debug/where")
+    async def debug_where(request: Request) -> Response:
+        query = request.query_params
+        name, token = query.get("request", ""), query.get("token", "")
+        if not name or not token.isascii() or not token.isdigit() or len(token) > 12:
+            raise invalid("ask with ?request=ID&token=N, N counted from 0", "token")
+        found = await api.debug("where", name, int(token))
+        if found is None:
+            message = f"no request {name[:80]!r} is being served now (/debug/requests lists them)"
+            raise ApiError(404, "request_not_found", message, param="request")
+        return _json(found)
+
+
+class JsonLines(logging.Formatter):
+    """Log lines as JSON objects, with the fields of a request's record where there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": self.formatTime(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if isinstance(done := getattr(record, "record", None), Record):
+            line["request"] = {name: getattr(done, name) for name in Record.__slots__}
+        if record.exc_info:
+            line["trace"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def configure_logging(level: str, *, as_json: bool) -> None:
+    """Send what this project logs to standard error, one line each."""
+    handler = logging.StreamHandler()
+    plain = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")
+    handler.setFormatter(JsonLines() if as_json else plain)
+    root = logging.getLogger("kvatlas")
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    root.propagate = False

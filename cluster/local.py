@@ -1,0 +1,221 @@
+"""`kvatlas serve`: a Ray of its own on this machine, from the first line to the last process."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from cluster.errors import UserError
+from configs.schema import Config
+
+POLL_S = 0.2
+SAY_EVERY_S = 10.0
+STOP_S = 10.0
+_OBJECT_STORE_BYTES = 256 << 20  # messages between replicas do not go through it
+
+Say = Callable[[str], None]
+
+
+def serve_here(config: Config, directory: str, *, say: Say, worker: str | None = None) -> int:
+    """Serves until SIGINT or SIGTERM. `worker` names another worker class, for tests.
+
+    Raises UserError when the model or the settings cannot be served.
+    """
+    from cluster.app import serve_environment
+
+    _check_port(config.server.host, config.server.port)
+    for name, value in serve_environment().items():
+        os.environ.setdefault(name, value)
+    began_s = time.monotonic()
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    with _local_ray(config, say):
+        rows = _deploy(config, directory, worker, say, stop)
+        if rows is not None:
+            _announce(config, rows, time.monotonic() - began_s)
+            stop.wait()
+        say("stopping")
+    return 0
+
+
+def _check_port(host: str, port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise UserError(
+                f"cannot listen on {host}:{port}: {error.strerror}; another port is "
+                "server.port=NUMBER, another address server.host"
+            ) from None
+
+
+@contextlib.contextmanager
+def _local_ray(config: Config, say: Say) -> Iterator[None]:
+    """A Ray cluster of one node; on the way out no process of it is left."""
+    from cluster.app import local_cpus
+
+    os.environ.update(RAY_DEDUP_LOGS="0", RAY_COLOR_PREFIX="0", RAY_USAGE_STATS_ENABLED="0")
+    say("starting Ray")
+    import ray
+
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    try:
+        ray.init(
+            address="local",
+            num_cpus=local_cpus(config),
+            object_store_memory=_OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            logging_level=logging.ERROR,
+            log_to_driver=True,
+        )
+        yield
+    finally:
+        started = _descendants(os.getpid())
+        ray.shutdown()
+        _end(started)
+
+
+def _descendants(root: int) -> set[int]:
+    """Processes below `root`, found by the parents that /proc names."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        if entry.isdigit():
+            with contextlib.suppress(OSError), open(f"/proc/{entry}/stat") as file:
+                parent = int(file.read().rpartition(")")[2].split()[1])
+                children.setdefault(parent, []).append(int(entry))
+    found, todo = set[int](), [root]
+    while todo:
+        below = children.get(todo.pop(), [])
+        found.update(below)
+        todo += below
+    return found
+
+
+def _end(processes: set[int]) -> None:
+    """Wait for processes to end; those that do not are killed."""
+    deadline = time.monotonic() + STOP_S
+    while (alive := {pid for pid in processes if _alive(pid)}) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for pid in alive:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _deploy(
+    config: Config, directory: str, worker: str | None, say: Say, stop: threading.Event
+) -> dict[str, Any] | None:
+    """Starts the application; the rows of the table once it answers, None when told to stop."""
+    import ray
+    from ray import serve
+    from ray.serve import RunTarget
+
+    from cluster.app import APP, REAL_WORKER, WORKER, build
+
+    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    gpus = resources.get("GPU", 0.0)
+    needed = config.cluster.workers * config.cluster.gpus_per_worker
+    if gpus and config.model.device != "cpu" and needed > gpus:
+        raise UserError(
+            f"{config.cluster.workers} workers need {needed:g} GPUs, this machine has {gpus:g}: "
+            "lower cluster.workers or cluster.gpus_per_worker, or use model.device=cpu"
+        )
+    try:
+        app = build(config, directory, gpus=gpus > 0, worker=worker or REAL_WORKER)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    say("starting the server")
+    http_options = {"host": config.server.host, "port": config.server.port}
+    serve.start(http_options=http_options, logging_config={"log_level": "ERROR"})
+    serve.run_many(
+        [RunTarget(target=app, name=APP)],
+        wait_for_ingress_deployment_creation=False,
+        wait_for_applications_running=False,
+    )
+    say(f"loading {directory}")
+    if not _wait(config, say, stop):
+        return None
+    handle = serve.get_deployment_handle(WORKER, APP)
+    rows: dict[str, Any] = handle.info.remote().result(timeout_s=30)["table"]
+    return {**rows, "workers": config.cluster.workers}
+
+
+def _wait(config: Config, say: Say, stop: threading.Event) -> bool:
+    """Until the server is ready; False when told to stop before."""
+    from ray import serve
+
+    from cluster.app import APP, StartError
+
+    began_s = said_s = time.monotonic()
+    while not stop.wait(POLL_S):
+        if _ready(config):
+            return True
+        status = serve.status().applications.get(APP)
+        if status is not None and status.status == "DEPLOY_FAILED":
+            text = "\n".join([status.message, *(d.message for d in status.deployments.values())])
+            refusal = StartError.found_in(text)
+            raise refusal or UserError(f"the server did not start:\n{text.strip()}")
+        now_s = time.monotonic()
+        if now_s - began_s > config.cluster.start_timeout_s:
+            raise UserError(
+                f"not ready after {config.cluster.start_timeout_s:g} s "
+                f"(cluster.start_timeout_s): {_states(status)}"
+            )
+        if now_s - said_s > SAY_EVERY_S:
+            said_s = now_s
+            say(f"still starting after {now_s - began_s:.0f} s: {_states(status)}")
+    return False
+
+
+def _states(status: Any) -> str:
+    deployments = {} if status is None else status.deployments
+    return ", ".join(f"{name} {d.status.value.lower()}" for name, d in deployments.items())
+
+
+def _ready(config: Config) -> bool:
+    """Whether the whole way from HTTP to the engine answers."""
+    connection = http.client.HTTPConnection(_reachable(config), config.server.port, timeout=2)
+    try:
+        connection.request("GET", "/health/ready")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _reachable(config: Config) -> str:
+    host = config.server.host
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+def _announce(config: Config, rows: dict[str, Any], took_s: float) -> None:
+    from cluster.cli import table
+
+    host = _reachable(config)
+    url = f"http://[{host}]" if ":" in host else f"http://{host}"
+    url += f":{config.server.port}"
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    body = json.dumps({"model": rows["model"], "messages": question, "max_tokens": 32})
+    print(table(rows))
+    print(f"ready after {took_s:.1f} s at {url} (Ctrl-C stops it)\n")
+    print(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n")
+    print(end="", flush=True)

@@ -1,0 +1,233 @@
+"""What `/metrics` shows: `vllm:` names where the meaning is the same, `kvatlas:` for the rest.
+
+What an ingress sees itself (latencies, answers) carries the label `ingress`. What an engine counts
+carries `engine` and is built from the last snapshot of its statistics whenever somebody asks.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+# Bounds as dashboards made for vLLM expect them.
+_FIRST_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
+)
+_TOKEN_S = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0),
+)
+_REQUEST_S = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+_TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+
+Snapshot = Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Record:
+    """One completion request, from its arrival to the line it leaves in the log."""
+
+    route: str
+    started_s: float
+    id: str = ""
+    label: str = ""
+    status: int = 0
+    error: str = ""
+    finish_reasons: list[str] = field(default_factory=list)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    ttft_s: float | None = None
+    total_s: float = 0.0
+    ignored: int = 0
+
+    @property
+    def decode_s(self) -> float:
+        return 0.0 if self.ttft_s is None else self.total_s - self.ttft_s
+
+    def line(self) -> str:
+        """One line for people: what was asked, what was done, how fast."""
+        label = f" [{self.label}]" if self.label else ""
+        head = f"{self.id or '-'}{label} {self.route} {self.status}"
+        if self.error:
+            return f"{head} {self.error} after {self.total_s:.2f} s"
+        text = f"{head} {','.join(self.finish_reasons)}: {self.prompt_tokens} prompt"
+        text += f" ({self.cached_tokens} cached) + {self.generated_tokens} new tokens"
+        if self.ttft_s is not None:
+            text += f", first after {self.ttft_s * 1e3:.0f} ms"
+        if self.decode_s > 0 and self.generated_tokens > 1:
+            text += f", then {(self.generated_tokens - 1) / self.decode_s:.1f} tokens/s"
+        return f"{text}, {self.total_s:.2f} s in all"
+
+
+class Metrics:
+    """The registry of one ingress; `snapshots` gives the engines' last statistics by gang."""
+
+    def __init__(
+        self, model: str, ingress: str, snapshots: Callable[[], Mapping[str, Snapshot]]
+    ) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a sample per series that nobody asks for
+        self._registry = CollectorRegistry()
+        self._labels = {"model_name": model, "ingress": ingress}
+        self._model = model
+        self._snapshots = snapshots
+        self.first_token = self._histogram("vllm:time_to_first_token_seconds", _FIRST_S)
+        self.next_token = self._histogram("vllm:time_per_output_token_seconds", _TOKEN_S)
+        self.per_token = self._histogram("vllm:request_time_per_output_token_seconds", _TOKEN_S)
+        self.total = self._histogram("vllm:e2e_request_latency_seconds", _REQUEST_S)
+        self.prompt = self._histogram("vllm:request_prompt_tokens", _TOKENS)
+        self.generated = self._histogram("vllm:request_generation_tokens", _TOKENS)
+        self._success = self._counter("vllm:request_success", "finished_reason")
+        self._answers = self._counter("kvatlas:answers", "route", "status")
+        self._ignored = self._counter("kvatlas:ignored_parameters")
+        self._background = self._counter("kvatlas:background_failures", "task")
+        self._open = Gauge(
+            "kvatlas:requests_open",
+            "Completion requests this ingress is answering",
+            tuple(self._labels),
+            registry=self._registry,
+        ).labels(**self._labels)
+        self._registry.register(_Engines(self))
+
+    def _histogram(self, name: str, buckets: Sequence[float]) -> Histogram:
+        words = name.partition(":")[2].replace("_", " ")
+        made = Histogram(name, words, tuple(self._labels), buckets=buckets, registry=self._registry)
+        return made.labels(**self._labels)
+
+    def _counter(self, name: str, *labels: str) -> Counter:
+        words = name.partition(":")[2].replace("_", " ")
+        return Counter(name, words, (*self._labels, *labels), registry=self._registry)
+
+    def started(self) -> None:
+        """A completion request arrived."""
+        self._open.inc()
+
+    def on_tokens(self, gap_s: float | None, tokens: int) -> None:
+        """New tokens of a choice; a batch counts once, with its mean gap."""
+        if gap_s is not None:
+            self.next_token.observe(gap_s / tokens)
+
+    def finished(self, record: Record) -> None:
+        """A completion request was answered, refused or given up."""
+        self._open.dec()
+        self.answered(record.route, record.status)
+        if record.ignored:
+            self._ignored.labels(**self._labels).inc(record.ignored)
+        for reason in record.finish_reasons:
+            self._success.labels(**self._labels, finished_reason=reason).inc()
+        if record.error or not record.finish_reasons:
+            return
+        self.total.observe(record.total_s)
+        self.prompt.observe(record.prompt_tokens)
+        self.generated.observe(record.generated_tokens)
+        if record.ttft_s is not None:
+            self.first_token.observe(record.ttft_s)
+            if record.generated_tokens > 1:
+                self.per_token.observe(record.decode_s / (record.generated_tokens - 1))
+
+    def answered(self, route: str, status: int) -> None:
+        """Any route was answered."""
+        self._answers.labels(**self._labels, route=route, status=str(status)).inc()
+
+    def background_failure(self, task: str) -> None:
+        """A task that no request waits for failed."""
+        self._background.labels(**self._labels, task=task).inc()
+
+    def text(self) -> bytes:
+        """The exposition that Prometheus reads."""
+        return generate_latest(self._registry)
+
+    def engines(self) -> Iterator[Metric]:
+        """Samples from the engines' snapshots; an engine that does not answer has none."""
+        snapshots = self._snapshots()
+        for name, help_text, kind, read in _ENGINE_METRICS:
+            family = (CounterMetricFamily if kind == "counter" else GaugeMetricFamily)(
+                name, help_text, labels=("model_name", "engine")
+            )
+            for gang, snapshot in snapshots.items():
+                family.add_metric((self._model, gang), float(read(snapshot)))
+            yield family
+        blocks = GaugeMetricFamily(
+            "kvatlas:blocks", "KV blocks by state", labels=("model_name", "engine", "state")
+        )
+        for gang, snapshot in snapshots.items():
+            for state, count in snapshot["blocks"].items():
+                blocks.add_metric((self._model, gang, state), float(count))
+        yield blocks
+        config = GaugeMetricFamily(
+            "vllm:cache_config_info",
+            "The KV cache, as labels",
+            labels=("model_name", "engine", "block_size", "num_gpu_blocks"),
+        )
+        for gang, snapshot in snapshots.items():
+            sizes = (str(snapshot["block_size"]), str(sum(snapshot["blocks"].values())))
+            config.add_metric((self._model, gang, *sizes), 1.0)
+        yield config
+        memory = GaugeMetricFamily(
+            "kvatlas:resident_bytes_max", "Peak memory of a process", labels=("ingress",)
+        )
+        peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        memory.add_metric((self._labels["ingress"],), peak_kib * 1024.0)
+        yield memory
+
+
+class _Engines:
+    """The collector that the registry asks at each scrape."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        return self._metrics.engines()
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())
+
+
+def _usage(snapshot: Snapshot) -> float:
+    """Share of all blocks that something holds, 0 to 1: an idle block can be had at once."""
+    blocks = snapshot["blocks"]
+    total = sum(blocks.values())
+    return 1.0 - (blocks["free"] + blocks["idle"]) / total if total else 0.0
+
+
+def _of(key: str) -> Callable[[Snapshot], float]:
+    return lambda snapshot: float(snapshot[key])
+
+
+_ENGINE_METRICS: tuple[tuple[str, str, str, Callable[[Snapshot], float]], ...] = (
+    ("vllm:num_requests_running", "Sequences in steps", "gauge", _of("running")),
+    ("vllm:num_requests_waiting", "Sequences in the queue", "gauge", _of("waiting")),
+    ("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", "gauge", _usage),
+    ("vllm:prompt_tokens", "Prompt tokens computed", "counter", _of("prompt_tokens")),
+    ("vllm:generation_tokens", "Tokens generated", "counter", _of("generated_tokens")),
+    ("vllm:num_preemptions", "Sequences put back", "counter", _of("preemptions")),
+    ("kvatlas:steps", "Engine steps committed", "counter", _of("steps")),
+    ("kvatlas:rows", "Rows of all steps", "counter", _of("rows")),
+    ("kvatlas:step_tokens", "Tokens computed in all steps", "counter", _of("batch_tokens")),
+    ("kvatlas:failed_steps", "Steps that raised", "counter", _of("failed_steps")),
+    ("kvatlas:schedule_seconds", "Time planning steps", "counter", _of("schedule_s")),
+    ("kvatlas:build_seconds", "Time building batches", "counter", _of("build_s")),
+    ("kvatlas:execute_seconds", "Time running steps", "counter", _of("execute_s")),
+    ("kvatlas:block_evictions", "Idle blocks reused", "counter", _of("evictions")),
+    ("kvatlas:pool_violations", "Failed pool checks", "counter", _of("violations")),
+    ("kvatlas:step_age_seconds", "Age of the step under way", "gauge", _of("step_age_s")),
+)

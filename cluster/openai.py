@@ -1,0 +1,348 @@
+"""Requests of the OpenAI API: from a body to a checked record, or an error that says what is wrong.
+
+Known parameters are typed by pydantic and bounded by the worker's own rules. `null` means default.
+A known parameter that is not served is a 400 unless it asks for what happens anyway; an unknown one
+is ignored and counted, or a 400 with `server.strict_params`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import pydantic_core
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from cluster.errors import ApiError, invalid
+from configs.schema import LimitsConfig
+from worker.params import ParamError, ParamLimits, SamplingParams, check
+
+DEFAULT_COMPLETION_TOKENS = 16
+
+# Served in effect, or without an effect on the answer by design.
+HARMLESS = frozenset(
+    {"metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "user"}
+)
+# Known but not served: the values that ask for nothing.
+_COMMON: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "cache_salt": ("",),
+    "early_stopping": (False,),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "length_penalty": (1, 1.0),
+    "logits_processors": ([],),
+    "n": (1,),
+    "priority": (0,),
+    "prompt_logprobs": (),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "structured_outputs": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+}
+_CHAT = {
+    "audio": (),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "web_search_options": (),
+}
+_COMPLETION = {"prompt_embeds": (), "suffix": ("",)}
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What is served: the model's facts and the limits of this server."""
+
+    model: str
+    max_model_len: int
+    vocab_size: int
+    limits: LimitsConfig
+    strict: bool
+
+    def params(self) -> ParamLimits:
+        return ParamLimits(
+            vocab_size=self.vocab_size,
+            max_logprobs=self.limits.max_logprobs,
+            max_logit_bias=self.limits.max_logit_bias,
+        )
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class Common(BaseModel):
+    """What both kinds of completion take."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[str, float] = {}
+    seed: int | None = None
+    stop: str | list[str] = []
+    stop_token_ids: list[int] = []
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    return_token_ids: bool = False
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def alternatives(self) -> int | None:
+        """Log-probabilities wanted beside the chosen token's; None is no log-probabilities."""
+        raise NotImplementedError
+
+    @property
+    def asked_tokens(self) -> int | None:
+        """How many tokens may be generated, where the request says so."""
+        return self.max_tokens
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.include_usage and bool(
+            self.stream_options and self.stream_options.continuous_usage_stats
+        )
+
+    @property
+    def ignored(self) -> list[str]:
+        """Parameters nobody knows, in order."""
+        return sorted(self.model_extra or ())
+
+
+class ChatRequest(Common):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int = 0
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
+
+    @property
+    def asked_tokens(self) -> int | None:
+        newer = self.max_completion_tokens
+        return self.max_tokens if newer is None else newer
+
+
+class CompletionRequest(Common):
+    """POST /v1/completions."""
+
+    prompt: Any
+    echo: bool = False
+    logprobs: int | None = None
+    add_special_tokens: bool = True
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def asked_tokens(self) -> int | None:
+        return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+
+
+class TokenizeRequest(BaseModel):
+    """POST /tokenize: a text or a conversation."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(BaseModel):
+    """POST /detokenize."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    tokens: list[int]
+    skip_special_tokens: bool = False
+
+
+_R = TypeVar("_R", bound=BaseModel)
+
+
+def parse(kind: type[_R], body: bytes) -> _R:
+    """A body as a request, its types checked. Raises ApiError for the first thing wrong with it."""
+    try:
+        raw = pydantic_core.from_json(body)
+    except ValueError as error:
+        raise invalid(f"the body is not JSON: {error}", code="invalid_json") from None
+    if not isinstance(raw, dict):
+        raise invalid("the body must be a JSON object", code="invalid_json")
+    given = {name: value for name, value in raw.items() if value is not None}
+    known = {ChatRequest: _COMMON | _CHAT, CompletionRequest: _COMMON | _COMPLETION}.get(kind, {})
+    for name, harmless in known.items():
+        if name in given and not _same_as_any(given.pop(name), harmless):
+            wanted = " or ".join(pydantic_core.to_json(v).decode() for v in harmless)
+            advice = f"leave it out or send {wanted}" if harmless else "leave it out"
+            message = f"{name} is not supported: {advice}"
+            raise invalid(message, name, code="unsupported_parameter")
+    try:
+        return kind.model_validate({k: v for k, v in given.items() if k not in HARMLESS})
+    except ValidationError as error:
+        raise _complaint(error) from None
+
+
+def _same_as_any(value: Any, allowed: Sequence[Any]) -> bool:
+    return any(type(value) is type(other) and value == other for other in allowed)
+
+
+def _complaint(error: ValidationError) -> ApiError:
+    first = error.errors(include_url=False)[0]
+    name = str(first["loc"][0])
+    if first["type"] == "missing":
+        return invalid(f"{name} is missing", name, code="missing_required_parameter")
+    # The branches of a union are in the path as well, as "str" and "list[str]".
+    path = [str(part) for part in first["loc"]]
+    where = ".".join(part for part in path if part != "str" and not part.startswith("list["))
+    shown = repr(first["input"])
+    reason = first["msg"][:1].lower() + first["msg"][1:]
+    return invalid(f"{where}: {reason}, got {shown[:80]}", name)
+
+
+def check_common(request: Common, served: Served) -> None:
+    """Everything about a request that can be checked before its prompt is tokenised."""
+    check_model(request.model, served)
+    if served.strict and request.ignored:
+        name = request.ignored[0]
+        message = f"unknown parameter {name!r} (server.strict_params is on)"
+        raise invalid(message, name[:64], code="unknown_parameter")
+    if request.stream_options is not None and not request.stream:
+        raise invalid("stream_options needs stream: true", "stream_options")
+    stops, limits = request.stops, served.limits
+    if len(stops) > limits.max_stop_strings:
+        asked = f"at most {limits.max_stop_strings} strings, got {len(stops)}"
+        raise invalid(f"stop must be {asked} (limits.max_stop_strings)", "stop")
+    if not all(1 <= len(stop) <= limits.max_stop_length for stop in stops):
+        asked = f"1 to {limits.max_stop_length} characters (limits.max_stop_length)"
+        raise invalid(f"a stop string must have {asked}", "stop")
+    if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
+        raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
+    if isinstance(request, ChatRequest) and request.asked_tokens == 0:
+        raise invalid("max_completion_tokens must be at least 1", "max_completion_tokens")
+    if isinstance(request, CompletionRequest) and request.max_tokens == 0 and not request.echo:
+        raise invalid("max_tokens must be at least 1 unless echo is true", "max_tokens")
+    _params(request, served, request.asked_tokens)
+
+
+def check_model(name: str | None, served: Served) -> None:
+    """Raises 404 unless `name` is what is served; leaving it out is fine."""
+    if name is not None and name != served.model:
+        message = f"the model {name[:80]!r} is not served here, served is {served.model!r}"
+        raise ApiError(404, "model_not_found", message, param="model")
+
+
+def sampling(request: Common, served: Served, *, prompt_tokens: int) -> SamplingParams:
+    """The worker's parameters for one prompt; a seed is drawn where none is given.
+
+    Raises ApiError when a value is out of range or the prompt leaves no room for an answer.
+    """
+    room = served.max_model_len - prompt_tokens
+    asked = request.asked_tokens
+    if room < (1 if asked is None else asked):
+        raise _too_long(request, served, prompt_tokens)
+    return _params(request, served, room if asked is None else asked)
+
+
+def _params(request: Common, served: Served, max_tokens: int | None) -> SamplingParams:
+    echo = isinstance(request, CompletionRequest) and request.echo
+    params = SamplingParams(
+        max_tokens=served.max_model_len if max_tokens is None else max_tokens,
+        min_tokens=request.min_tokens,
+        temperature=request.temperature,
+        top_k=request.top_k,
+        top_p=request.top_p,
+        min_p=request.min_p,
+        repetition_penalty=request.repetition_penalty,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        logit_bias=_bias(request.logit_bias),
+        seed=secrets.randbits(63) if request.seed is None else request.seed,
+        ignore_eos=request.ignore_eos,
+        stop_token_ids=tuple(request.stop_token_ids),
+        logprobs=request.alternatives,
+        prompt_logprobs=request.alternatives if echo else None,
+    )
+    try:
+        check(params, served.params())
+    except ParamError as error:
+        raise invalid(str(error), _asked_as(request, error.parameter)) from None
+    return replace(params, top_k=max(0, params.top_k))
+
+
+def _asked_as(request: Common, parameter: str) -> str:
+    """The name under which the client set a parameter of the worker."""
+    if isinstance(request, ChatRequest):
+        if parameter == "logprobs":
+            return "top_logprobs"
+        if parameter == "max_tokens" and request.max_completion_tokens is not None:
+            return "max_completion_tokens"
+    return "logprobs" if parameter == "prompt_logprobs" else parameter
+
+
+def _too_long(request: Common, served: Served, prompt_tokens: int) -> ApiError:
+    message = f"the prompt has {prompt_tokens} tokens"
+    if asked := request.asked_tokens:
+        message += f" and {asked} more are asked for, {prompt_tokens + asked} together"
+    message += f"; {served.model} holds {served.max_model_len} (model.max_model_len)"
+    param = "messages" if isinstance(request, ChatRequest) else "prompt"
+    return invalid(message, param, "context_length_exceeded")
+
+
+def _bias(raw: Mapping[str, float]) -> dict[int, float]:
+    bias = {}
+    for token, value in raw.items():
+        if not token.isascii() or not token.isdigit() or len(token) > 12:
+            raise invalid(f"logit_bias: {token[:80]!r} is not a token id", "logit_bias")
+        bias[int(token)] = value
+    return bias

@@ -1,0 +1,116 @@
+"""Keeps asking the worker how it is, so that readiness and metrics never wait for it.
+
+A worker that was killed raises; one that is frozen says nothing, and is not ready once its last
+answer is too old. The first answer of a new worker process brings the model's facts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from cluster.calls import EngineLost, Handle, Refused, ask
+
+log = logging.getLogger("kvatlas.ingress")
+
+FIRST_PERIOD_S = 0.2
+"""Between two questions while no worker has answered yet."""
+
+
+class Watch:
+    """What is known of the worker, and since when."""
+
+    def __init__(
+        self,
+        handle: Handle,
+        *,
+        period_s: float,
+        timeout_s: float,
+        on_failure: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._handle = handle
+        self._period_s, self._timeout_s = period_s, timeout_s
+        self._on_failure = on_failure
+        self._clock = clock
+        self._stats: dict[str, Any] | None = None
+        self._answered_s = clock()
+        self._complaint = "no worker has answered yet"
+        self.info: dict[str, Any] | None = None
+
+    @property
+    def ready(self) -> bool:
+        """The worker answered lately and its engine runs."""
+        return not self._why_not()
+
+    @property
+    def complaint(self) -> str:
+        """Why it is not ready, for people."""
+        return self._why_not() or "ready"
+
+    def _why_not(self) -> str:
+        if self._stats is None or self.info is None:
+            return self._complaint
+        age_s = self._clock() - self._answered_s
+        if age_s > self._period_s + self._timeout_s:
+            return f"the worker's last answer is {age_s:.1f} s old"
+        if self._stats["failure"]:
+            return f"the engine stopped: {self._stats['failure']}"
+        return ""
+
+    def snapshots(self) -> Mapping[str, dict[str, Any]]:
+        """The last statistics of each gang that is ready."""
+        if self._stats is None or self.info is None or not self.ready:
+            return {}
+        return {self._stats["gang"]: {**self._stats, "block_size": self.info["block_size"]}}
+
+    def report(self) -> dict[str, Any]:
+        """The body of `/health/ready`."""
+        gangs = []
+        if self._stats is not None:
+            gangs.append(
+                {
+                    "gang": self._stats["gang"],
+                    "ready": self.ready,
+                    "reason": self.complaint,
+                    "pid": self._stats["pid"],
+                    "step_age_s": round(self._stats["step_age_s"], 3),
+                    "answer_age_s": round(self._clock() - self._answered_s, 3),
+                }
+            )
+        model = None if self.info is None else self.info["model"]
+        return {
+            "ready": self.ready,
+            "reason": self.complaint,
+            "models": [{"model": model, "ready": self.ready, "gangs": gangs}],
+        }
+
+    async def run(self) -> None:
+        """Ask for ever; a question that fails is logged, counted and shows in readiness."""
+        while True:
+            try:
+                await self.look()
+            except Exception as error:
+                self._failed(error)
+            await asyncio.sleep(self._period_s if self._stats else FIRST_PERIOD_S)
+
+    async def look(self, deadline_s: float | None = None) -> None:
+        """One question. Raises EngineLost."""
+        deadline_s = deadline_s or self._timeout_s
+        stats = await ask(self._handle, "stats", deadline_s=deadline_s)
+        if self.info is None or self._stats is None or stats["gang"] != self._stats["gang"]:
+            self.info = await ask(self._handle, "info", deadline_s=deadline_s)
+            log.info("worker %s (process %s) answers", stats["gang"], stats["pid"])
+        self._stats, self._answered_s = stats, self._clock()
+
+    def _failed(self, error: Exception) -> None:
+        """A worker that answered and does not any more is news; the same again is not."""
+        known = isinstance(error, EngineLost | Refused)
+        if self._stats is not None or not known:
+            self._on_failure()
+            log.warning("the worker does not answer: %s", error, exc_info=None if known else error)
+        self._complaint = f"the worker does not answer: {error}"
+        self._stats = None

@@ -1,0 +1,258 @@
+"""A worker without a model, a handle without Serve, and a server around both."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import httpx
+import uvicorn
+
+from cluster.ingress import Api, build_app
+from configs.schema import Config, load
+from tests.cluster import tokens
+from worker import wire
+
+MODEL = "fake"
+MAX_MODEL_LEN = 256
+ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def ids_of(text: str) -> list[int]:
+    ids: list[int] = tokens.wrapped().encode(text, add_special_tokens=False)
+    return ids
+
+
+class FakeWorker:
+    """Answers every prompt with `reply`, a token at a time, as the real one speaks.
+
+    With `gate` set, each event after the first waits for a permit: tests decide how far it gets.
+    """
+
+    def __init__(self, reply: str = ALPHABET, *, per_delta: int = 1, places: int = 1000) -> None:
+        self.reply = ids_of(reply)
+        self.per_delta = per_delta
+        self.places = places
+        self.gate: asyncio.Semaphore | None = None
+        self.before_accepted: asyncio.Event | None = None
+        self.fail_after: Callable[[wire.Submit], Exception | wire.Event | None] = lambda _: None
+        self.submits: list[wire.Submit] = []
+        self.active: set[str] = set()
+        self.aborted: set[str] = set()
+        self.quiet = asyncio.Condition()
+        self.alive = True
+        self.gang = "gang-1"
+        self.cached = 0
+
+    async def generate(self, data: bytes) -> AsyncGenerator[bytes]:
+        submit = wire.decode_as(wire.Submit, data)
+        self.submits.append(submit)
+        self.active.add(submit.id)
+        try:
+            async for event in self._events(submit):
+                yield wire.encode(event)
+        except (GeneratorExit, asyncio.CancelledError):
+            self.aborted.add(submit.id)
+            raise
+        finally:
+            self.active.discard(submit.id)
+            async with self.quiet:
+                self.quiet.notify_all()
+
+    async def _events(self, submit: wire.Submit) -> AsyncIterator[wire.Event]:
+        if self.before_accepted is not None:
+            await self.before_accepted.wait()
+        if len(self.active) > self.places:
+            yield wire.Rejected("queue_full", 1.25, f"{self.places} requests wait already")
+            return
+        yield wire.Accepted(submit.id, len(submit.prompt))
+        for event in self._prompt_logprobs(submit):
+            yield event
+        out, reason, stop = self._tokens(submit)
+        last = wire.Finish(0, reason, len(submit.prompt), self.cached, len(out), stop)
+        for start in range(0, len(out), self.per_delta):
+            if self.gate is not None:
+                await self.gate.acquire()
+            if start and (failure := self.fail_after(submit)) is not None:
+                if isinstance(failure, Exception):
+                    raise failure
+                yield failure
+                return
+            part = out[start : start + self.per_delta]
+            scores = None if submit.params.logprobs is None else [self.score(t) for t in part]
+            if start + self.per_delta < len(out):
+                yield wire.Delta(0, part, scores)
+            else:
+                yield replace(last, tokens=part, logprobs=scores)
+        if not out:
+            yield last
+
+    def _tokens(self, submit: wire.Submit) -> tuple[list[int], str, int | None]:
+        params = submit.params
+        out = [*self.reply, tokens.EOS]
+        if params.ignore_eos:
+            out = (self.reply * (1 + params.max_tokens))[: params.max_tokens]
+        ends = [i for i, t in enumerate(out) if t in (tokens.EOS, *params.stop_token_ids)]
+        if ends and not params.ignore_eos and ends[0] < params.max_tokens:
+            return out[: ends[0] + 1], "stop", out[ends[0]]
+        return out[: params.max_tokens], "length", None
+
+    def _prompt_logprobs(self, submit: wire.Submit) -> list[wire.Event]:
+        if submit.params.prompt_logprobs is None:
+            return []
+        top = self.score(0).top[: submit.params.prompt_logprobs]
+        rest = [wire.PromptLogprob(-1.0 - t / 512, 2, top) for t in submit.prompt[1:]]
+        return [wire.PromptLogprobs(0, [None]), wire.PromptLogprobs(1, [*rest])]
+
+    def score(self, token: int) -> wire.TokenLogprob:
+        return wire.TokenLogprob(-token / 512, [(token, -token / 512), (1, -float("inf"))])
+
+    async def stats(self) -> dict[str, Any]:
+        if not self.alive:
+            raise RuntimeError("the actor died")
+        counters = (
+            "steps rows batch_tokens prompt_tokens generated_tokens failed_steps schedule_s "
+            "build_s execute_s waiting preemptions violations evictions step_age_s"
+        )
+        return {
+            **dict.fromkeys(counters.split(), 0),
+            "gang": self.gang,
+            "model": MODEL,
+            "running": len(self.active),
+            "blocks": {"free": 6, "owned": 3, "idle": 1, "leased": 0, "quarantined": 0},
+            "failure": None,
+            "pid": 4242,
+        }
+
+    async def info(self) -> dict[str, Any]:
+        return {
+            "gang": self.gang,
+            "model": MODEL,
+            "max_model_len": MAX_MODEL_LEN,
+            "vocab_size": tokens.VOCAB,
+            "block_size": 16,
+            "dtype": "float32",
+            "eos_token_ids": [tokens.EOS],
+            "table": {"model": MODEL},
+        }
+
+    async def debug_kv(self) -> dict[str, Any]:
+        return {"gang": self.gang, "degree": 1, "epoch": 0, "ranks": []}
+
+    async def debug_requests(self) -> list[dict[str, Any]]:
+        return [{"request": name} for name in sorted(self.active)]
+
+    async def where(self, request: str, token: int) -> dict[str, Any] | None:
+        if request not in self.active:
+            return None
+        if token > 100:
+            raise ValueError(f"token {token} is not in its pages")
+        return {"request": request, "token": token}
+
+    async def until_idle(self) -> None:
+        async with self.quiet:
+            await self.quiet.wait_for(lambda: not self.active)
+
+
+class LocalItems:
+    """A stream of a worker in this process, which runs on whether or not anybody reads."""
+
+    def __init__(self, events: AsyncGenerator[bytes]) -> None:
+        self._queue: asyncio.Queue[bytes | BaseException] = asyncio.Queue()
+        self._task = asyncio.ensure_future(self._pump(events))
+
+    async def _pump(self, events: AsyncGenerator[bytes]) -> None:
+        try:
+            async for event in events:
+                self._queue.put_nowait(event)
+            self._queue.put_nowait(StopAsyncIteration())
+        except Exception as error:
+            self._queue.put_nowait(error)
+
+    async def __anext__(self) -> bytes:
+        item = await self._queue.get()
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def cancel(self) -> None:
+        self._task.cancel()
+
+
+class LocalReply:
+    """A worker's method in this process."""
+
+    def __init__(self, work: Any) -> None:
+        self._task = asyncio.ensure_future(work)
+
+    def __await__(self) -> Any:
+        return self._task.__await__()
+
+    def cancel(self) -> None:
+        self._task.cancel()
+
+
+class LocalHandle:
+    """A `calls.Handle` on a worker in this process. `worker` may be replaced by another."""
+
+    def __init__(self, worker: FakeWorker) -> None:
+        self.worker = worker
+
+    def generate(self, submit: bytes) -> LocalItems:
+        return LocalItems(self.worker.generate(submit))
+
+    def ask(self, method: str, *arguments: Any) -> Awaitable[Any]:
+        return LocalReply(getattr(self.worker, method)(*arguments))
+
+
+@dataclass
+class Served:
+    """A running server: what it is made of, and a client."""
+
+    worker: FakeWorker
+    handle: LocalHandle
+    api: Api
+    url: str
+    http: httpx.AsyncClient
+
+    async def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
+        return await self.http.post(path, json=body, **options)
+
+    async def events(self, path: str, body: Any) -> list[str]:
+        """The `data:` lines of a stream, and its comments."""
+        answer = await self.post(path, {**body, "stream": True})
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = [part for part in answer.text.split("\n\n") if part]
+        assert answer.text.endswith("\n\n")
+        return [line.removeprefix("data: ") for line in lines]
+
+
+def config(*overrides: str) -> Config:
+    return load(None, [f"model.name={MODEL}", *overrides])
+
+
+@asynccontextmanager
+async def serving(worker: FakeWorker, *overrides: str) -> AsyncIterator[Served]:
+    """An HTTP server on a free port around `worker`, ready to be asked."""
+    handle = LocalHandle(worker)
+    api = Api(config(*overrides), MODEL, handle, tokens.wrapped(), name="ingress-1")  # type: ignore[arg-type]
+    app = build_app(api)
+    await api.watch.look()
+    settings = uvicorn.Config(app, port=0, log_level="critical", lifespan="on", ws="none")
+    server = uvicorn.Server(settings)
+    server.install_signal_handlers = lambda: None  # type: ignore[method-assign]
+    serving = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    try:
+        async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+            yield Served(worker, handle, api, url, http)
+    finally:
+        server.should_exit = True
+        await serving

@@ -1,0 +1,234 @@
+"""What is refused, with which words, and that a refusal touches nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from cluster import openai, prompts
+from cluster.errors import ApiError
+from tests.cluster import tokens
+from tests.cluster.fakes import ALPHABET, MAX_MODEL_LEN, MODEL, FakeWorker, config, ids_of, serving
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+USER = [{"role": "user", "content": "hi"}]
+NAN = float("nan")
+LONG = "x" * MAX_MODEL_LEN
+
+# path, what is wrong beside a good body, status, code, param, a part of the message
+BAD: list[tuple[str, Any, int, str, str | None, str]] = [
+    (CHAT, b"{", 400, "invalid_json", None, "not JSON"),
+    (CHAT, b"", 400, "invalid_json", None, "not JSON"),
+    (CHAT, b"\xff\xfe", 400, "invalid_json", None, "not JSON"),
+    (CHAT, b"[1]", 400, "invalid_json", None, "JSON object"),
+    (CHAT, b"[" * 100_000, 400, "invalid_json", None, "not JSON"),
+    (CHAT, {"messages": None}, 400, "missing_required_parameter", "messages", "is missing"),
+    (CHAT, {"messages": []}, 400, "invalid_value", "messages", "at least one"),
+    (CHAT, {"messages": "hi"}, 400, "invalid_value", "messages", "valid list"),
+    (CHAT, {"messages": ["hi"]}, 400, "invalid_value", "messages", "messages.0"),
+    (CHAT, {"messages": [{"content": "hi"}]}, 400, "invalid_value", "messages[0].role", "one of"),
+    (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, 400, "invalid_value",
+     "messages[0].role", "system, developer, user, assistant, got 'wizard'"),
+    (CHAT, {"messages": [{"role": "user"}]}, 400, "invalid_value", "messages[0].content", "a text"),
+    (CHAT, {"messages": [{"role": "user", "content": 5}]}, 400, "invalid_value",
+     "messages[0].content", "a text"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400,
+     "unsupported_parameter", "messages[0].content", "only text"),
+    (CHAT, {"messages": [{"role": "assistant", "content": "x"}]}, 400, "invalid_value", "messages",
+     "a conversation starts with the user"),
+    (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, 400, "invalid", None, ""),
+    (CHAT, {"messages": [*USER, {"role": "assistant", "content": "", "tool_calls": [1]}]}, 400,
+     "unsupported_parameter", "messages[1].tool_calls", "tool calls"),
+    (CHAT, {"model": "nope"}, 404, "model_not_found", "model", f"served is '{MODEL}'"),
+    (TEXT, {"model": "nope"}, 404, "model_not_found", "model", f"served is '{MODEL}'"),
+    (CHAT, {"model": 5}, 400, "invalid_value", "model", "string"),
+    (CHAT, {"stream": "yes"}, 400, "invalid_value", "stream", "boolean"),
+    (CHAT, {"stream_options": {"include_usage": True}}, 400, "invalid_value", "stream_options",
+     "needs stream: true"),
+    (CHAT, {"stream": True, "stream_options": {"include_usage": 1}}, 400, "invalid_value",
+     "stream_options", "stream_options.include_usage"),
+    (CHAT, {"temperature": -0.1}, 400, "invalid_value", "temperature", "from 0 to 2, got -0.1"),
+    (CHAT, {"temperature": 1e9}, 400, "invalid_value", "temperature", "from 0 to 2"),
+    (CHAT, {"temperature": "hot"}, 400, "invalid_value", "temperature", "valid number"),
+    (CHAT, {"temperature": True}, 400, "invalid_value", "temperature", "valid number"),
+    (CHAT, {"temperature": NAN}, 400, "invalid_value", "temperature", "got nan"),
+    (CHAT, b'{"messages":[{"role":"user","content":"x"}],"top_p":1e999}', 400, "invalid_value",
+     "top_p", "got inf"),
+    (CHAT, {"top_p": 0}, 400, "invalid_value", "top_p", "above 0"),
+    (CHAT, {"top_k": -2}, 400, "invalid_value", "top_k", "-1 or 0"),
+    (CHAT, {"top_k": 1.5}, 400, "invalid_value", "top_k", "integer"),
+    (CHAT, {"min_p": 2}, 400, "invalid_value", "min_p", "from 0 to 1"),
+    (CHAT, {"repetition_penalty": 0}, 400, "invalid_value", "repetition_penalty", "above 0"),
+    (CHAT, {"presence_penalty": 3}, 400, "invalid_value", "presence_penalty", "from -2 to 2"),
+    (CHAT, {"frequency_penalty": -3}, 400, "invalid_value", "frequency_penalty", "from -2 to 2"),
+    (CHAT, {"seed": 2**70}, 400, "invalid_value", "seed", "64-bit"),
+    (CHAT, b'{"messages":[{"role":"user","content":"x"}],"seed":1%s}' % (b"0" * 5000), 400,
+     "invalid", None, ""),
+    (CHAT, {"seed": 1.5}, 400, "invalid_value", "seed", "integer"),
+    (CHAT, {"min_tokens": -1}, 400, "invalid_value", "min_tokens", "from 0"),
+    (CHAT, {"min_tokens": 9, "max_tokens": 3}, 400, "invalid_value", "min_tokens", "at most"),
+    (CHAT, {"max_tokens": -1}, 400, "invalid_value", "max_tokens", "from 0"),
+    (CHAT, {"max_tokens": 0}, 400, "invalid_value", "max_completion_tokens", "at least 1"),
+    (CHAT, {"max_completion_tokens": -5}, 400, "invalid_value", "max_completion_tokens", "from 0"),
+    (TEXT, {"max_tokens": 0}, 400, "invalid_value", "max_tokens", "unless echo is true"),
+    (CHAT, {"logit_bias": {"AI": 1}}, 400, "invalid_value", "logit_bias", "'AI' is not a token id"),
+    (CHAT, {"logit_bias": {"-1": 1}}, 400, "invalid_value", "logit_bias", "'-1' is not a token id"),
+    (CHAT, {"logit_bias": {str(tokens.VOCAB): 1}}, 400, "invalid_value", "logit_bias", "from 0 to"),
+    (CHAT, {"logit_bias": {"9" * 400: 1}}, 400, "invalid_value", "logit_bias", "not a token id"),
+    (CHAT, {"logit_bias": {"1": "x"}}, 400, "invalid_value", "logit_bias", "valid number"),
+    (CHAT, {"logit_bias": {"1": 101}}, 400, "invalid_value", "logit_bias[1]", "-100 to 100"),
+    (CHAT, {"logit_bias": {"1": NAN}}, 400, "invalid_value", "logit_bias[1]", "nan"),
+    (CHAT, {"logit_bias": [1]}, 400, "invalid_value", "logit_bias", "dictionary"),
+    (CHAT, {"stop": ["x"] * 17}, 400, "invalid_value", "stop", "at most 16"),
+    (CHAT, {"stop": ""}, 400, "invalid_value", "stop", "1 to 256 characters"),
+    (CHAT, {"stop": "x" * 257}, 400, "invalid_value", "stop", "1 to 256 characters"),
+    (CHAT, {"stop": 5}, 400, "invalid_value", "stop", "stop: input should be a valid string"),
+    (CHAT, {"stop": [5]}, 400, "invalid_value", "stop", "stop"),
+    (CHAT, {"stop_token_ids": [-1]}, 400, "invalid_value", "stop_token_ids", "from 0 to"),
+    (CHAT, {"stop_token_ids": [True]}, 400, "invalid_value", "stop_token_ids", "integer"),
+    (CHAT, {"logprobs": 3}, 400, "invalid_value", "logprobs", "boolean"),
+    (CHAT, {"top_logprobs": 3}, 400, "invalid_value", "top_logprobs", "needs logprobs: true"),
+    (CHAT, {"logprobs": True, "top_logprobs": 21}, 400, "invalid_value", "top_logprobs",
+     "from 0 to 20, got 21 (the setting limits.max_logprobs"),
+    (TEXT, {"logprobs": -1}, 400, "invalid_value", "logprobs", "from 0 to 20"),
+    (CHAT, {"chat_template_kwargs": {"messages": []}}, 400, "invalid_value",
+     "chat_template_kwargs", "may not set messages"),
+    (TEXT, {"prompt": None}, 400, "missing_required_parameter", "prompt", "prompt is missing"),
+    (TEXT, {"prompt": ""}, 400, "invalid_value", "prompt", "at least one token"),
+    (TEXT, {"prompt": []}, 400, "invalid_value", "prompt", "not empty"),
+    (TEXT, {"prompt": [[]]}, 400, "invalid_value", "prompt", "not empty"),
+    (TEXT, {"prompt": ["a", 1]}, 400, "invalid_value", "prompt", "list of texts"),
+    (TEXT, {"prompt": [1, "a"]}, 400, "invalid_value", "prompt", "list of texts"),
+    (TEXT, {"prompt": [1.5]}, 400, "invalid_value", "prompt", "list of texts"),
+    (TEXT, {"prompt": [[1, True]]}, 400, "invalid_value", "prompt", "list of texts"),
+    (TEXT, {"prompt": {"a": 1}}, 400, "invalid_value", "prompt", "list of texts"),
+    (TEXT, {"prompt": [tokens.VOCAB]}, 400, "invalid_value", "prompt", "token ids go from 0 to"),
+    (TEXT, {"prompt": [-1]}, 400, "invalid_value", "prompt", "token ids go from 0 to"),
+    (TEXT, {"prompt": ["x"] * 257}, 400, "invalid_value", "prompt", "256 prompts"),
+    (TEXT, {"prompt": LONG}, 400, "context_length_exceeded", "prompt",
+     "256 tokens and 16 more are asked for, 272 together; fake holds 256"),
+    (CHAT, {"messages": [{"role": "user", "content": LONG}]}, 400, "context_length_exceeded",
+     "messages", "fake holds 256"),
+    (CHAT, {"max_tokens": MAX_MODEL_LEN}, 400, "context_length_exceeded", "messages", "together"),
+    (CHAT, {"n": 2}, 400, "unsupported_parameter", "n", "leave it out or send 1"),
+    (TEXT, {"best_of": 2}, 400, "unsupported_parameter", "best_of", "best_of"),
+    (TEXT, {"suffix": "x"}, 400, "unsupported_parameter", "suffix", "suffix"),
+    (CHAT, {"use_beam_search": True}, 400, "unsupported_parameter", "use_beam_search", "false"),
+    (CHAT, {"response_format": {"type": "json_object"}}, 400, "unsupported_parameter",
+     "response_format", '{"type":"text"}'),
+    (CHAT, {"tools": [{"type": "function"}]}, 400, "unsupported_parameter", "tools", "tools"),
+    (CHAT, {"logits_processors": ["x"]}, 400, "unsupported_parameter", "logits_processors", ""),
+    (CHAT, {"guided_json": {}}, 400, "unsupported_parameter", "guided_json", "leave it out"),
+    (CHAT, {"echo": True}, 400, "unsupported_parameter", "echo", "echo"),
+]  # fmt: skip
+
+
+def body_of(path: str, wrong: Any) -> bytes:
+    if isinstance(wrong, bytes):
+        return wrong
+    good = {"messages": USER} if path == CHAT else {"prompt": "hi"}
+    return json.dumps({**good, **wrong}).encode()
+
+
+@pytest.mark.anyio
+async def test_bad_input_is_a_4xx_in_openai_s_shape_and_touches_no_other_request() -> None:
+    worker = FakeWorker()
+    worker.gate = asyncio.Semaphore(3)
+    async with serving(worker) as served:
+        good = asyncio.create_task(served.post(CHAT, {"messages": USER}))
+        while not worker.active:
+            await asyncio.sleep(0)
+        for path, wrong, status, code, param, words in BAD:
+            for stream in (False, True):
+                body = body_of(path, wrong)
+                if stream and body.startswith(b'{"') and b'"stream"' not in body:
+                    body = body[:1] + b'"stream":true,' + body[1:]
+                    if b"include_usage" in body:
+                        continue
+                answer = await served.http.post(path, content=body)
+                case = (path, body[:200], answer.text)
+                assert answer.status_code == status, case
+                error = answer.json()["error"]
+                assert error.keys() == {"message", "type", "param", "code"}, case
+                assert error["type"] == "invalid_request_error", case
+                assert error["code"].startswith(code), case
+                assert error["param"] == param, case
+                assert words in error["message"], case
+                assert len(error["message"]) < 400, case
+        for _ in range(30):
+            worker.gate.release()
+        assert (await good).json()["choices"][0]["message"]["content"] == ALPHABET
+        assert len(worker.submits) == 1
+
+
+def served(*overrides: str) -> openai.Served:
+    made = config(*overrides)
+    return openai.Served(MODEL, MAX_MODEL_LEN, tokens.VOCAB, made.limits, made.server.strict_params)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"n": 1, "best_of": 1, "use_beam_search": False, "length_penalty": 1.0},
+        {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}},
+        {"user": "me", "metadata": {"a": 1}, "parallel_tool_calls": True, "store": False},
+        {"modalities": ["text"], "service_tier": "auto", "priority": 0, "cache_salt": ""},
+        {"temperature": 2, "top_k": -1, "min_p": 1, "seed": -(2**63), "logit_bias": {"0": -100}},
+        {"max_tokens": MAX_MODEL_LEN, "stop": ["x" * 256] * 16, "stop_token_ids": [0]},
+    ],
+)
+def test_what_asks_for_nothing_or_is_at_a_bound_is_accepted(body: dict[str, Any]) -> None:
+    data = json.dumps({"messages": USER, **body}).encode()
+    request = openai.parse(openai.ChatRequest, data)
+    openai.check_common(request, served())
+    assert request.ignored == []
+
+
+def test_values_equal_but_of_another_type_ask_for_something() -> None:
+    with pytest.raises(ApiError, match="n is not supported"):
+        openai.parse(openai.ChatRequest, b'{"messages": [], "n": true}')
+
+
+def test_unknown_parameters_are_refused_where_the_server_is_strict() -> None:
+    request = openai.parse(openai.ChatRequest, b'{"messages": [], "colour": 1}')
+    openai.check_common(request, served())
+    with pytest.raises(ApiError, match="unknown parameter 'colour'") as error:
+        openai.check_common(request, served("server.strict_params=true"))
+    assert (error.value.status, error.value.code) == (400, "unknown_parameter")
+
+
+def test_a_prompt_may_fill_the_sequence_only_where_nothing_follows() -> None:
+    body = {"prompt": "x", "max_tokens": 0, "echo": True, "logprobs": 1}
+    request = openai.parse(openai.CompletionRequest, json.dumps(body).encode())
+    full = openai.sampling(request, served(), prompt_tokens=MAX_MODEL_LEN)
+    assert (full.max_tokens, full.prompt_logprobs) == (0, 1)
+    with pytest.raises(ApiError, match=f"{MAX_MODEL_LEN + 1} tokens"):
+        openai.sampling(request, served(), prompt_tokens=MAX_MODEL_LEN + 1)
+    chat = openai.parse(openai.ChatRequest, b'{"messages": []}')
+    assert openai.sampling(chat, served(), prompt_tokens=MAX_MODEL_LEN - 1).max_tokens == 1
+    with pytest.raises(ApiError, match=f"has {MAX_MODEL_LEN} tokens") as error:
+        openai.sampling(chat, served(), prompt_tokens=MAX_MODEL_LEN)
+    assert error.value.code == "context_length_exceeded"
+
+
+def test_messages_become_what_a_template_takes() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert prompts.conversation(
+        [
+            {"role": "developer", "content": "be kind", "name": "boss"},
+            {"role": "user", "content": parts, "extra": 1},
+        ]
+    ) == [
+        {"role": "system", "content": "be kind", "name": "boss"},
+        {"role": "user", "content": "ab"},
+    ]
+
+
+def test_prompts_keep_their_order_and_kind() -> None:
+    assert prompts.prompts("a", served()) == ["a"]
+    assert prompts.prompts(["a", ""], served()) == ["a", ""]
+    assert prompts.prompts([1, 2], served()) == [[1, 2]]
+    assert prompts.prompts([ids_of("a"), [0]], served()) == [ids_of("a"), [0]]
