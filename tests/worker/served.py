@@ -93,7 +93,7 @@ def generate(
             outputs[int(request.id)] += event.tokens
         prove_sound(engine)
         running = [s for s in engine.scheduler.running if s.request.preemptions < PREEMPTIONS]
-        if random is not None and running and random.random() < 0.15:
+        if random is not None and running and (turn == 3 or random.random() < 0.15):
             engine.scheduler.preempt(random.choice(running))
             prove_sound(engine)
     for pool in engine.scheduler.pools:
