@@ -94,7 +94,7 @@ class Watch:
             try:
                 await self.look()
             except Exception as error:
-                self._failed(error)
+                self.failed(error)
             await asyncio.sleep(self._period_s if self._stats else FIRST_PERIOD_S)
 
     async def look(self, deadline_s: float | None = None) -> None:
@@ -106,7 +106,7 @@ class Watch:
             log.info("worker %s (process %s) answers", stats["gang"], stats["pid"])
         self._stats, self._answered_s = stats, self._clock()
 
-    def _failed(self, error: Exception) -> None:
+    def failed(self, error: Exception) -> None:
         """A worker that answered and does not any more is news; the same again is not."""
         known = isinstance(error, EngineLost | Refused)
         if self._stats is not None or not known:

@@ -235,11 +235,15 @@ def config(*overrides: str) -> Config:
     return load(None, [f"model.name={MODEL}", *overrides])
 
 
+def make_api(handle: LocalHandle, *overrides: str) -> Api:
+    return Api(config(*overrides), MODEL, handle, tokens.wrapped(), name="ingress-1")  # type: ignore[arg-type]
+
+
 @asynccontextmanager
 async def serving(worker: FakeWorker, *overrides: str) -> AsyncIterator[Served]:
     """An HTTP server on a free port around `worker`, ready to be asked."""
     handle = LocalHandle(worker)
-    api = Api(config(*overrides), MODEL, handle, tokens.wrapped(), name="ingress-1")  # type: ignore[arg-type]
+    api = make_api(handle, *overrides)
     app = build_app(api)
     await api.watch.look()
     settings = uvicorn.Config(app, port=0, log_level="critical", lifespan="on", ws="none")

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from cluster import calls
+from cluster.calls import DeadlinePassed, EngineLost, Refused, ServeHandle, Stream, ask
+
+pytestmark = pytest.mark.anyio
+request_id = contextvars.ContextVar("request_id", default="none")
+
+
+class Reply:
+    """An answer that comes from `work`; remembers in which context it was asked for."""
+
+    def __init__(self, work: Callable[[], Awaitable[Any]]) -> None:
+        self.context_of_call = request_id.get()
+        self.work = work
+        self.cancelled = False
+
+    def __await__(self) -> Any:
+        return self.work().__await__()
+
+    def __anext__(self) -> Awaitable[Any]:
+        return self.work()
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Handle:
+    def __init__(self, work: Callable[[], Awaitable[Any]]) -> None:
+        self.work = work
+        self.replies: list[Reply] = []
+
+    def generate(self, submit: bytes) -> Reply:
+        self.replies.append(Reply(self.work))
+        return self.replies[-1]
+
+    def ask(self, method: str, *arguments: Any) -> Reply:
+        return self.generate(b"")
+
+
+async def forever() -> None:
+    await asyncio.Event().wait()
+
+
+async def number() -> int:
+    return 7
+
+
+def raising(error: BaseException) -> Callable[[], Awaitable[Any]]:
+    async def work() -> None:
+        raise error
+
+    return work
+
+
+async def test_calls_run_outside_the_request_s_context() -> None:
+    token = request_id.set("http-1")
+    handle = Handle(number)
+    assert await ask(handle, "stats", deadline_s=5) == 7
+    with Stream(handle, b"", deadline_s=5):
+        pass
+    assert [reply.context_of_call for reply in handle.replies] == ["none", "none"]
+    request_id.reset(token)
+
+
+async def test_a_reply_is_cancelled_however_the_call_ends() -> None:
+    for work in (number, forever, raising(RuntimeError("x"))):
+        handle = Handle(work)
+        await asyncio.gather(ask(handle, "stats", deadline_s=0.01), return_exceptions=True)
+        assert handle.replies[0].cancelled
+
+
+class Remote(ValueError):
+    """As Ray raises it: the worker's trace in the text, its exception as `cause`."""
+
+    cause = ValueError("token 9 is not in its pages")
+
+
+@pytest.mark.parametrize(
+    ("work", "kind", "message"),
+    [
+        (forever, EngineLost, "stats had no answer in 0.01 s"),
+        (raising(RuntimeError("trace\nboom")), EngineLost, "stats failed: RuntimeError: boom"),
+        (raising(asyncio.CancelledError()), EngineLost, "cancelled by the worker"),
+        (raising(Remote("a long trace")), Refused, "^token 9 is not in its pages$"),
+    ],
+)
+async def test_what_an_unanswered_call_raises(work: Any, kind: Any, message: str) -> None:
+    with pytest.raises(kind, match=message):
+        await ask(Handle(work), "stats", deadline_s=0.01)
+
+
+@pytest.mark.parametrize(
+    ("work", "message"),
+    [
+        (raising(StopAsyncIteration()), "ended the stream before its last message"),
+        (raising(ConnectionError("reset")), "the stream broke: ConnectionError: reset"),
+        (raising(asyncio.CancelledError()), "the worker cancelled the stream"),
+        (forever, "said nothing for 0.01 s"),
+    ],
+)
+async def test_a_stream_that_breaks_is_a_loss(
+    work: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "SILENCE_S", 0.01)
+    handle = Handle(work)
+    with Stream(handle, b"", deadline_s=60) as stream, pytest.raises(EngineLost, match=message):
+        await stream.next()
+    assert handle.replies[0].cancelled
+
+
+async def test_a_stream_past_its_deadline_is_no_loss() -> None:
+    with Stream(Handle(forever), b"", deadline_s=0.0) as stream, pytest.raises(DeadlinePassed):
+        await stream.next()
+
+
+async def test_a_finished_stream_is_left_alone() -> None:
+    handle = Handle(number)
+    with Stream(handle, b"", deadline_s=5) as stream:
+        assert await stream.next() == 7
+        stream.finished = True
+    assert not handle.replies[0].cancelled
+
+
+async def test_a_cancelled_caller_stays_cancelled_and_cancels_its_call() -> None:
+    for call in (_read, _ask):
+        handle = Handle(forever)
+        task = asyncio.create_task(call(handle))
+        while not handle.replies:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert handle.replies[0].cancelled
+
+
+async def _read(handle: Handle) -> None:
+    with Stream(handle, b"", deadline_s=60) as stream:
+        await stream.next()
+
+
+async def _ask(handle: Handle) -> None:
+    await ask(handle, "stats", deadline_s=60)
+
+
+def test_the_real_handle_streams_only_what_is_a_stream() -> None:
+    class Method:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def remote(self, *arguments: Any) -> Any:
+            return self.name, arguments
+
+    class Deployment:
+        def __init__(self, prefix: str = "") -> None:
+            self.prefix = prefix
+
+        def options(self, *, stream: bool) -> Deployment:
+            return Deployment("stream " if stream else "")
+
+        def __getattr__(self, name: str) -> Method:
+            return Method(self.prefix + name)
+
+    handle: Any = ServeHandle(Deployment())
+    assert handle.generate(b"x") == ("stream generate", (b"x",))
+    assert handle.ask("where", "id", 3) == ("where", ("id", 3))

@@ -1,0 +1,88 @@
+"""Bodies that are too large or too slow, by the bytes that arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from tests.cluster.fakes import FakeWorker, Served, serving
+
+pytestmark = pytest.mark.anyio
+PATH = "/v1/completions"
+LIMIT = 2000
+
+
+async def raw(served: Served, *parts: bytes, read: bool = True) -> tuple[int, dict[str, Any]]:
+    """Sends these bytes and nothing more; the status and the JSON body of the answer."""
+    host, _, port = served.url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    for part in parts:
+        writer.write(part)
+        await writer.drain()
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = next(int(h[16:]) for h in head.split(b"\r\n") if h.startswith(b"content-length: "))
+    body = json.loads(await reader.readexactly(length))
+    writer.close()
+    return int(head.split()[1]), body
+
+
+def head(*fields: str) -> bytes:
+    return "\r\n".join([f"POST {PATH} HTTP/1.1", "Host: x", *fields, "", ""]).encode()
+
+
+async def test_a_body_that_announces_too_much_is_refused_before_it_arrives() -> None:
+    async with serving(FakeWorker(), f"limits.max_body_bytes={LIMIT}") as served:
+        status, body = await raw(served, head(f"Content-Length: {LIMIT + 1}"))
+        assert (status, body["error"]["code"]) == (413, "body_too_large")
+        assert f"{LIMIT} bytes (limits.max_body_bytes)" in body["error"]["message"]
+
+
+async def test_a_body_without_an_announced_length_is_counted() -> None:
+    async with serving(FakeWorker(), f"limits.max_body_bytes={LIMIT}") as served:
+        piece = b"200\r\n" + b" " * 512 + b"\r\n"
+        chunked = head("Transfer-Encoding: chunked")
+        status, body = await raw(served, chunked, *[piece] * 4)
+        assert (status, body["error"]["code"]) == (413, "body_too_large")
+
+        async def padded(size: int) -> AsyncIterator[bytes]:
+            yield json.dumps({"prompt": "hi"}).encode()
+            yield b" " * size
+
+        for size, expected in ((LIMIT - 16, 200), (LIMIT, 413)):
+            answer = await served.http.post(PATH, content=padded(size))
+            assert answer.status_code == expected
+
+
+async def test_a_body_that_does_not_come_is_a_408() -> None:
+    async with serving(FakeWorker(), "limits.body_timeout_s=0.05") as served:
+        status, body = await raw(served, head("Content-Length: 50"), b'{"prompt"')
+        assert (status, body["error"]["code"]) == (408, "timeout")
+        assert "0.05 s (limits.body_timeout_s)" in body["error"]["message"]
+
+
+async def test_the_time_for_the_body_is_not_a_limit_of_the_answer() -> None:
+    worker = FakeWorker()
+    worker.gate = asyncio.Semaphore(0)
+    async with serving(worker, "limits.body_timeout_s=0.05") as served:
+        waiting = asyncio.create_task(served.post(PATH, {"prompt": "hi"}))
+        late = await raw(served, head("Content-Length: 50"), b"{")  # takes the whole limit
+        assert late[0] == 408
+        for _ in range(30):
+            worker.gate.release()
+        assert (await waiting).status_code == 200
+
+
+async def test_a_client_that_leaves_in_the_middle_of_its_body_disturbs_nobody() -> None:
+    async with serving(FakeWorker()) as served:
+        host, _, port = served.url.removeprefix("http://").partition(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(head("Content-Length: 50") + b"{")
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+        assert (await served.post(PATH, {"prompt": "hi"})).status_code == 200
+        assert not served.worker.submits[1:]

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import asyncio
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.metrics import Metrics, Record
+from tests.cluster.fakes import FakeWorker
+
+
+async def snapshot() -> dict[str, object]:
+    return {**await FakeWorker().stats(), "block_size": 16}
+
+
+def samples(metrics: Metrics) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    found = {}
+    for family in text_string_to_metric_families(metrics.text().decode()):
+        for sample in family.samples:
+            found[sample.name, frozenset(sample.labels.items())] = sample.value
+    return found
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float:
+    wanted = set(labels.items())
+    matching = [v for (n, got), v in samples(metrics).items() if n == name and wanted <= got]
+    assert len(matching) == 1, (name, labels, matching)
+    return matching[0]
+
+
+def record(**changes: object) -> Record:
+    made = Record("/v1/completions", 0.0, id="cmpl-1", status=200, total_s=2.0, ttft_s=0.5)
+    made.finish_reasons, made.prompt_tokens, made.generated_tokens = ["stop"], 100, 16
+    for name, changed in changes.items():
+        setattr(made, name, changed)
+    return made
+
+
+def test_a_finished_request_is_in_every_histogram_once() -> None:
+    metrics = Metrics("m", "i", dict)
+    metrics.started()
+    assert value(metrics, "kvatlas:requests_open") == 1
+    metrics.on_tokens(None, 1)
+    metrics.on_tokens(0.3, 3)
+    metrics.finished(record())
+    assert value(metrics, "kvatlas:requests_open") == 0
+    for name, total in (
+        ("vllm:time_to_first_token_seconds", 0.5),
+        ("vllm:time_per_output_token_seconds", 0.1),
+        ("vllm:request_time_per_output_token_seconds", 0.1),
+        ("vllm:e2e_request_latency_seconds", 2.0),
+        ("vllm:request_prompt_tokens", 100),
+        ("vllm:request_generation_tokens", 16),
+    ):
+        assert value(metrics, f"{name}_count") == 1, name
+        assert abs(value(metrics, f"{name}_sum") - total) < 1e-9, name
+    assert value(metrics, "vllm:request_success_total", finished_reason="stop") == 1
+    assert value(metrics, "kvatlas:answers_total", route="/v1/completions", status="200") == 1
+
+
+def test_a_refused_request_is_no_latency() -> None:
+    metrics = Metrics("m", "i", dict)
+    metrics.started()
+    refused = record(status=429, error="queue_full", finish_reasons=[], ttft_s=None, ignored=2)
+    metrics.finished(refused)
+    assert value(metrics, "vllm:e2e_request_latency_seconds_count") == 0
+    assert value(metrics, "kvatlas:answers_total", status="429") == 1
+    assert value(metrics, "kvatlas:ignored_parameters_total") == 2
+
+
+async def _engines() -> Metrics:
+    stats = await snapshot()
+    stats["running"], stats["steps"] = 3, 12
+    return Metrics("m", "i", lambda: {"g1": stats, "g2": {**stats, "running": 1}})
+
+
+def test_engines_are_shown_from_their_snapshots() -> None:
+    metrics = asyncio.run(_engines())
+    assert value(metrics, "vllm:num_requests_running", engine="g1") == 3
+    assert value(metrics, "vllm:num_requests_running", engine="g2") == 1
+    assert value(metrics, "kvatlas:steps_total", engine="g1") == 12
+    assert value(metrics, "kvatlas:blocks", engine="g1", state="free") == 6
+    assert abs(value(metrics, "vllm:kv_cache_usage_perc", engine="g1") - 0.3) < 1e-9
+    assert value(metrics, "vllm:cache_config_info", engine="g1", num_gpu_blocks="10") == 1
+
+
+def test_every_sample_says_whose_it_is() -> None:
+    metrics = asyncio.run(_engines())
+    metrics.finished(record())
+    for name, labels in samples(metrics):
+        assert {"ingress", "engine"} & dict(labels).keys(), name
+
+
+def test_no_series_beside_those_that_are_asked_for() -> None:
+    assert b"_created" not in Metrics("m", "i", dict).text()
+
+
+def test_the_line_of_a_request_says_what_and_how_fast() -> None:
+    assert record(label="mine", cached_tokens=64).line() == (
+        "cmpl-1 [mine] /v1/completions 200 stop: 100 prompt (64 cached) + 16 new tokens, "
+        "first after 500 ms, then 10.0 tokens/s, 2.00 s in all"
+    )
+    refused = record(status=400, error="invalid_value", id="")
+    assert refused.line() == "- /v1/completions 400 invalid_value after 2.00 s"

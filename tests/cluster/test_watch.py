@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import pytest
+
+from cluster.calls import EngineLost
+from cluster.watch import Watch
+from tests.cluster.fakes import FakeWorker, LocalHandle
+
+pytestmark = pytest.mark.anyio
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Watched:
+    """A watch over a fake worker, with a clock that tests move."""
+
+    def __init__(self) -> None:
+        self.worker = FakeWorker()
+        self.clock = Clock()
+        self.failures = 0
+        self.watch = Watch(
+            LocalHandle(self.worker),  # type: ignore[arg-type]
+            period_s=2.0,
+            timeout_s=5.0,
+            on_failure=self.count,
+            clock=self.clock,
+        )
+
+    def count(self) -> None:
+        self.failures += 1
+
+
+async def test_ready_follows_the_answers() -> None:
+    it = Watched()
+    assert not it.watch.ready
+    assert it.watch.complaint == "no worker has answered yet"
+    assert it.watch.report()["models"][0]["gangs"] == []
+    await it.watch.look()
+    assert it.watch.ready
+    (gang,) = it.watch.report()["models"][0]["gangs"]
+    assert (gang["gang"], gang["ready"], gang["pid"], gang["step_age_s"]) == (
+        "gang-1",
+        True,
+        4242,
+        0,
+    )
+    assert it.watch.info is not None
+
+
+async def test_an_answer_that_is_too_old_is_none() -> None:
+    """A frozen worker raises nothing: its last answer just gets older."""
+    it = Watched()
+    await it.watch.look()
+    it.clock.now += 7.0
+    assert it.watch.ready
+    it.clock.now += 0.1
+    assert not it.watch.ready
+    assert it.watch.complaint == "the worker's last answer is 7.1 s old"
+    assert it.watch.snapshots() == {}
+    await it.watch.look()
+    assert it.watch.ready
+
+
+async def test_an_engine_that_stopped_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = Watched()
+    stats = await it.worker.stats()
+
+    async def stopped() -> dict[str, Any]:
+        return {**stats, "failure": "device lost"}
+
+    monkeypatch.setattr(it.worker, "stats", stopped)
+    await it.watch.look()
+    assert not it.watch.ready
+    assert "device lost" in it.watch.complaint
+
+
+async def test_a_new_worker_process_brings_its_own_facts() -> None:
+    it = Watched()
+    await it.watch.look()
+    it.watch.info = {"old": True}
+    await it.watch.look()
+    assert it.watch.info == {"old": True}  # the same worker is not asked again
+    it.worker.gang = "gang-2"
+    await it.watch.look()
+    assert it.watch.info is not None
+    assert it.watch.info["gang"] == "gang-2"
+
+
+async def test_failures_are_logged_once_counted_and_seen(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = Watched()
+    turns = 0
+    alive = [True, False, False, True, False]
+
+    async def next_turn(_: float) -> None:
+        nonlocal turns
+        turns += 1
+        if turns == len(alive):
+            raise asyncio.CancelledError
+        it.worker.alive = alive[turns]
+
+    monkeypatch.setattr("cluster.watch.asyncio.sleep", next_turn)
+    with caplog.at_level(logging.INFO), pytest.raises(asyncio.CancelledError):
+        await it.watch.run()
+    messages = [r.getMessage() for r in caplog.records]
+    lost = "the worker does not answer: stats failed: RuntimeError: the actor died"
+    back = "worker gang-1 (process 4242) answers"
+    assert messages == [back, lost, back, lost]
+    assert it.failures == 2
+    assert it.watch.complaint == lost
+    assert not it.watch.ready
+
+
+async def test_a_fault_in_the_watch_itself_shows_its_trace(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    it = Watched()
+    it.watch.failed(KeyError("gang"))
+    assert it.failures == 1
+    assert caplog.records[0].exc_info is not None
+    it.watch.failed(EngineLost("gone"))
+    assert it.failures == 1  # there was no worker to lose
