@@ -46,6 +46,7 @@ class Api:
             handle,
             period_s=config.cluster.health_period_s,
             timeout_s=config.cluster.health_timeout_s,
+            step_timeout_s=config.cluster.step_timeout_s,
             on_failure=lambda: self.metrics.background_failure("watch"),
         )
         self.metrics = Metrics(model, name, self.watch.snapshots)

@@ -29,11 +29,13 @@ class Watch:
         *,
         period_s: float,
         timeout_s: float,
+        step_timeout_s: float,
         on_failure: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._handle = handle
         self._period_s, self._timeout_s = period_s, timeout_s
+        self._step_timeout_s = step_timeout_s
         self._on_failure = on_failure
         self._clock = clock
         self._stats: dict[str, Any] | None = None
@@ -59,6 +61,8 @@ class Watch:
             return f"the worker's last answer is {age_s:.1f} s old"
         if self._stats["failure"]:
             return f"the engine stopped: {self._stats['failure']}"
+        if self._stats["step_age_s"] > self._step_timeout_s:
+            return f"a step has run for {self._stats['step_age_s']:.0f} s: the device hangs"
         return ""
 
     def snapshots(self) -> Mapping[str, dict[str, Any]]:

@@ -174,6 +174,11 @@ class ClusterConfig:
     health_timeout_s: float = _setting(
         5.0, rules.number(0, above=True), "Time a worker has to answer a health check."
     )
+    step_timeout_s: float = _setting(
+        120.0,
+        rules.number(0, above=True),
+        "Longest an engine step may run; beyond it the device hangs and the worker is replaced.",
+    )
     gpus_per_worker: float = _setting(
         1.0, rules.number(0, above=True), "GPUs that Ray reserves for a worker on a GPU."
     )

@@ -212,6 +212,11 @@ class GPUWorker:
         """Serve restarts this process where its engine has stopped."""
         if self.loop.failure is not None:
             raise RuntimeError(f"the engine stopped: {self.loop.failure}")
+        age_s, most_s = self.loop.step_age_s, self.config.cluster.step_timeout_s
+        if age_s > most_s:
+            raise RuntimeError(
+                f"a step has run for {age_s:.0f} s, more than cluster.step_timeout_s={most_s:g}"
+            )
 
     def __del__(self) -> None:
         if getattr(self, "started", False):

@@ -31,6 +31,7 @@ class Watched:
             LocalHandle(self.worker),  # type: ignore[arg-type]
             period_s=2.0,
             timeout_s=5.0,
+            step_timeout_s=60.0,
             on_failure=self.count,
             clock=self.clock,
         )
@@ -81,6 +82,24 @@ async def test_an_engine_that_stopped_is_not_ready(monkeypatch: pytest.MonkeyPat
     await it.watch.look()
     assert not it.watch.ready
     assert "device lost" in it.watch.complaint
+
+
+async def test_a_step_that_never_ends_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device hangs: the process still answers, the engine's thread does not come back."""
+    it = Watched()
+    stats = await it.worker.stats()
+    age_s = 59.0
+
+    async def hanging() -> dict[str, Any]:
+        return {**stats, "step_age_s": age_s}
+
+    monkeypatch.setattr(it.worker, "stats", hanging)
+    await it.watch.look()
+    assert it.watch.ready
+    age_s = 61.0
+    await it.watch.look()
+    assert not it.watch.ready
+    assert "61 s" in it.watch.complaint
 
 
 async def test_a_new_worker_process_brings_its_own_facts() -> None:
