@@ -93,7 +93,7 @@ def _attend_op(
     softcap: float | None,
     sink: Tensor | None,
 ) -> Tensor:
-    return _PAGES[pages].attend(q, k, v, layer, scale, softcap, sink)
+    return _PAGES[pages].attend(q, k, v, layer, scale, softcap, sink).contiguous()
 
 
 def _attend_shape(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
@@ -133,12 +133,21 @@ AttentionInterface.register(HOOK, _paged_attention)
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """How a layer calls attention, beside what it stores."""
+
+    heads: int
+    softcap: float | None
+    sink: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """What is known of a model before its weights are loaded."""
 
     family: str
     layers: tuple[LayerShape, ...]
-    heads: int
+    calls: tuple[AttentionCall, ...]
     vocab_size: int
     weight_count: int
 
@@ -171,14 +180,13 @@ def probe(config: PretrainedConfig) -> ModelShape:
             f"{family}: layers of type {', '.join(sorted(unknown))} keep state or masks that pages "
             f"cannot hold; served are {' and '.join(sorted(SERVED_LAYER_TYPES))}"
         )
-    calls: dict[int, list[LayerShape]] = {}
-    heads = 0
+    calls: dict[int, list[tuple[LayerShape, AttentionCall]]] = {}
 
     def record(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> None:
-        nonlocal heads
-        heads = max(heads, query.shape[1])
-        shape = LayerShape(key.shape[1], key.shape[3], value.shape[3], kwargs.get("sliding_window"))
-        calls.setdefault(int(module.layer_idx), []).append(shape)  # type: ignore[arg-type]
+        window, sink = kwargs.get("sliding_window"), kwargs.get("s_aux") is not None
+        shape = LayerShape(key.shape[1], key.shape[3], value.shape[3], window)
+        call = AttentionCall(query.shape[1], kwargs.get("softcap"), sink)
+        calls.setdefault(int(module.layer_idx), []).append((shape, call))  # type: ignore[arg-type]
 
     with torch.device("meta"), torch.no_grad(), _recording(record) as name:
         try:
@@ -206,8 +214,8 @@ def probe(config: PretrainedConfig) -> ModelShape:
         )
     return ModelShape(
         family,
-        tuple(calls[i][0] for i in range(layers)),
-        heads,
+        tuple(calls[i][0][0] for i in range(layers)),
+        tuple(calls[i][0][1] for i in range(layers)),
         int(config.vocab_size),
         sum(p.numel() for p in model.parameters()),
     )

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from configs.schema import Config
+from kvpaging import attention
 from kvpaging.attention import Rows
 from kvpaging.pool import BlockPool
 from kvpaging.store import BlockStore, Layout, layout
@@ -26,8 +27,9 @@ from worker.engine import Engine
 from worker.fused import fuse
 from worker.memory import DoesNotFit, MemoryPlan, plan_memory
 from worker.model import ModelShape, PagedModel, UnsupportedModel, fix_rotary, probe
-from worker.params import ParamLimits
+from worker.params import ParamLimits, SamplingParams
 from worker.plan import BatchBuilder
+from worker.request import Request
 from worker.runner import Runner
 from worker.sampler import Sampler, workspace_bytes
 from worker.scheduler import Limits, Scheduler
@@ -157,7 +159,8 @@ def _workspace_bytes(
     hidden = int(text.hidden_size)
     inner = int(getattr(text, "intermediate_size", None) or 4 * hidden)
     widest = max(layer.v_dim for layer in shape.layers)
-    partials = limits.max_batch_tokens * shape.heads * (widest + 2) * 4 * 2
+    heads = max(call.heads for call in shape.calls)
+    partials = limits.max_batch_tokens * heads * (widest + 2) * 4 * 2
     activations = limits.max_batch_tokens * (6 * hidden + 3 * inner) * 4
     logits = limits.max_logit_rows * shape.vocab_size * 4
     tables = BatchBuilder.workspace_bytes(
@@ -190,9 +193,44 @@ def start(
     store = BlockStore(launch.layout, launch.memory.slices, launch.dtype, launch.device)
     progress("checking paged attention against the model's own")
     model = checked_model(hf, store, launch.shape)
+    warm_up(store, launch.shape)
     if launch.config.model.compile:
+        progress("compiling the model")
         model.compile(fullgraph=True, dynamic=True)
+        _run_alone_and_together(build_engine(launch, model, clock))
     return build_engine(launch, model, clock)
+
+
+def _run_alone_and_together(engine: Engine) -> None:
+    """Take every way through a compiled forward: torch makes graphs of their own for one token and
+    for one row, whatever is said about dynamic shapes."""
+
+    def stop(error: BaseException, retried: bool) -> None:
+        raise error
+
+    engine.on_step_error = stop
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    for names in (("alone",), ("one", "two")):
+        for name in names:
+            engine.submit(Request(name, [0, 0, 0], params))
+        while not engine.idle:
+            engine.step(0.0)
+
+
+def warm_up(store: BlockStore, shape: ModelShape) -> None:
+    """Compile and run every attention kernel this model can reach, so that no request waits."""
+    kinds = list(zip(shape.layers, shape.calls, strict=True))
+    for stored, call in set(kinds):
+        layer = kinds.index((stored, call))
+        attention.warm_up(
+            store.k(layer),
+            store.v(layer),
+            call.heads,
+            store.dtype,
+            window=stored.window,
+            softcap=call.softcap,
+            sink=torch.zeros(call.heads, device=store.device) if call.sink else None,
+        )
 
 
 def build_engine(launch: Launch, model: PagedModel, clock: Callable[[], float]) -> Engine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,15 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 
 from configs.schema import load
 from kvpaging.store import BlockStore
-from tests.families import FAMILIES, MAX_MODEL_LEN, REFUSED, VOCAB, prompts, reference_model
+from tests.families import (
+    FAMILIES,
+    MAX_MODEL_LEN,
+    REFUSED,
+    VOCAB,
+    prompts,
+    reference,
+    reference_model,
+)
 from tests.worker.served import FREE_BYTES, submit
 from worker import wire
 from worker.memory import DoesNotFit
@@ -196,6 +205,29 @@ def test_the_table_names_every_size(models):
     assert table["kv_bytes"] == table["tokens"] * table["kv_bytes_per_token"]
     assert table["layer_groups"] == 2
     assert launch.params.vocab_size == VOCAB
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+def test_a_compiled_model_compiles_before_it_is_ready(models):
+    """Afterwards no batch, alone or together, makes a graph."""
+    launch, _ = models.load("qwen3", 16)
+    compiled = replace(
+        launch, config=replace(launch.config, model=replace(launch.config.model, compile=True))
+    )
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    engine = start(compiled, clock=float)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs >= 1
+    outputs = []
+    for index in (1, 2, 3):
+        submit(engine, index)
+        outputs += engine.step(0.0)
+    while not engine.idle:
+        outputs += engine.step(0.0)
+    said = [t for r, e in outputs if r.id == "2" for t in e.tokens]
+    assert said == list(reference("qwen3", 2))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
 def test_start_reports_what_it_does(models):
