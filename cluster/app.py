@@ -58,6 +58,7 @@ class Worker:
         from cluster.ingress import configure_logging
 
         configure_logging(config.server.log_level, as_json=config.server.log_json)
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # standard error is no terminal
         module, _, name = kind.partition(":")
         try:
             self._worker = getattr(importlib.import_module(module), name)(config, directory)

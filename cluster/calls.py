@@ -141,4 +141,4 @@ def _unless_ours(message: str) -> None:
 
 def _shown(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[-1] if lines else ''}"[:300]
+    return f"{type(error).__name__}: {lines[-1] if lines else ''}"[:160]

@@ -81,6 +81,7 @@ class Completion(Response):
         self._chat = chat
         self._record = record
         self._beside: list[tuple[bytes, bytes]] = []
+        self._timed = False  # tokens come one by one, so their times mean something
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = self._record
@@ -132,7 +133,11 @@ class Completion(Response):
         jobs = [
             self._job(request, served, answer, i, ids, texts[i]) for i, ids in enumerate(tokens)
         ]
-        async with Generation(api.handle, jobs, on_tokens=api.metrics.on_tokens) as generation:
+        self._timed = all(submit.stream for submit, _ in jobs)
+        on_tokens = api.metrics.on_tokens if self._timed else _untimed
+        async with Generation(
+            api.handle, jobs, on_tokens=on_tokens, on_lost=api.watch.suspect
+        ) as generation:
             choices = [choice for _, choice in jobs]
             try:
                 await generation.admit()
@@ -296,8 +301,12 @@ class Completion(Response):
         record.cached_tokens = sum(c.cached_tokens for c in choices)
         record.generated_tokens = sum(c.generated_tokens for c in choices)
         record.finish_reasons = [c.finish_reason for c in choices if c.finish_reason]
-        if generation.first_token_s is not None:
+        if generation.first_token_s is not None and self._timed:
             record.ttft_s = generation.first_token_s - record.started_s
+
+
+def _untimed(gap_s: float | None, tokens: int) -> None:
+    """Large deltas say nothing of the time between tokens."""
 
 
 async def _body(send: Send, parts: Sequence[bytes], *, more: bool) -> None:

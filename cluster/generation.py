@@ -32,12 +32,14 @@ class Generation:
         jobs: Sequence[tuple[wire.Submit, Choice]],
         *,
         on_tokens: Callable[[float | None, int], None],
+        on_lost: Callable[[EngineLost], None],
     ) -> None:
         """`on_tokens` is told of each batch of new tokens: seconds since the last one (None for
-        the first of a choice) and how many there are."""
+        the first of a choice) and how many there are; `on_lost` of a stream that broke."""
         self._handle = handle
         self._jobs = jobs
         self._on_tokens = on_tokens
+        self._on_lost = on_lost
         self._news = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._failure: ApiError | None = None
@@ -100,6 +102,7 @@ class Generation:
             self._fail(error)
         except EngineLost as error:
             log.warning("lost the worker of %s: %s", submit.id, error)
+            self._on_lost(error)
             message = f"the worker was lost: {error}"
             self._fail(ApiError(503, "worker_lost", message, retry_after_s=1))
         except DeadlinePassed:

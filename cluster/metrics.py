@@ -55,7 +55,7 @@ class Record:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
-    ttft_s: float | None = None
+    ttft_s: float | None = None  # None where the worker was not asked to send tokens as they come
     total_s: float = 0.0
     ignored: int = 0
 
@@ -75,6 +75,8 @@ class Record:
             text += f", first after {self.ttft_s * 1e3:.0f} ms"
         if self.decode_s > 0 and self.generated_tokens > 1:
             text += f", then {(self.generated_tokens - 1) / self.decode_s:.1f} tokens/s"
+        elif self.ttft_s is None and self.total_s > 0:
+            text += f", {self.generated_tokens / self.total_s:.1f} tokens/s"
         return f"{text}, {self.total_s:.2f} s in all"
 
 

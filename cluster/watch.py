@@ -7,6 +7,7 @@ answer is too old. The first answer of a new worker process brings the model's f
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -41,6 +42,7 @@ class Watch:
         self._stats: dict[str, Any] | None = None
         self._answered_s = clock()
         self._complaint = "no worker has answered yet"
+        self._hurry = asyncio.Event()
         self.info: dict[str, Any] | None = None
 
     @property
@@ -93,13 +95,25 @@ class Watch:
         }
 
     async def run(self) -> None:
-        """Ask for ever; a question that fails is logged, counted and shows in readiness."""
+        """Ask for ever."""
         while True:
-            try:
-                await self.look()
-            except Exception as error:
-                self.failed(error)
-            await asyncio.sleep(self._period_s if self._stats else FIRST_PERIOD_S)
+            await self.turn()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._period_s if self._stats else FIRST_PERIOD_S):
+                    await self._hurry.wait()
+            self._hurry.clear()
+
+    async def turn(self) -> None:
+        """One question; when it fails that is logged, counted and shows in readiness."""
+        try:
+            await self.look()
+        except Exception as error:
+            self.failed(error)
+
+    def suspect(self, error: Exception) -> None:
+        """A stream was lost: the worker is not ready until it answers again, so ask it now."""
+        self.failed(error)
+        self._hurry.set()
 
     async def look(self, deadline_s: float | None = None) -> None:
         """One question. Raises EngineLost."""

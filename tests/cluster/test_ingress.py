@@ -170,7 +170,7 @@ async def test_each_request_leaves_one_line(caplog: pytest.LogCaptureFixture) ->
     lines = [r.getMessage() for r in caplog.records if r.name == "kvatlas.requests"]
     assert len(lines) == 2
     assert lines[0].startswith(f"{answer.json()['id']} [mine] {path} 200 stop: 5 prompt (0 cac")
-    assert "+ 4 new tokens, first after " in lines[0]
+    assert " + 4 new tokens, " in lines[0]
     assert lines[1].startswith(f"- {path} 400 invalid_value after ")
 
 

@@ -99,5 +99,6 @@ def test_the_line_of_a_request_says_what_and_how_fast() -> None:
         "cmpl-1 [mine] /v1/completions 200 stop: 100 prompt (64 cached) + 16 new tokens, "
         "first after 500 ms, then 10.0 tokens/s, 2.00 s in all"
     )
+    assert record(ttft_s=None).line().endswith("16 new tokens, 8.0 tokens/s, 2.00 s in all")
     refused = record(status=400, error="invalid_value", id="")
     assert refused.line() == "- /v1/completions 400 invalid_value after 2.00 s"

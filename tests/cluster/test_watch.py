@@ -40,6 +40,17 @@ class Watched:
         self.failures += 1
 
 
+async def test_a_lost_stream_makes_the_worker_suspect_until_it_answers() -> None:
+    it = Watched()
+    await it.watch.look()
+    watching = asyncio.create_task(it.watch.run())
+    it.watch.suspect(EngineLost("broke"))
+    assert not it.watch.ready
+    while not it.watch.ready:  # the watch does not wait for its period
+        await asyncio.sleep(0)
+    watching.cancel()
+
+
 async def test_ready_follows_the_answers() -> None:
     it = Watched()
     assert not it.watch.ready
@@ -115,22 +126,13 @@ async def test_a_new_worker_process_brings_its_own_facts() -> None:
 
 
 async def test_failures_are_logged_once_counted_and_seen(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     it = Watched()
-    turns = 0
-    alive = [True, False, False, True, False]
-
-    async def next_turn(_: float) -> None:
-        nonlocal turns
-        turns += 1
-        if turns == len(alive):
-            raise asyncio.CancelledError
-        it.worker.alive = alive[turns]
-
-    monkeypatch.setattr("cluster.watch.asyncio.sleep", next_turn)
-    with caplog.at_level(logging.INFO), pytest.raises(asyncio.CancelledError):
-        await it.watch.run()
+    caplog.set_level(logging.INFO)
+    for alive in (True, False, False, True, False):
+        it.worker.alive = alive
+        await it.watch.turn()
     messages = [r.getMessage() for r in caplog.records]
     lost = "the worker does not answer: stats failed: RuntimeError: the actor died"
     back = "worker gang-1 (process 4242) answers"
