@@ -135,6 +135,29 @@ def copy(arena: Tensor, src: Tensor, dst: Tensor) -> None:
         copy_reference(arena, src, dst)
 
 
+def warm_up(
+    k_pages: Tensor,
+    v_pages: Tensor,
+    heads: int,
+    dtype: torch.dtype,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    partials: bool = False,
+) -> None:
+    """Compile and run every kernel that a layer's pages can reach; nothing is stored.
+
+    `heads` query heads of `dtype`; the options are those of attend and finish.  `partials` prepares
+    attend, merge and finish over some of the blocks, otherwise attend_finish over all of them.
+    """
+    if k_pages.is_cuda:
+        _kernels().warm_up(
+            k_pages, v_pages, heads, dtype, window=window, softcap=softcap, sink=sink,
+            partials=partials,
+        )  # fmt: skip
+
+
 def _kernels() -> Any:
     """The launchers; imported late, since only a GPU needs Triton."""
     from kvpaging.kernels import launch

@@ -59,9 +59,8 @@ def _logits(q, k, scale, softcap):
     if softcap is None:
         x *= scale * LOG2E
     else:
-        x *= scale
-        shrunk = tl.exp2(tl.abs(x) / softcap * -2 * LOG2E)
-        bent = softcap * (1 - shrunk) / (1 + shrunk) * LOG2E
+        shrunk = tl.exp2(tl.abs(x) * (scale / softcap * -2 * LOG2E))
+        bent = (softcap * LOG2E) * (1 - shrunk) / (1 + shrunk)
         x = tl.where(x < 0, -bent, bent)
     return x
 
@@ -143,6 +142,7 @@ def attend_kernel(
     query = tl.arange(0, BLOCK_M) // HEADS
     live = (query < queries) & (member < G)
     head = kv_head * G + member
+    at = position + query
     dk, dv = tl.arange(0, DK_PAD), tl.arange(0, DV_PAD)
     q += (token + query).to(tl.int64)[:, None] * q_token_stride + head[:, None] * q_head_stride
     tile_q = tl.load(q + dk[None, :], mask=live[:, None] & (dk < DK)[None, :], other=0.0)
@@ -162,17 +162,15 @@ def attend_kernel(
     acc, m, total = _empty(BLOCK_M, DV_PAD)
     for start in range(low, high, BLOCK_N):
         block, slot, where, exists = _locate(table, logical, start, high, end, B, BLOCK_N)
-        k_at = block * k_stride * k_units + slot * DK
-        k_mask = exists[None, :] & (dk < DK)[:, None]
-        k = tl.load(k_pages + k_at[None, :] + dk[:, None], mask=k_mask, other=0.0)
+        k_at = k_pages + block * k_stride * k_units + slot * DK
+        k = tl.load(k_at[None, :] + dk[:, None], mask=(dk < DK)[:, None], other=0.0)
         x = _logits(tile_q, k, scale, softcap)
-        ahead = (position + query)[:, None] - where[None, :]
-        seen = exists[None, :] & (ahead >= 0)
+        seen = exists[None, :] & (where[None, :] <= at[:, None])
         if window is not None:
-            seen = seen & (ahead < window)
-        v_at = block * v_stride * v_units + slot * DV
+            seen = seen & (where[None, :] > (at - window)[:, None])
+        v_at = v_pages + block * v_stride * v_units + slot * DV
         v_mask = exists[:, None] & (dv < DV)[None, :]
-        v = tl.load(v_pages + v_at[:, None] + dv[None, :], mask=v_mask, other=0.0)
+        v = tl.load(v_at[:, None] + dv[None, :], mask=v_mask, other=0.0)
         acc, m, total = _absorb(acc, m, total, tl.where(seen, x, NONE), v)
         if (start + BLOCK_N) % length == 0:
             all_acc, all_m, all_total = fold(all_acc, all_m, all_total, acc, m * LN2, total)

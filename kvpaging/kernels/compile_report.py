@@ -28,7 +28,7 @@ _GPU = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-_HEAD = """\
+HEAD = """\
 # Kernels
 
 Written by `python -m kvpaging.kernels.compile_report` with Triton {version}.  A test compiles the
@@ -158,7 +158,7 @@ def main() -> int:
             for problem in problems(name, target, cost):
                 failed = True
                 print(f"{name} on {target}: {problem}", file=sys.stderr)
-    PAGE.write_text(_HEAD.format(version=triton.__version__) + "\n".join(lines) + "\n")
+    PAGE.write_text(HEAD.format(version=triton.__version__) + "\n".join(lines) + "\n")
     return int(failed)
 
 

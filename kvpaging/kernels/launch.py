@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvpaging import work
+from kvpaging.attention import Rows
 from kvpaging.kernels.attend import attend_kernel
 from kvpaging.kernels.merge import merge_kernel
 from kvpaging.kernels.pages import copy_kernel, write_kernel
 from kvpaging.kernels.tiles import Shape, chip, pad, shapes
-
-if TYPE_CHECKING:
-    from kvpaging.attention import Rows
 
 State = tuple[Tensor, Tensor, Tensor]  # the fields of a Partial
 
@@ -115,6 +113,46 @@ def attend_finish(
     return out
 
 
+def warm_up(
+    k_pages: Tensor,
+    v_pages: Tensor,
+    heads: int,
+    dtype: torch.dtype,
+    *,
+    window: int | None,
+    softcap: float | None,
+    sink: Tensor | None,
+    partials: bool,
+) -> None:
+    _, kv_heads, block, k_dim = k_pages.shape
+    device = k_pages.device
+    chosen = shapes(chip(device), dtype.itemsize, max(k_dim, v_pages.shape[3]))
+    lens = (1, 1 + max(shape.rows for shape in chosen))  # a narrow and a wide tile
+    first = 2 * work.SHORTEST_SPLIT  # so that there is something to merge
+    width = -(-(first + max(lens)) // block)
+    rows = Rows(
+        query_start=torch.tensor([0, lens[0], sum(lens)], dtype=torch.int32, device=device),
+        first=torch.full((2,), first, dtype=torch.int32, device=device),
+        table=torch.zeros(2, width, dtype=torch.int32, device=device),
+        blocks=torch.full((2,), width, dtype=torch.int32, device=device),
+        logical=torch.arange(width, dtype=torch.int32, device=device).repeat(2, 1)
+        if partials
+        else None,
+        slots=torch.full((sum(lens),), -1, device=device),
+        lens=lens,
+        firsts=(first, first),
+    )
+    q = torch.zeros(sum(lens), heads, k_dim, dtype=dtype, device=device)
+    v = torch.zeros(sum(lens), kv_heads, v_pages.shape[3], dtype=dtype, device=device)
+    write(q[:, :kv_heads], v, k_pages, v_pages, rows.slots)
+    options: dict[str, Any] = {"scale": 1.0, "window": window, "softcap": softcap}
+    if partials:
+        acc, m, total = attend(q, k_pages, v_pages, rows, **options)
+        finish(*merge(acc[None], m[None], total[None]), sink, dtype)
+    else:
+        attend_finish(q, k_pages, v_pages, rows, **options, sink=sink)
+
+
 def plan(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: Rows, window: int | None) -> Sweep:
     """The step's sweep, kept in `rows.cache` for the other layers of the group."""
     group = q.shape[1] // k_pages.shape[1]
@@ -167,13 +205,14 @@ def _attend(
     heads, (_, kv_heads, block, k_dim) = q.shape[1], k_pages.shape
     group = heads // kv_heads
     assert q.stride(2) == 1
+    assert rows.logical is None or rows.logical.stride() == rows.table.stride()
     for items, shape in zip((sweep.narrow, sweep.wide), sweep.shapes, strict=True):
         if len(items) == 0:
             continue
         fixed = constants(shape, group, block, k_dim, v_pages.shape[3])
         attend_kernel[len(items), kv_heads * -(-group // fixed["HEADS"])](
             q, k_pages, v_pages, rows.table, rows.logical, rows.blocks, items, sink, out,
-            *parts, scale, softcap, window,
+            *parts, float(scale), None if softcap is None else float(softcap), window,
             q.stride(0), q.stride(1), _block_stride(k_pages), _block_stride(v_pages),
             rows.table.stride(0), scratch, heads,
             **fixed, num_warps=shape.warps, num_stages=shape.stages, enable_fp_fusion=True,

@@ -30,7 +30,7 @@ def _float32(small: Shape, large: Shape, huge: Shape) -> _Sizes:
     return {128: (small, small), 256: (large, large), 512: (huge, huge)}
 
 
-# chip -> bytes of an element -> padded head size -> (narrow, wide)
+# chip -> bytes of an element -> largest head size -> (narrow, wide)
 _SHAPES: dict[str, dict[int, _Sizes]] = {
     "sm_80": {
         2: {
@@ -44,7 +44,9 @@ _SHAPES: dict[str, dict[int, _Sizes]] = {
     "sm_90": {
         2: {
             64: (Shape(16, 64, 4, 3), Shape(128, 64, 8, 3)),
+            127: (Shape(16, 64, 4, 3), Shape(64, 64, 8, 2)),  # masks of padding take registers
             128: (Shape(16, 64, 4, 3), Shape(128, 64, 8, 2)),
+            255: (Shape(16, 32, 8, 2), Shape(64, 32, 8, 2)),
             256: (Shape(16, 32, 4, 2), Shape(64, 32, 8, 2)),
             512: (Shape(16, 16, 8, 2), Shape(32, 16, 8, 2)),
         },
@@ -57,7 +59,7 @@ _SHAPES: dict[str, dict[int, _Sizes]] = {
             256: (Shape(16, 32, 4, 2), Shape(64, 32, 8, 2)),
             512: (Shape(16, 16, 8, 2), Shape(32, 16, 8, 2)),
         },
-        4: _float32(Shape(16, 16, 4, 2), Shape(16, 16, 4, 2), Shape(16, 16, 8, 1)),
+        4: _float32(Shape(16, 16, 4, 2), Shape(16, 16, 4, 3), Shape(16, 16, 8, 1)),
     },
     "gfx942": {
         2: {
@@ -66,9 +68,10 @@ _SHAPES: dict[str, dict[int, _Sizes]] = {
             256: (Shape(16, 32, 4, 2), Shape(64, 32, 4, 1)),
             512: (Shape(16, 32, 4, 1), Shape(32, 32, 4, 1)),
         },
-        4: _float32(Shape(16, 16, 4, 2), Shape(16, 16, 4, 2), Shape(16, 16, 8, 1)),
+        4: _float32(Shape(16, 16, 4, 2), Shape(16, 16, 4, 2), Shape(32, 16, 4, 1)),
     },
 }
+CHIPS = tuple(_SHAPES)
 
 
 def pad(size: int) -> int:

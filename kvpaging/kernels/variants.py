@@ -12,9 +12,9 @@ from kvpaging.kernels.attend import attend_kernel
 from kvpaging.kernels.launch import COPY_QUADS, constants, heads_together
 from kvpaging.kernels.merge import merge_kernel
 from kvpaging.kernels.pages import copy_kernel, write_kernel
-from kvpaging.kernels.tiles import Shape, pad, shapes
+from kvpaging.kernels.tiles import CHIPS, Shape, pad, shapes
 
-TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+TARGETS = CHIPS
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 PARAMETERS = {

@@ -1,0 +1,140 @@
+"""Kernels on a real GPU against the float64 formula, in 16 bit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvpaging import attention, work
+from kvpaging.attention import Partial, Rows, attend_reference, finish_reference
+from tests.kvpaging.ragged import Batch, ragged
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="no GPU: kernels run in the interpreter tests only"
+)
+CASES = json.loads(
+    (Path(__file__).parents[1] / "kvpaging" / "kernels" / "attend_cases.json").read_text()
+)
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+TOLERANCE = {"bf16": 2.5e-2, "fp16": 3e-3}
+
+
+def there(batch: Batch) -> Batch:
+    rows: dict[str, Any] = {
+        name: value.cuda()
+        for name in ("query_start", "first", "table", "blocks", "logical", "slots")
+        if isinstance(value := getattr(batch.rows, name), Tensor)
+    }
+    q, k_pages, v_pages = (x.cuda() for x in (batch.q, batch.k_pages, batch.v_pages))
+    return Batch(q, k_pages, v_pages, replace(batch.rows, **rows, cache={}), batch.keys)
+
+
+def exact(batch: Batch, **options: Any) -> Partial:
+    pages = (x.double() for x in (batch.q, batch.k_pages, batch.v_pages))
+    return attend_reference(*pages, batch.rows, **options)
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    return (got.double().cpu() - want).abs().max().item()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES[::4], ids=lambda c: "-".join(map(str, c.values())))
+def test_attend_equals_the_formula(case: dict[str, Any], dtype: str) -> None:
+    lens, firsts = (1, 70, 1, 18, 3), (300, 0, 9000, 250, 0)
+    k_dim, _, v_dim = case["head"].partition("/")
+    batch = ragged(
+        lens, firsts, size=case["block"], heads=2, group=case["group"], k_dim=int(k_dim),
+        v_dim=int(v_dim or k_dim), dtype=DTYPES[dtype], ranks=1 + (case["keys"] == "logical"),
+    )  # fmt: skip
+    options = {
+        "scale": int(k_dim) ** -0.5,
+        "window": 40 if case["window"] else None,
+        "softcap": 5.0 if case["softcap"] else None,
+    }
+    sink = torch.linspace(-1, 1, batch.q.shape[1]) if case["sink"] else None
+    want = finish_reference(exact(batch, **options), sink, torch.float64)
+    gpu = there(batch)
+    pages = (gpu.q, gpu.k_pages, gpu.v_pages, gpu.rows)
+    sink = None if sink is None else sink.cuda()
+    assert error(attention.attend_finish(*pages, **options, sink=sink), want) < TOLERANCE[dtype]
+    partial = attention.attend(*pages, **options)
+    both = Partial(
+        *(torch.stack([x, y]) for x, y in zip(fields(partial), nothing(partial), strict=True))
+    )
+    merged = attention.finish(attention.merge(both), sink, torch.float32)
+    assert error(merged, want) < TOLERANCE[dtype]
+
+
+def fields(partial: Partial) -> tuple[Tensor, Tensor, Tensor]:
+    return partial.acc, partial.m, partial.l
+
+
+def nothing(like: Partial) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.zeros_like(like.acc), torch.full_like(like.m, -torch.inf), torch.zeros_like(like.l)
+
+
+def test_write_then_read_back() -> None:
+    batch = ragged((5,), (11,), k_dim=80, v_dim=64, dtype=torch.float16)
+    k, v = batch.keys[0]
+    gpu = there(batch)
+    k_pages, v_pages = torch.zeros_like(gpu.k_pages), torch.zeros_like(gpu.v_pages)
+    positions = torch.arange(len(k))
+    slots = batch.rows.table[0, positions // 16].long() * 16 + positions % 16
+    attention.write(k.cuda(), v.cuda(), k_pages, v_pages, slots.cuda())
+    assert torch.equal(k_pages, gpu.k_pages.nan_to_num())
+    assert torch.equal(v_pages, gpu.v_pages.nan_to_num())
+
+
+def test_copy_moves_whole_blocks() -> None:
+    arena = torch.randint(0, 256, (6, 32 * 1024 + 16), dtype=torch.uint8).cuda()
+    before = arena.clone()
+    attention.copy(arena, torch.tensor([1, 4]).cuda(), torch.tensor([0, 2]).cuda())
+    assert torch.equal(arena, before[[1, 1, 4, 3, 4, 5]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_keep_their_bits(dtype: str) -> None:
+    """Spread over programs or folded in one, beside others or alone."""
+    gpu = there(
+        ragged((1, 70), (5000, 600), heads=2, group=4, k_dim=128, v_dim=128, dtype=DTYPES[dtype])
+    )
+    options: dict[str, Any] = {"scale": 0.1}
+    results = []
+    for scratch in (work.SCRATCH_ROWS, 0):
+        with mock.patch.object(work, "SCRATCH_ROWS", scratch):
+            rows = replace(gpu.rows, cache={})
+            results.append(attention.attend(gpu.q, gpu.k_pages, gpu.v_pages, rows, **options))
+    for spread, folded in zip(*map(fields, results), strict=True):
+        assert torch.equal(spread, folded)
+    alone = attention.attend(gpu.q[:1], gpu.k_pages, gpu.v_pages, first_row(gpu.rows), **options)
+    assert torch.equal(alone.acc[0], results[0].acc[0])
+
+
+def first_row(rows: Rows) -> Rows:
+    return replace(
+        rows, table=rows.table[:1], blocks=rows.blocks[:1], first=rows.first[:1],
+        lens=rows.lens[:1], firsts=rows.firsts[:1], cache={},
+    )  # fmt: skip
+
+
+def test_a_captured_graph_replays_with_new_pages() -> None:
+    gpu = there(ragged((1, 1), (300, 40), k_dim=64, v_dim=64, dtype=torch.float16))
+
+    def run() -> Tensor:
+        return attention.attend_finish(gpu.q, gpu.k_pages, gpu.v_pages, gpu.rows, scale=0.1)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    gpu.v_pages.mul_(2)
+    graph.replay()
+    assert torch.equal(out, run())

@@ -1,0 +1,60 @@
+"""Kernels that write and copy pages against their formulas; called in the interpreting process."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kvpaging.attention import copy_reference, write_reference
+from kvpaging.kernels import launch
+
+
+def written(size: int, heads: int, k_dim: int, v_dim: int, name: str) -> bool:
+    """Whether the whole arena equals the formula's, from strided input and bad numbers."""
+    dtype = getattr(torch, name)
+    generator = torch.Generator().manual_seed(size + heads)
+    plane = heads * size * (k_dim + v_dim)
+    arenas = [torch.randn(5, 2 * plane, generator=generator).to(dtype)]
+    arenas.append(arenas[0].clone())
+    qkv = torch.randn(6, heads, k_dim + v_dim + 3, generator=generator) * 8
+    k, v = qkv[:, :, 1 : 1 + k_dim].to(dtype), qkv[..., -v_dim:]
+    k[0, 0, 3], k[1, -1, 0], v[3, 0, 0] = torch.nan, torch.inf, -torch.inf
+    v[4, 0, 1] = 1e30  # more than float16 holds
+    slots = torch.tensor([3 * size + 1, -1, 0, 5 * size - 1, size, -1])
+    for arena, write in zip(arenas, (launch.write, write_reference), strict=True):
+        k_pages = arena[:, : heads * size * k_dim].view(5, heads, size, k_dim)
+        v_pages = arena[:, -heads * size * v_dim :].view(5, heads, size, v_dim)
+        with np.errstate(over="ignore"):  # as on a GPU, where a cast overflows silently
+            write(k, v, k_pages, v_pages, slots)
+    return torch.equal(*arenas)
+
+
+def copied(block_bytes: int) -> bool:
+    generator = torch.Generator().manual_seed(block_bytes)
+    arena = torch.randint(0, 256, (9, block_bytes), dtype=torch.uint8, generator=generator)
+    want = arena.clone()
+    src, dst = torch.tensor([8, 0, 8]), torch.tensor([1, 7, 3])
+    copy_reference(want, src, dst)
+    launch.copy(arena, src, dst)
+    return torch.equal(arena, want)
+
+
+def far_away() -> list[float]:
+    """Writes and copies beyond 2**31 elements and bytes of arenas that are hardly touched."""
+    size, dim = 16, 64
+    plane = size * dim
+    block = (1 << 31) // (2 * plane) + 3
+    pages = torch.empty((block + 1) * 2 * plane, dtype=torch.float16).view(block + 1, 2 * plane)
+    k_pages, v_pages = (pages[:, i * plane :][:, :plane].view(-1, 1, size, dim) for i in (0, 1))
+    k, v = torch.full((1, 1, dim), 3.0), torch.full((1, 1, dim), 5.0)
+    launch.write(k, v, k_pages, v_pages, torch.tensor([block * size + 2]))
+    raw = 1 << 20
+    arena = torch.empty(3000, raw, dtype=torch.uint8)
+    arena[7].fill_(9)
+    launch.copy(arena, torch.tensor([7]), torch.tensor([2900]))
+    launch.copy(arena, torch.tensor([2900]), torch.tensor([8]))
+    return [
+        k_pages[block, 0, 2].float().mean().item(),
+        v_pages[block, 0, 2].float().mean().item(),
+        arena[8].float().mean().item(),
+    ]

@@ -1,0 +1,149 @@
+"""Attention kernels against the float64 formula; called in the interpreting process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from kvpaging import work
+from kvpaging.attention import Partial, attend_reference, finish_reference
+from kvpaging.kernels import launch
+from tests.kvpaging.ragged import Batch, ragged
+
+# Lengths and first positions: block borders, several splits, one token at the very start.
+ROWS = {
+    "tokens": ((1, 1, 1, 1), (0, 63, 255, 300)),
+    "chunk": ((37,), (0,)),
+    "mixed": ((1, 18, 3), (64, 250, 0)),
+}
+DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
+WINDOW, SOFTCAP = 40, 5.0
+
+
+def batch_of(case: dict[str, Any]) -> Batch:
+    lens, firsts = ROWS[case["rows"]]
+    k_dim, _, v_dim = case["head"].partition("/")
+    return ragged(
+        lens,
+        firsts,
+        size=case["block"],
+        heads=2 if case["group"] < 3 else 1,
+        group=case["group"],
+        k_dim=int(k_dim),
+        v_dim=int(v_dim or k_dim),
+        dtype=DTYPES[case["dtype"]],
+        ranks=2 if case["keys"] == "logical" else 1,
+        rank=1 if case["keys"] == "logical" else 0,
+    )
+
+
+def options_of(case: dict[str, Any], k_dim: int) -> dict[str, Any]:
+    return {
+        "scale": k_dim**-0.5,
+        "window": WINDOW if case["window"] else None,
+        "softcap": SOFTCAP if case["softcap"] else None,
+    }
+
+
+def worst(case: dict[str, Any]) -> float:
+    """Largest error of one case, in the output and in the logarithm of the sum of weights."""
+    batch = batch_of(case)
+    heads = batch.q.shape[1]
+    options = options_of(case, batch.q.shape[2])
+    sink = torch.linspace(-1, 1, heads).to(batch.q.dtype) if case["sink"] else None
+    wide = (x.double() for x in (batch.q, batch.k_pages, batch.v_pages))
+    exact = attend_reference(*wide, batch.rows, **options)
+    want = finish_reference(exact, None if sink is None else sink.double(), torch.float64)
+    with (
+        mock.patch.object(launch, "chip", return_value=case["chip"]),
+        mock.patch.object(work, "SCRATCH_ROWS", work.SCRATCH_ROWS if case["spread"] else 0),
+    ):
+        pages = (batch.q, batch.k_pages, batch.v_pages, batch.rows)
+        if case["result"] == "output":
+            return error(launch.attend_finish(*pages, **options, sink=sink), want)
+        partial = Partial(*launch.attend(*pages, **options))
+        got = launch.finish(partial.acc, partial.m, partial.l, sink, torch.float32)
+    seen = exact.m > -torch.inf
+    assert torch.equal(partial.m > -torch.inf, seen)
+    sums = [(p.m + p.l.log())[seen] for p in (partial, exact)]
+    return max(error(got, want), error(*sums))
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    assert got.shape == want.shape
+    return (got.double() - want).abs().max().item() if want.numel() else 0.0
+
+
+def spread_and_folded(dtype: str) -> tuple[list[bytes], list[bytes]]:
+    """A long row's partials, its splits folded from memory and in registers."""
+    batch = ragged((1, 20), (900, 600), heads=1, group=3, k_dim=64, v_dim=64, dtype=DTYPES[dtype])
+    results = []
+    for rows in (work.SCRATCH_ROWS, 0):
+        with mock.patch.object(work, "SCRATCH_ROWS", rows):
+            some = replace(batch.rows, cache={})
+            state = launch.attend(
+                batch.q, batch.k_pages, batch.v_pages, some, scale=0.1, window=None, softcap=None
+            )
+        results.append([x.numpy().tobytes() for x in state])
+    return results[0], results[1]
+
+
+def alone_and_together() -> tuple[bytes, bytes]:
+    """A token's partial in a mixed batch and by itself."""
+    both = ragged((1, 30), (600, 5), heads=1, k_dim=64, v_dim=64, dtype=torch.float32)
+    rows = both.rows
+    one = replace(
+        rows,
+        table=rows.table[:1],
+        blocks=rows.blocks[:1],
+        first=rows.first[:1],
+        lens=rows.lens[:1],
+        firsts=rows.firsts[:1],
+        cache={},
+    )
+    options: dict[str, Any] = {"scale": 0.1, "window": None, "softcap": None}
+    acc, _, _ = launch.attend(both.q, both.k_pages, both.v_pages, rows, **options)
+    alone, _, _ = launch.attend(both.q[:1], both.k_pages, both.v_pages, one, **options)
+    return acc[:1].numpy().tobytes(), alone.numpy().tobytes()
+
+
+def long_context() -> float:
+    """Around the position where splits grow longer: a token and a chunk across it."""
+    last = work.SPLITS * work.SHORTEST_SPLIT
+    batch = ragged(
+        (1, 20), (last + 5, last - 7), size=64, heads=1, group=1, k_dim=64, v_dim=64,
+        dtype=torch.float16,
+    )  # fmt: skip
+    options: dict[str, Any] = {"scale": 0.125, "window": None, "softcap": None}
+    exact = attend_reference(
+        *(x.double() for x in (batch.q, batch.k_pages, batch.v_pages)), batch.rows, **options
+    )
+    got = launch.attend_finish(
+        batch.q, batch.k_pages, batch.v_pages, batch.rows, **options, sink=None
+    )
+    return error(got, finish_reference(exact, None, torch.float64))
+
+
+def far_blocks() -> float:
+    """Pages beyond element 2**31 of an arena of which only a few pages are ever touched."""
+    size, dim = 16, 64
+    plane = size * dim
+    block = (1 << 31) // (2 * plane) + 5
+    arena = torch.empty((block + 1) * 2 * plane, dtype=torch.float16).view(block + 1, 2 * plane)
+    k_pages, v_pages = (arena[:, i * plane :][:, :plane].view(-1, 1, size, dim) for i in (0, 1))
+    near = ragged((1, 5), (30, 3), heads=1, k_dim=dim, v_dim=dim, dtype=torch.float16)
+    table = torch.where(near.rows.table % 2 == 0, block - near.rows.table // 2, near.rows.table)
+    for far, entry in zip(
+        table.flatten().tolist(), near.rows.table.flatten().tolist(), strict=True
+    ):
+        k_pages[far], v_pages[far] = near.k_pages[entry], near.v_pages[entry]
+    options: dict[str, Any] = {"scale": 0.125, "window": None, "softcap": None, "sink": None}
+    got = launch.attend_finish(
+        near.q, k_pages, v_pages, replace(near.rows, table=table, cache={}), **options
+    )
+    want = launch.attend_finish(near.q, near.k_pages, near.v_pages, near.rows, **options)
+    return error(got, want.double())

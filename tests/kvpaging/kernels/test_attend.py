@@ -1,0 +1,82 @@
+"""The attention kernel in Triton's interpreter against the float64 formula."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpaging.kernels.tiles import CHIPS
+from tests.covering import cover, uncovered
+from tests.kvpaging.kernels import sums
+
+LIST = Path(__file__).with_name("attend_cases.json")
+PARAMETERS: dict[str, tuple[Any, ...]] = {
+    "head": ("64", "80", "96", "128", "256", "512", "192/128"),
+    "group": (1, 2, 3, 4, 5, 6, 7, 8),
+    "block": (8, 16, 32, 64, 128, 256),
+    "rows": tuple(sums.ROWS),
+    "chip": CHIPS,
+    "dtype": tuple(sums.DTYPES),
+    "window": (False, True),
+    "softcap": (False, True),
+    "sink": (False, True),
+    "keys": ("all", "logical"),
+    "spread": (False, True),
+    "result": ("output", "partial"),
+}
+CASES = json.loads(LIST.read_text(encoding="utf-8"))
+TOLERANCE = {"fp16": 3e-3, "fp32": 1e-5}
+Interpreted = Callable[..., Any]
+
+
+def title(case: dict[str, Any]) -> str:
+    return "-".join(str(value) for value in case.values())
+
+
+def test_the_committed_cases_cover_all_pairs() -> None:
+    assert cover(PARAMETERS) == CASES
+    assert uncovered(PARAMETERS, CASES) == set()
+
+
+@pytest.mark.parametrize("case", CASES, ids=title)
+def test_equals_the_formula(interpreted: Interpreted, case: dict[str, Any]) -> None:
+    assert interpreted(sums.worst, case) < TOLERANCE[case["dtype"]]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("head", "group", "block"),
+    [*product(*(PARAMETERS[name] for name in ("head", "group", "block")))],
+)
+def test_equals_the_formula_at_every_shape(
+    interpreted: Interpreted, head: str, group: int, block: int
+) -> None:
+    others = CASES[(7 * group + block) % len(CASES)]
+    case = others | {"head": head, "group": group, "block": block}
+    assert interpreted(sums.worst, case) < TOLERANCE[case["dtype"]]
+
+
+@pytest.mark.parametrize("dtype", sums.DTYPES)
+def test_splits_fold_to_the_same_bits_from_memory_and_in_registers(
+    interpreted: Interpreted, dtype: str
+) -> None:
+    spread, folded = interpreted(sums.spread_and_folded, dtype)
+    assert spread == folded
+
+
+def test_a_neighbour_changes_no_bit(interpreted: Interpreted) -> None:
+    together, alone = interpreted(sums.alone_and_together)
+    assert together == alone
+
+
+def test_long_contexts_across_a_change_of_split_length(interpreted: Interpreted) -> None:
+    assert interpreted(sums.long_context) < TOLERANCE["fp16"]
+
+
+def test_pages_beyond_two_to_the_31_elements(interpreted: Interpreted) -> None:
+    assert interpreted(sums.far_blocks) == 0

@@ -1,0 +1,178 @@
+"""Work lists: every query meets every split of its own exactly once, whatever the batch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpaging import work
+
+NARROW, WIDE = 4, 16
+rows = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 40_000)), min_size=1, max_size=8)
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    row: int
+    token: int
+    queries: int
+    position: int
+    split: int
+    splits: int
+    length: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    token: int
+    source: int
+    splits: int
+    stride: int
+
+
+def entries(flat: list[int], fields: int) -> list[list[int]]:
+    assert len(flat) % fields == 0
+    return [flat[i : i + fields] for i in range(0, len(flat), fields)]
+
+
+def items(lists: work.WorkList) -> list[Item]:
+    return [Item(*e) for flat in (lists.narrow, lists.wide) for e in entries(flat, 8)]
+
+
+def build(some: list[tuple[int, int]], window: int | None = None, **options: int) -> work.WorkList:
+    lens, firsts = zip(*some, strict=True)
+    settings = {"narrow": NARROW, "wide": WIDE, "programs": 2} | options
+    return work.build(lens, firsts, window=window, **settings)
+
+
+def splits_by_query(lists: work.WorkList) -> dict[int, list[tuple[int, int]]]:
+    """(length, split) of everything summed for each token."""
+    seen = defaultdict(list)
+    for item in items(lists):
+        for i in range(item.queries):
+            seen[item.token + i] += [
+                (item.length, s) for s in range(item.split, item.split + item.splits)
+            ]
+    return seen
+
+
+@given(st.integers(0, 1 << 20))
+def test_a_query_has_few_splits_and_none_is_short(position: int) -> None:
+    length = work.split_length(position)
+    assert length & (length - 1) == 0
+    assert length >= work.SHORTEST_SPLIT
+    assert position // length < work.SPLITS
+    assert length == work.SHORTEST_SPLIT or position // (length // 2) >= work.SPLITS
+
+
+@given(rows, st.sampled_from([None, 1, 100, 300, 5000]))
+def test_each_query_meets_each_visible_split_once(
+    some: list[tuple[int, int]], window: int | None
+) -> None:
+    lists = build(some, window)
+    seen = splits_by_query(lists)
+    token = 0
+    for count, first in some:
+        for position in range(first, first + count):
+            length = work.split_length(position)
+            low = 0 if window is None else max(0, position - window + 1) // length
+            found = seen[token]
+            assert {each for each, _ in found} == {length}
+            splits = sorted(split for _, split in found)
+            # A tile may add splits that only its other queries see.
+            assert splits == list(range(splits[0], splits[-1] + 1))
+            assert splits[0] <= low
+            assert splits[-1] >= position // length
+            token += 1
+    assert sorted(seen) == list(range(token))
+
+
+@given(rows)
+def test_scratch_rows_are_disjoint_bounded_and_folded_in_order(some: list[tuple[int, int]]) -> None:
+    lists = build(some)
+    assert lists.scratch <= work.SCRATCH_ROWS
+    spread = [item for item in items(lists) if item.target >= 0]
+    written = {}
+    for item in spread:
+        assert item.splits == 1
+        for i in range(item.queries):
+            assert item.target + i not in written
+            written[item.target + i] = (item.token + i, item.split)
+    assert sorted(written) == list(range(lists.scratch))
+    merges = [Merge(*e) for e in entries(lists.merges, 4)]
+    read = []
+    for merge in merges:
+        sources = [merge.source + part * merge.stride for part in range(merge.splits)]
+        splits = [written[source] for source in sources]
+        assert {token for token, _ in splits} == {merge.token}
+        assert [split for _, split in splits] == sorted(split for _, split in splits)
+        read += sources
+    assert sorted(read) == sorted(written)
+    whole = {i.token + q for i in items(lists) if i.target < 0 for q in range(i.queries)}
+    assert whole.isdisjoint(merge.token for merge in merges)
+
+
+@given(rows, st.data())
+def test_neighbours_and_chunk_borders_move_no_cut(
+    some: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    """The lengths a query is cut at are those it would have alone, as a single token."""
+    together = splits_by_query(build(some))
+    token = 0
+    for count, first in some:
+        i = data.draw(st.integers(0, count - 1))
+        alone = splits_by_query(build([(1, first + i)]))[0]
+        assert set(alone) <= set(together[token + i])
+        token += count
+
+
+def test_tile_sizes_follow_the_row() -> None:
+    lists = build([(NARROW, 0), (NARROW + 1, 0), (40, 0)])
+    assert [item.queries for item in items(lists)] == [4, 5, 16, 16, 8]
+    assert len(lists.narrow) == 8
+    assert not lists.merges
+
+
+def test_chunks_are_cut_where_the_split_length_grows() -> None:
+    last = work.SPLITS * work.SHORTEST_SPLIT  # first position with longer splits
+    lists = build([(20, last - 3)])
+    cut = sorted((item.position, item.queries, item.length) for item in items(lists))
+    assert {(p, q, length) for p, q, length in cut} == {
+        (last - 3, 3, work.SHORTEST_SPLIT),
+        (last, 16, 2 * work.SHORTEST_SPLIT),
+        (last + 16, 1, 2 * work.SHORTEST_SPLIT),
+    }
+
+
+def test_a_busy_device_folds_wide_tiles_in_registers() -> None:
+    idle = build([(16, 5000)])
+    busy = build([(16, 5000)], programs=work.BUSY)
+    assert idle.scratch > 0
+    assert busy.scratch == 0
+    assert entries(busy.wide, 8)[0][4:6] == [0, 20]
+
+
+def test_the_longest_tiles_get_the_scratch_rows() -> None:
+    lists = build([(1, 6000)] * 100 + [(1, 8000)])
+    split = [item.token for item in items(lists) if item.target >= 0]
+    assert split[:32] == [100] * 32
+    assert work.SCRATCH_ROWS - 24 < lists.scratch <= work.SCRATCH_ROWS
+
+
+@pytest.mark.parametrize(("held", "splits"), [(0, 1), (256, 1), (257, 2), (900, 4)])
+def test_a_rank_is_cut_by_its_own_keys(held: int, splits: int) -> None:
+    lists = work.build(
+        [1], [2000], narrow=NARROW, wide=WIDE, programs=1, window=100, keys=[held]
+    )  # fmt: skip
+    assert {item.split for item in items(lists)} == set(range(splits))
+
+
+def test_lists_are_padded_to_powers_of_two_with_entries_that_do_nothing() -> None:
+    assert work.padded([], 4) == []
+    assert work.padded([1, 2, 3, 4], 4) == [1, 2, 3, 4]
+    assert work.padded([7] * 12, 4) == [7] * 12 + [0] * 4
