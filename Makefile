@@ -5,6 +5,7 @@ PORT   ?=
 MODEL  ?=
 CONFIG ?= configs/local.yaml
 SET    ?=
+ARGS   ?=
 
 BIN   := .venv/bin
 STAMP := .venv/.installed
@@ -22,7 +23,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 help:
 	@echo "make serve [PORT=8000] [MODEL=directory-or-hub-id] [CONFIG=file.yaml] [SET=\"kv.block_size=8\"]"
-	@echo "make test | make lint | make bench"
+	@echo "make test | make lint | make bench [ARGS=\"--rounds 1 --no-stream\"]"
 
 $(STAMP): pyproject.toml requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, set PYTHON=")'
@@ -52,4 +53,4 @@ lint: $(TESTS)
 	$(BIN)/mypy
 
 bench: $(TESTS)
-	@$(BIN)/python scripts/bench_http.py
+	@$(BIN)/python scripts/bench_http.py $(ARGS)
