@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 SCORE_BYTES_MAX = 64 << 20
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
+
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """S rows attended together, each padded to Q queries and W blocks (L = W * B keys)."""
@@ -43,7 +44,7 @@ class Bucket:
 
 
 def _bucket_size(n: int) -> int:
-    """Round up so that padding wastes at most a quarter: 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16..."""
+    """Round up so that padding wastes at most a quarter: 1 to 8, then 10, 12, 14, 16, 20, 24, ..."""
     if n <= 4:
         return n
     step = 1 << (n.bit_length() - 3)

@@ -1,8 +1,8 @@
 """The bytes of the pages: raw blocks on the device and typed views of them, layer by layer.
 
 Layers with the same KV shape and window form a *layer group*. A block belongs to one group and is
-`block_bytes` raw bytes: for each layer of the group a K plane `(kv_heads, B, k_dim)`, then a V plane
-`(kv_heads, B, v_dim)`, every plane on a 16-byte border. So moving a block is one copy, whatever it holds.
+`block_bytes` raw bytes: for each layer of the group a K plane `(kv_heads, B, k_dim)`, then a V
+plane `(kv_heads, B, v_dim)`, every plane on a 16-byte border. So moving a block is one copy.
 Groups whose blocks have equal bytes share one arena; others have one each.
 """
 
@@ -107,7 +107,8 @@ class BlockStore:
     """
 
     def __init__(self, layout: Layout, slices: int, dtype: torch.dtype, device: torch.device):
-        assert dtype.itemsize == layout.itemsize and slices > 0
+        assert dtype.itemsize == layout.itemsize
+        assert slices > 0
         self.layout, self.slices, self.dtype, self.device = layout, slices, dtype, device
         self.arenas = [
             torch.zeros(slices * layout.groups_in(a), size, dtype=torch.uint8, device=device)
