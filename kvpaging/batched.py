@@ -44,7 +44,7 @@ class Bucket:
 
 
 def _bucket_size(n: int) -> int:
-    """Round up so that padding wastes at most a quarter: 1 to 8, then 10, 12, 14, 16, 20, 24, ..."""
+    """Round up so that padding wastes at most a quarter: 1 to 8, then 10, 12, 14, 16, 20..."""
     if n <= 4:
         return n
     step = 1 << (n.bit_length() - 3)

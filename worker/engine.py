@@ -22,7 +22,7 @@ Output = tuple[Request, wire.Event]
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counters since start; seconds are of the clock given to the engine."""
+    """Counters since start. Scheduling and building are CPU seconds, executing is wall time."""
 
     steps: int = 0
     rows: int = 0
@@ -39,7 +39,7 @@ class EngineStats:
 class Engine:
     """Requests in, wire events out.
 
-    `clock` gives seconds and is only subtracted, for `stats`; `now` arguments are in the clock of
+    `cpu_clock` gives CPU seconds of this thread, for `stats`; `now` arguments are in the clock of
     `Request.arrival_s` and `deadline_s`.
     """
 
@@ -50,13 +50,13 @@ class Engine:
         *,
         end_tokens: frozenset[int],
         max_model_len: int,
-        clock: Callable[[], float],
+        cpu_clock: Callable[[], float],
         depth: int = 1,
     ) -> None:
         assert depth in (1, 2)
         self.scheduler, self.runner, self.depth = scheduler, runner, depth
         self.end_tokens, self.max_model_len = end_tokens, max_model_len
-        self.clock = clock
+        self.cpu_clock = cpu_clock
         self.requests: dict[str, Request] = {}
         self.stats = EngineStats()
         self.on_step_error: Callable[[BaseException, bool], None] = lambda error, retried: None
@@ -99,9 +99,9 @@ class Engine:
     def step(self, now: float) -> list[Output]:
         """One turn: plan and launch a step, settle the oldest one under way. Empty when idle."""
         out = self._expire(now)
-        started = self.clock()
+        started = self.cpu_clock()
         plan = self.scheduler.plan()
-        self.stats.schedule_s += self.clock() - started
+        self.stats.schedule_s += self.cpu_clock() - started
         if plan.rows:
             self._mark_admitted(plan, now)
             try:

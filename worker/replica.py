@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from ray import serve
+from transformers.utils import logging as transformers_logging
 
 from configs.schema import Config
 from kvpaging.report import snapshot
@@ -37,7 +38,13 @@ class GPUWorker:
         self.config = config
         self.gang = _gang_id()
         self.launch = resolve(config, Path(directory))
-        engine = start(self.launch, clock=time.perf_counter, progress=log.info)
+        transformers_logging.disable_progress_bar()
+        engine = start(
+            self.launch,
+            clock=time.perf_counter,
+            cpu_clock=time.thread_time,
+            progress=log.info,
+        )
         self.loop = EngineLoop(
             engine, now=time.monotonic, messages_per_s=config.server.stream_messages_per_s
         )

@@ -181,6 +181,7 @@ def start(
     launch: Launch,
     *,
     clock: Callable[[], float],
+    cpu_clock: Callable[[], float] | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Engine:
     """Load, check, build. Raises UnsupportedModel where the check fails."""
@@ -198,7 +199,7 @@ def start(
         progress("compiling the model")
         model.compile(fullgraph=True, dynamic=True)
         _run_alone_and_together(build_engine(launch, model, clock))
-    return build_engine(launch, model, clock)
+    return build_engine(launch, model, clock, cpu_clock)
 
 
 def _run_alone_and_together(engine: Engine) -> None:
@@ -233,7 +234,12 @@ def warm_up(store: BlockStore, shape: ModelShape) -> None:
         )
 
 
-def build_engine(launch: Launch, model: PagedModel, clock: Callable[[], float]) -> Engine:
+def build_engine(
+    launch: Launch,
+    model: PagedModel,
+    clock: Callable[[], float],
+    cpu_clock: Callable[[], float] | None = None,
+) -> Engine:
     """The engine around a loaded model."""
     store, limits, device = model.store, launch.limits, launch.device
     arenas = [BlockPool(store.blocks(a)) for a in range(len(store.arenas))]
@@ -255,13 +261,21 @@ def build_engine(launch: Launch, model: PagedModel, clock: Callable[[], float]) 
         dtype=launch.dtype,
         max_logprobs=launch.params.max_logprobs,
     )
-    runner = Runner(model, builder, sampler, max_num_seqs=limits.max_num_seqs, clock=clock)
+    cpu_clock = cpu_clock or clock
+    runner = Runner(
+        model,
+        builder,
+        sampler,
+        max_num_seqs=limits.max_num_seqs,
+        clock=clock,
+        cpu_clock=cpu_clock,
+    )
     return Engine(
         Scheduler(pools, launch.layout.block_size, limits),
         runner,
         end_tokens=frozenset(end_tokens),
         max_model_len=launch.memory.max_model_len,
-        clock=clock,
+        cpu_clock=cpu_clock,
         depth=1 if device.type == "cpu" else 2,
     )
 

@@ -116,7 +116,7 @@ def make_engine(
         FakeRunner(block_size, groups, fault),  # type: ignore[arg-type]
         end_tokens=end_tokens,
         max_model_len=max_model_len,
-        clock=lambda: float(next(ticks)),
+        cpu_clock=lambda: float(next(ticks)),
         depth=depth,
     )
 
