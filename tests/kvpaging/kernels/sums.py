@@ -128,14 +128,16 @@ def long_context() -> float:
     return error(got, finish_reference(exact, None, torch.float64))
 
 
-def far_blocks() -> float:
+def far_blocks(size: int) -> float:
     """Pages beyond element 2**31 of an arena of which only a few pages are ever touched."""
-    size, dim = 16, 64
+    dim = 64
     plane = size * dim
     block = (1 << 31) // (2 * plane) + 5
     arena = torch.empty((block + 1) * 2 * plane, dtype=torch.float16).view(block + 1, 2 * plane)
     k_pages, v_pages = (arena[:, i * plane :][:, :plane].view(-1, 1, size, dim) for i in (0, 1))
-    near = ragged((1, 5), (30, 3), heads=1, k_dim=dim, v_dim=dim, dtype=torch.float16)
+    near = ragged(
+        (1, 5), (30, 3), size=size, heads=1, k_dim=dim, v_dim=dim, dtype=torch.float16
+    )  # fmt: skip
     table = torch.where(near.rows.table % 2 == 0, block - near.rows.table // 2, near.rows.table)
     for far, entry in zip(
         table.flatten().tolist(), near.rows.table.flatten().tolist(), strict=True

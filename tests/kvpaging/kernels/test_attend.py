@@ -78,5 +78,6 @@ def test_long_contexts_across_a_change_of_split_length(interpreted: Interpreted)
     assert interpreted(sums.long_context) < TOLERANCE["fp16"]
 
 
-def test_pages_beyond_two_to_the_31_elements(interpreted: Interpreted) -> None:
-    assert interpreted(sums.far_blocks) == 0
+@pytest.mark.parametrize("size", [16, 256])  # of many blocks and of one block in a tile
+def test_pages_beyond_two_to_the_31_elements(interpreted: Interpreted, size: int) -> None:
+    assert interpreted(sums.far_blocks, size) == 0
