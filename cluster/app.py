@@ -38,6 +38,7 @@ def serve_environment() -> dict[str, str]:
         "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
         "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
         "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+        "RAY_SERVE_LOG_TO_STDERR": "0",
     }
 
 

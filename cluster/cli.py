@@ -6,7 +6,7 @@ import argparse
 import http.client
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -15,20 +15,24 @@ from cluster import quickstart
 from cluster.errors import UserError
 from configs.schema import Config, ConfigError, load
 
-USAGE_ERROR = 2
+USAGE_ERROR, INTERRUPTED = 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; the value is the exit code."""
     options = _parser().parse_args(arguments)
+    return run(lambda: options.run(options))
+
+
+def run(command: Callable[[], int]) -> int:
+    """The exit code of a command, which may end with one message instead."""
     try:
-        code: int = options.run(options)
+        return command()
     except UserError as error:
         print(f"kvatlas: {error}", file=sys.stderr)
         return USAGE_ERROR
     except KeyboardInterrupt:
-        return 130
-    return code
+        return INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -263,7 +264,8 @@ class JsonLines(logging.Formatter):
 
 def configure_logging(level: str, *, as_json: bool) -> None:
     """Send what this project logs to standard error, one line each."""
-    handler = logging.StreamHandler()
+    # Serve turns sys.stderr of a replica into a log file of its own; people look at the console.
+    handler = logging.StreamHandler(sys.__stderr__)
     plain = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")
     handler.setFormatter(JsonLines() if as_json else plain)
     root = logging.getLogger("kvatlas")

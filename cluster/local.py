@@ -37,15 +37,20 @@ def serve_here(config: Config, directory: str, *, say: Say, worker: str | None =
         os.environ.setdefault(name, value)
     began_s = time.monotonic()
     stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
+    _stop_on_signals(stop)
     with _local_ray(config, say):
+        _stop_on_signals(stop)  # Ray has set its own
         rows = _deploy(config, directory, worker, say, stop)
         if rows is not None:
             _announce(config, rows, time.monotonic() - began_s)
             stop.wait()
         say("stopping")
     return 0
+
+
+def _stop_on_signals(stop: threading.Event) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
 
 
 def _check_port(host: str, port: int) -> None:

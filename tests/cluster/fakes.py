@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -52,7 +53,7 @@ class FakeWorker:
         self.submits.append(submit)
         self.active.add(submit.id)
         try:
-            async for event in self._events(submit):
+            async for event in self._events(submit, self.gate_of(submit)):
                 yield wire.encode(event)
         except (GeneratorExit, asyncio.CancelledError):
             self.aborted.add(submit.id)
@@ -62,7 +63,12 @@ class FakeWorker:
             async with self.quiet:
                 self.quiet.notify_all()
 
-    async def _events(self, submit: wire.Submit) -> AsyncIterator[wire.Event]:
+    def gate_of(self, submit: wire.Submit) -> asyncio.Semaphore | None:
+        return self.gate
+
+    async def _events(
+        self, submit: wire.Submit, gate: asyncio.Semaphore | None
+    ) -> AsyncIterator[wire.Event]:
         if self.before_accepted is not None:
             await self.before_accepted.wait()
         if len(self.active) > self.places:
@@ -74,8 +80,8 @@ class FakeWorker:
         out, reason, stop = self._tokens(submit)
         last = wire.Finish(0, reason, len(submit.prompt), self.cached, len(out), stop)
         for start in range(0, len(out), self.per_delta):
-            if self.gate is not None:
-                await self.gate.acquire()
+            if gate is not None:
+                await gate.acquire()
             if start and (failure := self.fail_after(submit)) is not None:
                 if isinstance(failure, Exception):
                     raise failure
@@ -155,6 +161,32 @@ class FakeWorker:
     async def until_idle(self) -> None:
         async with self.quiet:
             await self.quiet.wait_for(lambda: not self.active)
+
+
+ENDLESS = 13
+"""The seed of a request that a `ServedFake` never finishes."""
+
+
+class ServedFake(FakeWorker):
+    """The same behind Serve, in a process of its own."""
+
+    def __init__(self, config: Config, directory: str) -> None:
+        from ray import serve  # warns of its own use of pydantic, so not where tests run
+
+        super().__init__()
+        if config.model.max_model_len == 1:
+            raise DoesNotFit("a sequence of 1 token does not fit: use more")
+        self.gang = serve.get_replica_context().replica_id.unique_id
+
+    def gate_of(self, submit: wire.Submit) -> asyncio.Semaphore | None:
+        return asyncio.Semaphore(3) if submit.params.seed == ENDLESS else None
+
+    async def stats(self) -> dict[str, Any]:
+        return {**await super().stats(), "pid": os.getpid()}
+
+
+class DoesNotFit(Exception):
+    """As the real worker refuses."""
 
 
 class LocalItems:

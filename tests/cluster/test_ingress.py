@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from typing import Any
 
 import httpx
@@ -203,7 +204,10 @@ def test_log_lines_may_be_json_objects() -> None:
     assert (line["request"]["id"], line["request"]["status"]) == ("cmpl-1", 200)
 
 
-def test_logging_goes_to_standard_error_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_logging_goes_to_standard_error_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "__stderr__", sys.stderr)
     root = logging.getLogger("kvatlas")
     before = root.handlers[:], root.level, root.propagate
     try:

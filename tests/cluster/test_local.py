@@ -1,0 +1,227 @@
+"""`kvatlas serve` as a process: a real Ray Serve around a worker without a model."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from cluster.errors import UserError
+from cluster.local import serve_here
+from tests.cluster import tokens
+from tests.cluster.fakes import ALPHABET, ENDLESS, MODEL, config
+
+ROOT = Path(__file__).parents[2]
+USER = [{"role": "user", "content": "hi"}]
+CHAT = "/v1/chat/completions"
+# Faster than what is shipped, so that the tests are: 2 s and 5 s.
+HEALTH = ("cluster.health_period_s=0.5", "cluster.health_timeout_s=1.5")
+START = """
+import sys
+from cluster.cli import run
+from cluster.local import serve_here
+from tests.cluster.fakes import config
+
+def serve():
+    settings = config(*sys.argv[2:])
+    return serve_here(settings, sys.argv[1], say=print, worker="tests.cluster.fakes:ServedFake")
+
+sys.exit(run(serve))
+"""
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[bytes]
+    log: Path
+    url: str
+
+    def wait_until(self, condition: Callable[[], Any], limit_s: float = 60.0) -> Any:
+        """What `condition` gives once it is true; the server must live all the while."""
+        deadline = time.monotonic() + limit_s
+        while not (value := condition()):
+            if time.monotonic() > deadline:
+                pytest.fail(f"not within {limit_s} s:\n{self.log.read_text()}")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(0.05)
+                pytest.fail(f"the server ended:\n{self.log.read_text()}")
+        return value
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=30)
+
+    def ready(self) -> bool:
+        return self.get("/health/ready").status_code == 200
+
+    def pid(self) -> int:
+        (gang,) = self.get("/health/ready").json()["models"][0]["gangs"]
+        return int(gang["pid"])
+
+    def running(self) -> list[str]:
+        return [r["request"] for r in self.get("/debug/requests").json()["requests"]]
+
+
+def start(directory: Path, log: Path, *overrides: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", START, str(directory), *overrides]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    with log.open("wb") as out:
+        return subprocess.Popen(command, stdout=out, stderr=out, env=environment, cwd=ROOT)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def below(pid: int) -> set[int]:
+    """The processes under a process."""
+    found: set[int] = set()
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, task.read_text().split()):
+            found |= {child} | below(child)
+    return found
+
+
+def alive(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    directory = tokens.save(tmp_path_factory.mktemp("model"))
+    log = tmp_path_factory.mktemp("log") / "log"
+    port = free_port()
+    process = start(directory, log, f"server.port={port}", *HEALTH)
+    made = Server(process, log, f"http://127.0.0.1:{port}")
+    try:
+        made.wait_until(lambda: "ready after" in log.read_text(), 120)
+        yield made
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(30)
+
+
+def test_the_start_says_what_is_served_and_how_to_ask(server: Server) -> None:
+    log = server.log.read_text()
+    assert (
+        f"ready after {log.partition('ready after ')[2].partition(' ')[0]} s at {server.url}" in log
+    )
+    (line,) = [line for line in log.splitlines() if line.startswith("curl ")]
+    answer = subprocess.run(line, shell=True, capture_output=True, check=True)
+    assert json.loads(answer.stdout)["choices"][0]["message"]["content"] == ALPHABET
+
+
+def test_the_official_client_through_serve_s_proxy(server: Server) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as sdk:
+        answer = sdk.chat.completions.create(model=MODEL, messages=USER)
+        assert answer.choices[0].message.content == ALPHABET
+        stream = sdk.chat.completions.create(model=MODEL, messages=USER, stream=True, stop="XYZ")
+        text = "".join(c.choices[0].delta.content or "" for c in stream)
+        assert text == ALPHABET.removesuffix("XYZ")
+        with pytest.raises(openai.BadRequestError, match="top_p"):
+            sdk.chat.completions.create(model=MODEL, messages=USER, top_p=7)
+        prompts = [f"{n:02}" for n in range(64)]
+        many = sdk.completions.create(model=MODEL, prompt=prompts, echo=True, max_tokens=1)
+        assert [choice.text for choice in many.choices] == [f"{p}A" for p in prompts]
+    assert server.running() == []
+
+
+def test_the_label_comes_back_once(server: Server) -> None:
+    headers = {"X-Request-Id": "mine"}
+    answer = httpx.post(server.url + CHAT, json={"messages": USER}, headers=headers)
+    assert answer.headers.get_list("x-request-id") == ["mine"]
+
+
+def test_a_client_that_goes_away_ends_the_worker_s_work(server: Server) -> None:
+    body = {"messages": USER, "seed": ENDLESS}
+    with httpx.stream("POST", server.url + CHAT, json={**body, "stream": True}) as answer:
+        chunks = answer.iter_raw()  # closes the connection when it is dropped
+        assert next(chunks)
+        assert len(server.running()) == 1
+    server.wait_until(lambda: server.running() == [])
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(server.url + CHAT, json=body, timeout=0.5)
+    server.wait_until(lambda: server.running() == [])
+
+
+def test_a_large_body_passes_the_proxy_and_a_larger_one_is_refused(server: Server) -> None:
+    """Above and below the limit of a body, both above what gRPC takes in one message."""
+    for mib, status, code in ((6, 400, "context_length_exceeded"), (17, 413, "body_too_large")):
+        prompt = "[" + "1," * (mib << 19) + "1]"
+        body = f'{{"prompt": {prompt}}}'.encode()
+        answer = httpx.post(f"{server.url}/v1/completions", content=body, timeout=60)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_worker_is_not_ready_until_serve_has_made_another(
+    server: Server, number: signal.Signals
+) -> None:
+    server.wait_until(server.ready)
+    lost = server.pid()
+    body = {"messages": USER, "seed": ENDLESS, "stream": True}
+    with httpx.stream("POST", server.url + CHAT, json=body, timeout=60) as answer:
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: ")
+        os.kill(lost, number)
+        server.wait_until(lambda: not server.ready(), 15.0)
+        refused = httpx.post(server.url + CHAT, json={"messages": USER}, timeout=30)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "worker_lost")
+        events = [line for line in lines if line.startswith("data: ")]
+        assert json.loads(events[-1][6:])["error"]["code"] == "worker_lost"
+    server.wait_until(server.ready)
+    assert server.pid() != lost
+    assert httpx.post(server.url + CHAT, json={"messages": USER}).status_code == 200
+    server.wait_until(lambda: not alive(lost))
+
+
+def test_each_request_has_left_a_line_on_the_console(server: Server) -> None:
+    assert " 200 stop: 5 prompt (0 cached) + 27 new tokens" in server.log.read_text()
+
+
+def test_sigterm_ends_the_server_and_every_process_of_it(server: Server) -> None:
+    server.wait_until(server.ready)
+    processes = below(server.process.pid)
+    assert len(processes) > 4
+    server.process.terminate()
+    assert server.process.wait(30) == 0
+    assert [pid for pid in processes if alive(pid)] == []
+
+
+def test_a_worker_that_refuses_ends_the_start_with_its_message(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    directory = tokens.save(tmp_path / "model")
+    settings = (f"server.port={free_port()}", "model.max_model_len=1")
+    process = start(directory, log, *settings)
+    assert process.wait(120) == 2
+    last = log.read_text().strip().splitlines()[-1]
+    assert last == "kvatlas: a sequence of 1 token does not fit: use more"
+    assert "Traceback" not in log.read_text()
+
+
+def test_a_port_in_use_is_one_message() -> None:
+    with socket.socket() as taken, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of pydantic, about Ray Serve
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1:{port}: .*server.port="):
+            serve_here(config(f"server.port={port}"), "", say=print)
