@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 SPLITS = 32  # of a query, at most
 SHORTEST_SPLIT = 256  # keys
 SCRATCH_ROWS = 2048  # partials of a token and all its heads that wait for a merge, at most
-BUSY = 256  # programs that keep a large device busy
+BUSY = (1024, 256)  # programs with narrow and with wide tiles that keep a large device busy
 
 ITEM_FIELDS = 8  # row, first token, queries, first position, first split, splits, length, target
 MERGE_FIELDS = 4  # token, first scratch row, splits, distance of their rows
@@ -99,19 +99,22 @@ def build(
         held, cut = (first + count, window) if keys is None else (keys[row], None)
         to.extend(tiles(row, token, count, first, size, cut, held))
         token += count
+    count = len(lists[0]) + len(lists[1])
+    mean = sum(tile.splits for some in lists for tile in some) / max(1, count)
     merges: list[int] = []
     room = SCRATCH_ROWS
     flat: list[list[int]] = []
-    idle = BUSY - programs * (len(lists[0]) + len(lists[1]))
-    for some, eager in zip(lists, (True, False), strict=True):
+    added = 0
+    for some, busy, late in zip(lists, BUSY, (2 * mean, SPLITS), strict=True):
         items: list[int] = []
         for tile in sorted(some, key=lambda t: t.splits, reverse=True):
             rows = tile.splits * tile.queries
-            # A narrow tile's partials are small beside the keys it reads; a wide tile's are not.
-            if tile.splits > 1 and rows <= room and (eager or idle > 0):
+            # Spread while programs idle, or where one would still run when the others have ended.
+            idle = programs * count + added < busy
+            if tile.splits > 1 and rows <= room and (idle or tile.splits > late):
                 base = SCRATCH_ROWS - room
                 room -= rows
-                idle -= programs * (tile.splits - 1)
+                added += programs * (tile.splits - 1)
                 for i in range(tile.splits):
                     items += tile.item(tile.split + i, 1, base + i * tile.queries)
                 for i in range(tile.queries):

@@ -149,19 +149,25 @@ def test_chunks_are_cut_where_the_split_length_grows() -> None:
     }
 
 
-def test_a_busy_device_folds_wide_tiles_in_registers() -> None:
-    idle = build([(16, 5000)])
-    busy = build([(16, 5000)], programs=work.BUSY)
-    assert idle.scratch > 0
+@pytest.mark.parametrize(("count", "kind"), [(1, 0), (16, 1)])
+def test_a_busy_device_folds_in_registers(count: int, kind: int) -> None:
+    idle = build([(count, 5000)])
+    busy = build([(count, 5000)], programs=work.BUSY[kind])
+    assert idle.scratch == count * 20
     assert busy.scratch == 0
-    assert entries(busy.wide, 8)[0][4:6] == [0, 20]
+    assert [item.splits for item in items(busy)] == [20]
 
 
-def test_the_longest_tiles_get_the_scratch_rows() -> None:
-    lists = build([(1, 6000)] * 100 + [(1, 8000)])
-    split = [item.token for item in items(lists) if item.target >= 0]
-    assert split[:32] == [100] * 32
-    assert work.SCRATCH_ROWS - 24 < lists.scratch <= work.SCRATCH_ROWS
+def test_a_straggler_is_spread_even_on_a_busy_device() -> None:
+    lists = build([(1, 700)] * 20 + [(1, 8000)], programs=work.BUSY[0])
+    assert {item.token for item in items(lists) if item.target >= 0} == {20}
+
+
+def test_the_longest_tiles_get_the_scratch_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work, "SCRATCH_ROWS", 60)
+    lists = build([(1, 6000)] * 5 + [(1, 8000)])
+    assert [item.token for item in items(lists) if item.target >= 0] == [5] * 32 + [0] * 24
+    assert lists.scratch == 56
 
 
 @pytest.mark.parametrize(("held", "splits"), [(0, 1), (256, 1), (257, 2), (900, 4)])
