@@ -36,7 +36,7 @@ class Sweep:
 def write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
     tokens, heads, k_dim = k.shape
     v_dim = v.shape[2]
-    assert k.stride(2) == v.stride(2) == 1
+    assert k.stride(2) == v.stride(2) == slots.stride(0) == 1
     together = heads_together(heads, max(k_dim, v_dim))
     write_kernel[tokens, -(-heads // together)](
         k, v, k_pages, v_pages, slots,
@@ -53,8 +53,9 @@ def copy(arena: Tensor, src: Tensor, dst: Tensor) -> None:
     assert arena.shape[1] % QUAD == 0
     quads = arena.shape[1] // QUAD
     copy_kernel[len(src), -(-quads // COPY_QUADS)](
-        arena.view(torch.int32), src, dst, quads, CHUNK=COPY_QUADS, enable_fp_fusion=True
-    )
+        arena.view(torch.int32), src.contiguous(), dst.contiguous(), quads,
+        CHUNK=COPY_QUADS, enable_fp_fusion=True,
+    )  # fmt: skip
 
 
 def merge(acc: Tensor, m: Tensor, total: Tensor) -> State:
@@ -204,7 +205,7 @@ def _attend(
 ) -> None:
     heads, (_, kv_heads, block, k_dim) = q.shape[1], k_pages.shape
     group = heads // kv_heads
-    assert q.stride(2) == 1
+    assert q.stride(2) == rows.table.stride(1) == rows.blocks.stride(0) == 1
     assert rows.logical is None or rows.logical.stride() == rows.table.stride()
     for items, shape in zip((sweep.narrow, sweep.wide), sweep.shapes, strict=True):
         if len(items) == 0:
@@ -232,7 +233,7 @@ def _merge(
     together = heads_together(heads, dim)
     rows = parts[0].numel() // (heads * dim * count) if items is None else len(items)
     merge_kernel[rows, -(-heads // together)](
-        *parts, items, sink, out, *(into or (None, None, None)), count, stride, heads,
+        *(part.contiguous() for part in parts), items, sink, out, *(into or (None, None, None)), count, stride, heads,
         D=dim, D_PAD=pad(dim), HEADS=together, enable_fp_fusion=True,
     )  # fmt: skip
 

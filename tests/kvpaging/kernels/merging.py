@@ -27,7 +27,8 @@ def parts(splits: int, tokens: int, heads: int, dim: int) -> Partial:
 def merged(splits: int, heads: int, dim: int) -> tuple[float, bool]:
     """Largest error of merge, and whether it is empty exactly where the formula is."""
     some = parts(splits, 5, heads, dim)
-    acc, m, total = launch.merge(some.acc, some.m, some.l)
+    packed = torch.cat([some.acc, some.m[..., None], some.l[..., None]], -1)  # as they travel
+    acc, m, total = launch.merge(packed[..., :dim], packed[..., dim], packed[..., dim + 1])
     want = merge_reference(Partial(some.acc.double(), some.m.double(), some.l.double()))
     worst = max(error(acc, want.acc), error(total, want.l))
     return worst, torch.equal(m.double(), want.m)

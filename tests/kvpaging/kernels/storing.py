@@ -33,7 +33,7 @@ def copied(block_bytes: int) -> bool:
     generator = torch.Generator().manual_seed(block_bytes)
     arena = torch.randint(0, 256, (9, block_bytes), dtype=torch.uint8, generator=generator)
     want = arena.clone()
-    src, dst = torch.tensor([8, 0, 8]), torch.tensor([1, 7, 3])
+    src, dst = torch.tensor([[8, 1], [0, 7], [8, 3]]).unbind(1)
     copy_reference(want, src, dst)
     launch.copy(arena, src, dst)
     return torch.equal(arena, want)
