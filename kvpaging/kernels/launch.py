@@ -233,7 +233,8 @@ def _merge(
     together = heads_together(heads, dim)
     rows = parts[0].numel() // (heads * dim * count) if items is None else len(items)
     merge_kernel[rows, -(-heads // together)](
-        *(part.contiguous() for part in parts), items, sink, out, *(into or (None, None, None)), count, stride, heads,
+        *(part.contiguous() for part in parts), items, sink, out, *(into or (None, None, None)),
+        count, stride, heads,
         D=dim, D_PAD=pad(dim), HEADS=together, enable_fp_fusion=True,
     )  # fmt: skip
 
