@@ -109,7 +109,8 @@ def _where(options: argparse.Namespace) -> int:
     finally:
         connection.close()
     if response.status != 200:
-        raise UserError(str(body.get("error", {}).get("message", body)))
+        reason = body.get("error") if isinstance(body, dict) else None
+        raise UserError(str(reason["message"] if reason else body))
     print(json.dumps(body, indent=2))
     return 0
 

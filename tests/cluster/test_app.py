@@ -1,0 +1,119 @@
+"""How the application is described to Serve; `test_local.py` runs it."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from typing import Any
+
+import pytest
+
+from cluster.errors import UserError
+from tests.cluster.fakes import config
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of pydantic, about Ray Serve
+    from cluster import app
+
+
+@pytest.fixture(autouse=True)
+def _same_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker has a process to itself and so its logging and environment; here it has not."""
+    monkeypatch.setattr("cluster.ingress.configure_logging", lambda *_, **__: None)
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def deployments(*overrides: str, gpus: bool = False) -> dict[str, Any]:
+    """The deployments of an application by their names."""
+    built: Any = app.build(config(*overrides), "/models/m", gpus=gpus)
+    ingress = built._bound_deployment
+    (worker,) = [a for a in ingress.init_args if hasattr(a, "_bound_deployment")]
+    return {d.name: d for d in (ingress, worker._bound_deployment)}
+
+
+def test_serve_never_queues_and_checks_health_as_configured() -> None:
+    settings = ("cluster.health_period_s=3", "cluster.health_timeout_s=4")
+    for deployment in deployments(*settings).values():
+        assert deployment.max_ongoing_requests == app.MAX_ONGOING
+        made = deployment._deployment_config
+        assert (made.health_check_period_s, made.health_check_timeout_s) == (3, 4)
+        assert deployment.num_replicas == 1
+
+
+def test_a_worker_takes_a_gpu_where_there_is_one_and_it_is_wanted() -> None:
+    def resources(*overrides: str, gpus: bool) -> Any:
+        found = deployments("cluster.cpus_per_worker=0.5", *overrides, gpus=gpus)
+        assert found["ingress"].ray_actor_options["num_cpus"] == 0
+        return found["worker"].ray_actor_options
+
+    assert resources(gpus=False) == {"num_cpus": 0.5}
+    assert resources(gpus=True) == {"num_cpus": 0.5, "num_gpus": 1.0}
+    assert resources("model.device=cpu", gpus=True) == {"num_cpus": 0.5}
+    assert resources("cluster.gpus_per_worker=0.25", gpus=True)["num_gpus"] == 0.25
+
+
+def test_more_requests_than_serve_lets_through_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"scheduler.max_waiting=98745 and .* more than the 99000"):
+        app.build(config("scheduler.max_waiting=98745"), "/models/m")
+    app.build(config("scheduler.max_waiting=98744"), "/models/m")
+
+
+def test_a_local_ray_has_room_for_every_worker_however_few_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    assert app.local_cpus(config("cluster.cpus_per_worker=2.5")) == 3
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    assert app.local_cpus(config()) == 8
+
+
+def test_the_name_is_the_last_part_of_the_path_unless_given() -> None:
+    assert app.model_name(config("model.name=null", "model.path=/models/tiny/")) == "tiny"
+    assert app.model_name(config("model.name=mine", "model.path=/models/tiny")) == "mine"
+
+
+class UnsupportedModel(Exception):
+    """As the real worker refuses."""
+
+
+class Refusing:
+    def __init__(self, settings: Any, directory: str) -> None:
+        raise UnsupportedModel('bloom: "never" calls\nthe hook')
+
+
+class Broken:
+    def __init__(self, settings: Any, directory: str) -> None:
+        raise RuntimeError("out of luck")
+
+
+class Working:
+    def __init__(self, settings: Any, directory: str) -> None:
+        self.directory = directory
+
+    def info(self) -> str:
+        return self.directory
+
+
+def make(kind: type[Any]) -> app.Worker:
+    return app.Worker(f"{__name__}:{kind.__name__}", config(), "/models/m")
+
+
+def test_a_refusal_survives_the_trace_it_is_reported_in() -> None:
+    with pytest.raises(RuntimeError) as error:
+        make(Refusing)
+    report = f"The deployment failed to start:\nTraceback ...\nRuntimeError: {error.value}\n more"
+    found = app.StartError.found_in(report)
+    assert isinstance(found, UserError)
+    assert str(found) == 'bloom: "never" calls\nthe hook'
+    assert app.StartError.found_in(json.dumps({"no": "refusal"})) is None
+
+
+def test_other_faults_of_a_worker_keep_their_trace() -> None:
+    with pytest.raises(RuntimeError, match="out of luck"):
+        make(Broken)
+
+
+def test_the_worker_s_methods_are_those_of_the_real_one() -> None:
+    worker = make(Working)
+    assert worker.info() == "/models/m"
+    assert not hasattr(worker, "nothing")

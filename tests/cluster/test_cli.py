@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from cluster import cli
+from tests.cluster import tokens
+
+USAGE = 2
+Capture = pytest.CaptureFixture[str]
+
+
+def run(*arguments: str) -> int:
+    return cli.main(arguments)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A directory that looks like a model; its weights are never read."""
+    directory = tokens.save(tmp_path / "tiny")
+    settings = LlamaConfig(
+        vocab_size=tokens.VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+    )  # fmt: skip
+    settings.save_pretrained(directory)
+    (directory / "model.safetensors").touch()
+    return directory
+
+
+def test_all_problems_of_a_configuration_are_one_message(capsys: Capture) -> None:
+    wrong = ["--set", "kv.block_size=7", "--set", "server.port=0", "--set", "nope.x=1"]
+    assert run("serve", *wrong) == USAGE
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("kvatlas: ") == 1
+    for key in ("kv.block_size", "server.port", "nope.x"):
+        assert key in err
+    assert "Traceback" not in err
+
+
+def test_a_missing_model_is_one_message(capsys: Capture, tmp_path: Path) -> None:
+    path = tmp_path / "nowhere"
+    assert run("serve", "--set", f"model.path={path}") == USAGE
+    assert capsys.readouterr().err == f"kvatlas: model.path={path}: no such directory\n"
+
+
+def test_a_missing_file_is_one_message(capsys: Capture) -> None:
+    for arguments in (["check", "no.yaml"], ["serve", "--config", "no.yaml"]):
+        assert run(*arguments) == USAGE
+        assert "no.yaml: cannot be read" in capsys.readouterr().err
+
+
+def test_check_prints_the_memory_plan(capsys: Capture, model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(json.dumps({"model": {"path": str(model), "dtype": "float32"}}))
+    for arguments in (["check", str(file)], ["check", "--config", str(file)]):
+        assert run(*arguments, "--set", "kv.blocks=32", "--set", "model.device=cpu") == 0
+        lines = (line.strip().split("  ", 1) for line in capsys.readouterr().out.splitlines())
+        rows = {name: value.strip() for name, value in lines}
+        assert (rows["model"], rows["dtype"], rows["blocks"]) == ("tiny", "float32", "32")
+        assert (rows["tokens"], rows["kv"]) == ("512", "384.0 KiB")
+
+
+def test_check_says_why_a_sequence_does_not_fit(capsys: Capture, model: Path) -> None:
+    settings = ["--set", f"model.path={model}", "--set", "kv.blocks=4", "--set", "model.device=cpu"]
+    assert run("check", *settings, "--set", "model.max_model_len=512") == USAGE
+    message = capsys.readouterr().err
+    assert message.startswith("kvatlas: a sequence of 512 tokens does not fit")
+    assert "model.max_model_len" in message
+
+
+class Answers(BaseHTTPRequestHandler):
+    seen: list[str]
+    status, body = 200, b"{}"
+
+    def do_GET(self) -> None:
+        self.seen.append(self.path)
+        self.send_response(self.status)
+        self.send_header("Content-Length", str(len(self.body)))
+        self.end_headers()
+        self.wfile.write(self.body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[type[Answers], str]]:
+    class Handler(Answers):
+        pass
+
+    Handler.seen = []
+    with HTTPServer(("127.0.0.1", 0), Handler) as made:
+        thread = threading.Thread(target=made.serve_forever)
+        thread.start()
+        yield Handler, f"http://127.0.0.1:{made.server_port}"
+        made.shutdown()
+        thread.join()
+
+
+def test_where_asks_the_server_and_shows_its_answer(
+    capsys: Capture, server: tuple[type[Answers], str]
+) -> None:
+    answers, url = server
+    answers.body = json.dumps({"request": "a b", "address": 4096}).encode()
+    assert run("where", "a b", "17", "--url", url) == 0
+    assert json.loads(capsys.readouterr().out) == {"request": "a b", "address": 4096}
+    assert answers.seen == ["/debug/where?request=a%20b&token=17"]
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "message"),
+    [
+        (404, b'{"error": {"message": "no request \'x\'"}}', "no request 'x'"),
+        (502, b'"bad"', "bad"),
+        (200, b"<html>", "does not answer"),
+    ],
+)
+def test_where_shows_why_not(
+    capsys: Capture, server: tuple[type[Answers], str], status: int, body: bytes, message: str
+) -> None:
+    answers, url = server
+    answers.status, answers.body = status, body
+    assert run("where", "x", "1", "--url", url) == USAGE
+    assert message in capsys.readouterr().err
+
+
+def test_where_without_a_server_is_one_message(capsys: Capture) -> None:
+    assert run("where", "x", "1", "--url", "http://127.0.0.1:9") == USAGE
+    assert "http://127.0.0.1:9 does not answer" in capsys.readouterr().err
+
+
+def test_an_interrupted_command_has_the_usual_exit_code() -> None:
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    assert cli.run(interrupted) == 130
+
+
+def test_the_table_shows_sizes_in_units_that_fit() -> None:
+    rows = {"model": "m", "kv_bytes": 3 << 30, "kv_bytes_per_token": 92160, "weights_bytes": 12}
+    assert cli.table(rows).splitlines() == [
+        "  model               m",
+        "  kv                  3.00 GiB",
+        "  kv bytes per token  90.0 KiB",
+        "  weights             12 bytes",
+    ]
