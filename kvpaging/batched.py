@@ -160,9 +160,9 @@ def attend_finish(
 
     A sink takes `e^sink / (e^lse + e^sink)` of the weight, so the rest keeps `sigmoid(lse - sink)`.
     """
-    out, lse = _attend(q, k_pages, v_pages, rows, scale, window, softcap)
+    out, lse = _attend(q, k_pages, v_pages, rows, scale, window, softcap, narrow=True)
     if sink is not None:
-        out = out * torch.sigmoid(lse - sink.to(lse.dtype)).unsqueeze(2)
+        out = out * torch.sigmoid(lse - sink.to(lse.dtype)).unsqueeze(2).to(out.dtype)
     return out.to(q.dtype)
 
 
@@ -174,36 +174,50 @@ def _attend(
     scale: float,
     window: int | None,
     softcap: float | None,
+    narrow: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Normalised output [T, Hq, Dv] and log-sum-exp [T, Hq] of every query."""
+    """Normalised output [T, Hq, Dv] and log-sum-exp [T, Hq] of every query.
+
+    `narrow` outputs may be rounded to q's dtype on the way.
+    """
     key = (k_pages.shape[2], window)
     buckets: list[Bucket] | None = rows.cache.get(key)
     if buckets is None:
         buckets = rows.cache[key] = plan(rows, k_pages.shape[2], window)
+    values_dtype = q.dtype if narrow else torch.float32
     q = q.to(torch.promote_types(q.dtype, torch.float32))
     if len(buckets) == 1 and buckets[0].tokens is None:
-        return _attend_bucket(q, k_pages, v_pages, buckets[0], scale, softcap)
+        return _attend_bucket(q, k_pages, v_pages, buckets[0], scale, softcap, values_dtype)
     out = q.new_zeros(*q.shape[:2], v_pages.shape[3])
     lse = q.new_full(q.shape[:2], float("-inf"))
     for bucket in buckets:
         tokens = bucket.tokens
         some = q if tokens is None else q[tokens]
-        parts = _attend_bucket(some, k_pages, v_pages, bucket, scale, softcap)
+        parts = _attend_bucket(some, k_pages, v_pages, bucket, scale, softcap, values_dtype)
         if bucket.keep is not None and tokens is not None:
             tokens = tokens[bucket.keep]
             parts = (parts[0][bucket.keep], parts[1][bucket.keep])
         for whole, part in zip((out, lse), parts, strict=True):
-            whole[slice(None) if tokens is None else tokens] = part
+            whole[slice(None) if tokens is None else tokens] = part.to(whole.dtype)
     return out, lse
 
 
 def _attend_bucket(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, bucket: Bucket, scale: float, softcap: float | None
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    bucket: Bucket,
+    scale: float,
+    softcap: float | None,
+    values_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """q [S*Q, Hq, Dk] -> output [S*Q, Hq, Dv] and log-sum-exp [S*Q, Hq].
 
     The query heads that read one KV head stand side by side as if they were more queries.
     """
+    singles = bucket.queries == 1 and bucket.rows > 1 and not bucket.blind
+    if singles and softcap is None and values_dtype.itemsize == 2:
+        return _attend_singles(q, k_pages, v_pages, bucket, scale, values_dtype)
     kv_heads, heads = k_pages.shape[1], q.shape[1]
     group, count = heads // kv_heads, bucket.queries
     packed = q.view(bucket.rows, count, kv_heads, group, -1)
@@ -221,6 +235,26 @@ def _attend_bucket(
     out = out.reshape(bucket.rows, heads, count, -1).transpose(1, 2)
     lse = lse.reshape(bucket.rows, heads, count).transpose(1, 2)
     return out.reshape(-1, heads, v.shape[3]), lse.reshape(-1, heads)
+
+
+def _attend_singles(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    bucket: Bucket,
+    scale: float,
+    values_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Many rows of one query each, q [S, Hq, Dk] float32: scores in float32, values in 16 bit."""
+    rows, heads = q.shape[:2]
+    kv_heads, group = k_pages.shape[1], q.shape[1] // k_pages.shape[1]
+    k, v = _gather(k_pages, bucket.table, q.dtype), _gather(v_pages, bucket.table, values_dtype)
+    k, v = k.flatten(0, 1), v.flatten(0, 1)
+    bias = bucket.bias_for(1, q.dtype).expand(-1, kv_heads, 1, -1).reshape(len(k), 1, -1)
+    packed = q.reshape(len(k), group, -1)
+    scores = torch.baddbmm(bias, packed, k.transpose(1, 2), alpha=scale)
+    out = torch.bmm(scores.softmax(2).to(values_dtype), v)
+    return out.view(rows, heads, -1), scores.logsumexp(2).view(rows, heads)
 
 
 def _gather(pages: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:

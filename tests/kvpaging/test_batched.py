@@ -114,6 +114,19 @@ def test_low_precision_sums_in_float32():
     compare(q, store, rows, window=None, softcap=None, tolerance=2e-2)
 
 
+@pytest.mark.parametrize("sink", [None, torch.tensor([0.5, -2.0, 3.0, 0.0, 1.0, -1.0])])
+def test_many_single_tokens_in_16_bit_are_right_within_16_bit(sink):
+    store = make_store(16, LayerShape(2, 64, 32), 60, torch.bfloat16)
+    rows = make_rows([1] * 9 + [4], [100, 0, 3, 16, 15, 70, 99, 101, 1, 30], 16, 60)
+    q = torch.randn(13, 6, 64, dtype=torch.bfloat16)
+    options = {"scale": 0.125, "window": None, "softcap": None}
+    got = batched.attend_finish(q, store.k(0), store.v(0), rows, **options, sink=sink)
+    assert got.dtype == torch.bfloat16
+    want = attend_reference(q, store.k(0), store.v(0), rows, **options)
+    want = finish_reference(want, sink, torch.float32)
+    assert (got.float() - want).abs().max() < 2e-2
+
+
 def test_slices_of_queries_change_nothing(monkeypatch):
     monkeypatch.setattr(batched, "SCORE_BYTES_MAX", 4096)
     store = make_store(8, LayerShape(1, 8, 8), 60)
