@@ -129,7 +129,6 @@ class Choice:
         hidden = message.stop_token is not None and not self._include_stop and bool(tokens)
         shown = len(tokens) - hidden
         self.add(tokens[:shown], None if logprobs is None else logprobs[:shown])
-        self.cached_tokens = message.cached_tokens
         if self.finish_reason is not None:
             return
         if hidden:

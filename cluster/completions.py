@@ -134,9 +134,8 @@ class Completion(Response):
             self._job(request, served, answer, i, ids, texts[i]) for i, ids in enumerate(tokens)
         ]
         self._timed = all(submit.stream for submit, _ in jobs)
-        on_tokens = api.metrics.on_tokens if self._timed else _untimed
         async with Generation(
-            api.handle, jobs, on_tokens=on_tokens, on_lost=api.watch.suspect
+            api.handle, jobs, metrics=api.metrics, on_lost=api.watch.suspect
         ) as generation:
             choices = [choice for _, choice in jobs]
             try:
@@ -303,10 +302,6 @@ class Completion(Response):
         record.finish_reasons = [c.finish_reason for c in choices if c.finish_reason]
         if generation.first_token_s is not None and self._timed:
             record.ttft_s = generation.first_token_s - record.started_s
-
-
-def _untimed(gap_s: float | None, tokens: int) -> None:
-    """Large deltas say nothing of the time between tokens."""
 
 
 async def _body(send: Send, parts: Sequence[bytes], *, more: bool) -> None:

@@ -16,6 +16,7 @@ from types import TracebackType
 from cluster.calls import DeadlinePassed, EngineLost, Handle, Stream
 from cluster.choices import Choice
 from cluster.errors import ApiError
+from cluster.metrics import Metrics, Times
 from worker import wire
 
 log = logging.getLogger("kvatlas.ingress")
@@ -31,14 +32,13 @@ class Generation:
         handle: Handle,
         jobs: Sequence[tuple[wire.Submit, Choice]],
         *,
-        on_tokens: Callable[[float | None, int], None],
+        metrics: Metrics,
         on_lost: Callable[[EngineLost], None],
     ) -> None:
-        """`on_tokens` is told of each batch of new tokens: seconds since the last one (None for
-        the first of a choice) and how many there are; `on_lost` of a stream that broke."""
+        """`on_lost` is told of a stream that broke."""
         self._handle = handle
         self._jobs = jobs
-        self._on_tokens = on_tokens
+        self._metrics = metrics
         self._on_lost = on_lost
         self._news = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -97,7 +97,9 @@ class Generation:
                 await self._admission(stream)
                 admitted.set_result(None)
                 self._news.set()
-                await self._tokens(stream, choice)
+                times = Times(time.monotonic(), each_token=submit.stream)
+                await self._tokens(stream, choice, times)
+                self._metrics.followed(times)
         except ApiError as error:
             self._fail(error)
         except EngineLost as error:
@@ -129,8 +131,7 @@ class Generation:
         if not isinstance(first, wire.Accepted):
             raise wire.WireError(f"a stream began with {type(first).__name__}")
 
-    async def _tokens(self, stream: Stream, choice: Choice) -> None:
-        last_s: float | None = None
+    async def _tokens(self, stream: Stream, choice: Choice, times: Times) -> None:
         while choice.finish_reason is None:
             event = wire.decode(await stream.next())
             match event:
@@ -148,9 +149,19 @@ class Generation:
                     continue
                 case _:
                     raise wire.WireError(f"{type(event).__name__} in the middle of a stream")
-            if isinstance(event, wire.Delta | wire.Finish) and event.tokens:
-                now_s = time.monotonic()
-                self.first_token_s = self.first_token_s or now_s
-                self._on_tokens(None if last_s is None else now_s - last_s, len(event.tokens))
-                last_s = now_s
+            if isinstance(event, wire.Delta | wire.Finish):
+                self._note(event, choice, times)
             self._news.set()
+
+    def _note(self, event: wire.Delta | wire.Finish, choice: Choice, times: Times) -> None:
+        now_s = time.monotonic()
+        if event.started is not None:
+            times.queue_s = event.started.queue_s
+            choice.cached_tokens = event.started.cached_tokens
+        if event.tokens:
+            self.first_token_s = self.first_token_s or now_s
+            if times.first_s is None:
+                times.first_s = now_s
+            elif times.each_token:
+                self._metrics.next_token.observe((now_s - times.last_s) / len(event.tokens))
+        times.last_s = now_s

@@ -80,6 +80,18 @@ class Record:
         return f"{text}, {self.total_s:.2f} s in all"
 
 
+@dataclass(slots=True)
+class Times:
+    """When what happened to one prompt, on the ingress's clock."""
+
+    accepted_s: float
+    each_token: bool
+    """Tokens come one by one, so the time of the first one means something."""
+    queue_s: float | None = None
+    first_s: float | None = None
+    last_s: float = 0.0
+
+
 class Metrics:
     """The registry of one ingress; `snapshots` gives the engines' last statistics by gang."""
 
@@ -95,6 +107,10 @@ class Metrics:
         self.next_token = self._histogram("vllm:time_per_output_token_seconds", _TOKEN_S)
         self.per_token = self._histogram("vllm:request_time_per_output_token_seconds", _TOKEN_S)
         self.total = self._histogram("vllm:e2e_request_latency_seconds", _REQUEST_S)
+        self._queue = self._histogram("vllm:request_queue_time_seconds", _REQUEST_S)
+        self._inference = self._histogram("vllm:request_inference_time_seconds", _REQUEST_S)
+        self._prefill = self._histogram("vllm:request_prefill_time_seconds", _REQUEST_S)
+        self._decode = self._histogram("vllm:request_decode_time_seconds", _REQUEST_S)
         self.prompt = self._histogram("vllm:request_prompt_tokens", _TOKENS)
         self.generated = self._histogram("vllm:request_generation_tokens", _TOKENS)
         self._success = self._counter("vllm:request_success", "finished_reason")
@@ -122,10 +138,16 @@ class Metrics:
         """A completion request arrived."""
         self._open.inc()
 
-    def on_tokens(self, gap_s: float | None, tokens: int) -> None:
-        """New tokens of a choice; a batch counts once, with its mean gap."""
-        if gap_s is not None:
-            self.next_token.observe(gap_s / tokens)
+    def followed(self, times: Times) -> None:
+        """The engine's work for one prompt is done."""
+        if times.queue_s is None or times.first_s is None:
+            return
+        began_s = times.accepted_s + times.queue_s
+        self._queue.observe(times.queue_s)
+        self._inference.observe(max(0.0, times.last_s - began_s))
+        if times.each_token:
+            self._prefill.observe(max(0.0, times.first_s - began_s))
+            self._decode.observe(times.last_s - times.first_s)
 
     def finished(self, record: Record) -> None:
         """A completion request was answered, refused or given up."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from worker import wire
@@ -159,6 +159,7 @@ class Engine:
         plan = self.scheduler.plan(only=sequences)
         if not plan.rows:
             return [], None
+        self._mark_admitted(plan, now)
         try:
             result = self.runner.collect(self.runner.launch(plan))
         except Exception as error:
@@ -188,10 +189,12 @@ class Engine:
             if bad:
                 out += self._fail(request, ArithmeticError(BAD_LOGITS))
             elif token is not None:
+                event = self._append(sequence, token, logprob)
                 if request.first_token_s is None:
                     request.first_token_s = now
                     stats.prompt_tokens += sequence.prompt_tokens
-                out.append((request, self._append(sequence, token, logprob)))
+                    event = replace(event, started=_started(request))
+                out.append((request, event))
             elif request.params.max_tokens == 0 and sequence.computed >= sequence.target:
                 self.scheduler.finish(sequence, "length")
                 out.append((request, self._finish_event(sequence, [], None)))
@@ -200,7 +203,7 @@ class Engine:
 
     def _append(
         self, sequence: Sequence, token: int, logprob: wire.TokenLogprob | None
-    ) -> wire.Event:
+    ) -> wire.Delta | wire.Finish:
         request, params = sequence.request, sequence.request.params
         sequence.tokens.append(token)
         self.stats.generated_tokens += 1
@@ -244,7 +247,7 @@ class Engine:
 
     def _mark_admitted(self, plan: StepPlan, now: float) -> None:
         for row in plan.rows:
-            if row.admitted and row.sequence.request.admitted_s is None:
+            if row.sequence.request.admitted_s is None:
                 row.sequence.request.admitted_s = now
 
     def _expire(self, now: float) -> list[Output]:
@@ -297,6 +300,11 @@ class Engine:
             for s in islice(self.scheduler.running, 64)
         ]
         return max(1.0, step_s * min(left, default=0))
+
+
+def _started(request: Request) -> wire.Started:
+    assert request.admitted_s is not None
+    return wire.Started(queue_s=request.admitted_s - request.arrival_s, cached_tokens=0)
 
 
 BAD_LOGITS = "its logits are not finite numbers; model.dtype=float32 has the widest range"

@@ -63,7 +63,8 @@ def _joined(first: wire.Delta, then: wire.Event) -> wire.Event | None:
     logprobs = None
     if first.logprobs is not None:
         logprobs = [*first.logprobs, *(then.logprobs or ())]
-    return replace(then, tokens=[*first.tokens, *then.tokens], logprobs=logprobs)
+    tokens, started = [*first.tokens, *then.tokens], first.started or then.started
+    return replace(then, tokens=tokens, logprobs=logprobs, started=started)
 
 
 def ends_stream(event: wire.Event, choices_open: set[int]) -> bool:

@@ -79,13 +79,22 @@ class Rejected:
     message: str
 
 
+class Started(NamedTuple):
+    """How a request began: its time in the queue, and the prompt tokens it did not compute."""
+
+    queue_s: float
+    cached_tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New tokens of one choice; `logprobs`, where asked for, has one entry per token."""
+    """New tokens of one choice; `logprobs`, where asked for, has one entry per token. `started`
+    comes with the first tokens of a request, whatever message they are in."""
 
     choice: int
     tokens: list[int]
     logprobs: list[TokenLogprob] | None = None
+    started: Started | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +117,7 @@ class Finish:
     stop_token: int | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
+    started: Started | None = None
 
 
 @dataclass(frozen=True, slots=True)

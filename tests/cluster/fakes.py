@@ -88,11 +88,12 @@ class FakeWorker:
                 yield failure
                 return
             part = out[start : start + self.per_delta]
+            started = None if start else wire.Started(0.25, self.cached)
             scores = None if submit.params.logprobs is None else [self.score(t) for t in part]
             if start + self.per_delta < len(out):
-                yield wire.Delta(0, part, scores)
+                yield wire.Delta(0, part, scores, started)
             else:
-                yield replace(last, tokens=part, logprobs=scores)
+                yield replace(last, tokens=part, logprobs=scores, started=started)
         if not out:
             yield last
 

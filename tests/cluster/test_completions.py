@@ -245,6 +245,12 @@ async def test_cached_tokens_are_passed_on() -> None:
     async with serving(worker) as served:
         usage = (await served.post(CHAT, {"messages": USER})).json()["usage"]
         assert usage["prompt_tokens_details"] == {"cached_tokens": 2}
+        stopped = (await served.post(CHAT, {"messages": USER, "stop": "D"})).json()["usage"]
+        assert stopped["prompt_tokens_details"] == {"cached_tokens": 2}
+        samples = (await served.http.get("/metrics")).text
+        assert 'vllm:request_queue_time_seconds_sum{ingress="ingress-1",model_name="fake"} 0.5' in (
+            samples
+        )
 
 
 async def test_token_ids_stand_beside_the_text_where_asked() -> None:

@@ -4,7 +4,7 @@ import asyncio
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.metrics import Metrics, Record
+from cluster.metrics import Metrics, Record, Times
 from tests.cluster.fakes import FakeWorker
 
 
@@ -39,15 +39,19 @@ def test_a_finished_request_is_in_every_histogram_once() -> None:
     metrics = Metrics("m", "i", dict)
     metrics.started()
     assert value(metrics, "kvatlas:requests_open") == 1
-    metrics.on_tokens(None, 1)
-    metrics.on_tokens(0.3, 3)
     metrics.finished(record())
+    metrics.next_token.observe(0.1)
+    metrics.followed(Times(10.0, each_token=True, queue_s=1.0, first_s=12.0, last_s=15.0))
     assert value(metrics, "kvatlas:requests_open") == 0
     for name, total in (
         ("vllm:time_to_first_token_seconds", 0.5),
         ("vllm:time_per_output_token_seconds", 0.1),
         ("vllm:request_time_per_output_token_seconds", 0.1),
         ("vllm:e2e_request_latency_seconds", 2.0),
+        ("vllm:request_queue_time_seconds", 1.0),
+        ("vllm:request_prefill_time_seconds", 1.0),
+        ("vllm:request_decode_time_seconds", 3.0),
+        ("vllm:request_inference_time_seconds", 4.0),
         ("vllm:request_prompt_tokens", 100),
         ("vllm:request_generation_tokens", 16),
     ):
@@ -55,6 +59,15 @@ def test_a_finished_request_is_in_every_histogram_once() -> None:
         assert abs(value(metrics, f"{name}_sum") - total) < 1e-9, name
     assert value(metrics, "vllm:request_success_total", finished_reason="stop") == 1
     assert value(metrics, "kvatlas:answers_total", route="/v1/completions", status="200") == 1
+
+
+def test_large_deltas_say_nothing_of_the_first_token() -> None:
+    metrics = Metrics("m", "i", dict)
+    metrics.followed(Times(10.0, each_token=False, queue_s=1.0, first_s=15.0, last_s=15.0))
+    assert value(metrics, "vllm:request_inference_time_seconds_sum") == 4
+    assert value(metrics, "vllm:request_prefill_time_seconds_count") == 0
+    metrics.followed(Times(10.0, each_token=True))  # a prompt that was never begun
+    assert value(metrics, "vllm:request_queue_time_seconds_count") == 1
 
 
 def test_a_refused_request_is_no_latency() -> None:

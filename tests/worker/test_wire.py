@@ -26,6 +26,7 @@ MESSAGES = [
     wire.Rejected("queue_full", 1.5, "256 requests wait already"),
     wire.Delta(0, [1, 2]),
     wire.Delta(0, [1], [wire.TokenLogprob(-0.5, TOP)]),
+    wire.Delta(0, [1], started=wire.Started(0.5, 64)),
     wire.PromptLogprobs(0, [None, wire.PromptLogprob(-0.5, 3, TOP)]),
     wire.Finish(0, "length", 3, 0, 16),
     wire.Finish(0, "stop", 3, 2, 5, stop_token=9, tokens=[9], logprobs=[]),
