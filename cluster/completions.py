@@ -134,6 +134,8 @@ class Completion(Response):
             self._job(request, served, answer, i, ids, texts[i]) for i, ids in enumerate(tokens)
         ]
         self._timed = all(submit.stream for submit, _ in jobs)
+        names = dict.fromkeys((submit.id for submit, _ in jobs), record.label)
+        api.labels.update(names)
         async with Generation(
             api.handle, jobs, metrics=api.metrics, on_lost=api.watch.suspect
         ) as generation:
@@ -146,6 +148,8 @@ class Completion(Response):
                     await self._whole(answer, generation, choices, send)
             finally:
                 self._note(generation, choices)
+                for name in names:
+                    del api.labels[name]
 
     def _ignored(self, request: openai.Common) -> None:
         self._record.ignored = len(request.ignored)

@@ -52,6 +52,7 @@ class Api:
         )
         self.metrics = Metrics(model, name, self.watch.snapshots)
         self.created = int(time.time())
+        self.labels: dict[str, str] = {}  # the clients' names of what the engine is working on
 
     def served(self) -> openai.Served:
         """What is served. Raises 503 while no worker can take a request."""
@@ -230,7 +231,10 @@ def _add_state(app: FastAPI, api: Api) -> None:
 
     @app.get("/debug/requests")
     async def debug_requests() -> Response:
-        return _json({"requests": await api.debug("debug_requests")})
+        found = await api.debug("debug_requests")
+        return _json(
+            {"requests": [{**entry, "label": api.labels.get(entry["request"])} for entry in found]}
+        )
 
     @app.get("/debug/where")
     async def debug_where(request: Request) -> Response:

@@ -31,8 +31,8 @@ SERVE_ENVIRONMENT = {
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
 }
-# Threads of a CPU worker sleep while they wait for each other. Spinning, they would keep the ingress
-# and the proxy from the cores: with one other busy process a step of 35 ms took 1.7 s.
+# Threads of a CPU worker sleep while they wait for each other. Spinning, they would keep ingress
+# and proxy from the cores: with one other busy process a step of 35 ms took 1.7 s.
 THREADS_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 RAY_ENVIRONMENT = {
     "RAY_DEDUP_LOGS": "0",
@@ -71,15 +71,16 @@ def _stop_on_signals(stop: threading.Event) -> None:
 
 
 def _check_port(host: str, port: int) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise UserError(
-                f"cannot listen on {host}:{port}: {error.strerror}; another port is "
-                "server.port=NUMBER, another address server.host"
-            ) from None
+    try:
+        family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise UserError(
+            f"cannot listen on {host}:{port}: {error.strerror}; another port is "
+            "server.port=NUMBER, another address server.host=ADDRESS"
+        ) from None
 
 
 @contextlib.contextmanager

@@ -164,8 +164,8 @@ class FakeWorker:
             await self.quiet.wait_for(lambda: not self.active)
 
 
-ENDLESS = 13
-"""The seed of a request that a `ServedFake` never finishes."""
+ENDLESS, BREAKING = 13, 14
+"""Seeds of requests that a `ServedFake` never finishes, the second one because it breaks."""
 
 
 class ServedFake(FakeWorker):
@@ -178,12 +178,19 @@ class ServedFake(FakeWorker):
         if config.model.max_model_len == 1:
             raise DoesNotFit("a sequence of 1 token does not fit: use more")
         self.gang = serve.get_replica_context().replica_id.unique_id
+        self.failure: str | None = None
 
     def gate_of(self, submit: wire.Submit) -> asyncio.Semaphore | None:
-        return asyncio.Semaphore(3) if submit.params.seed == ENDLESS else None
+        if submit.params.seed == BREAKING:
+            self.failure = "device lost"
+        return asyncio.Semaphore(3) if submit.params.seed in (ENDLESS, BREAKING) else None
 
     async def stats(self) -> dict[str, Any]:
-        return {**await super().stats(), "pid": os.getpid()}
+        return {**await super().stats(), "pid": os.getpid(), "failure": self.failure}
+
+    async def check_health(self) -> None:
+        if self.failure is not None:
+            raise RuntimeError(self.failure)
 
 
 class DoesNotFit(Exception):

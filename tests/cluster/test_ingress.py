@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import sys
@@ -88,7 +89,7 @@ async def test_debug_routes_show_what_the_worker_says() -> None:
         assert (await served.http.get("/debug/kv")).json() == {"gangs": [gang]}
         worker.active.add("cmpl-1")
         requests = (await served.http.get("/debug/requests")).json()
-        assert requests == {"requests": [{"request": "cmpl-1"}]}
+        assert requests == {"requests": [{"request": "cmpl-1", "label": None}]}
         found = await served.http.get("/debug/where", params={"request": "cmpl-1", "token": "7"})
         assert found.json() == {"request": "cmpl-1", "token": 7}
         for request, token, expected in (
@@ -159,6 +160,26 @@ async def test_the_client_s_label_is_echoed_and_the_id_is_ours() -> None:
             assert answer.json()["id"].startswith("cmpl-")
             assert len(answer.json()["id"]) == len("cmpl-") + 32
         assert "x-request-id" not in (await served.http.get("/health")).headers
+
+
+async def test_running_requests_are_listed_with_their_label() -> None:
+    worker = FakeWorker()
+    worker.gate = asyncio.Semaphore(0)
+    async with serving(worker) as served:
+        headers = {"X-Request-Id": "mine"}
+        body = {"prompt": ["a", "b"], "max_tokens": 1}
+        waiting = asyncio.create_task(
+            served.http.post("/v1/completions", json=body, headers=headers)
+        )
+        while len(worker.active) < 2:
+            await asyncio.sleep(0)
+        listed = (await served.http.get("/debug/requests")).json()["requests"]
+        assert [entry["label"] for entry in listed] == ["mine", "mine"]
+        for _ in range(2):
+            worker.gate.release()
+        first = (await waiting).json()["id"]
+        assert [entry["request"] for entry in listed] == [first, f"{first}-1"]
+        assert served.api.labels == {}
 
 
 async def test_each_request_leaves_one_line(caplog: pytest.LogCaptureFixture) -> None:

@@ -23,7 +23,7 @@ import pytest
 from cluster.errors import UserError
 from cluster.local import serve_here
 from tests.cluster import tokens
-from tests.cluster.fakes import ALPHABET, ENDLESS, MODEL, config
+from tests.cluster.fakes import ALPHABET, BREAKING, ENDLESS, MODEL, config
 
 ROOT = Path(__file__).parents[2]
 USER = [{"role": "user", "content": "hi"}]
@@ -193,6 +193,18 @@ def test_a_lost_worker_is_not_ready_until_serve_has_made_another(
     server.wait_until(lambda: not alive(lost))
 
 
+def test_an_engine_that_stopped_is_replaced(server: Server) -> None:
+    server.wait_until(server.ready)
+    stopped = server.pid()
+    body = {"messages": USER, "seed": BREAKING, "stream": True}
+    with httpx.stream("POST", server.url + CHAT, json=body, timeout=60) as answer:
+        assert answer.status_code == 200
+        server.wait_until(lambda: not server.ready(), 15.0)
+        assert "device lost" in server.get("/health/ready").json()["reason"]
+        server.wait_until(server.ready)
+    assert server.pid() != stopped
+
+
 def test_each_request_has_left_a_line_on_the_console(server: Server) -> None:
     assert " 200 stop: 5 prompt (0 cached) + 27 new tokens" in server.log.read_text()
 
@@ -225,3 +237,5 @@ def test_a_port_in_use_is_one_message() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1:{port}: .*server.port="):
             serve_here(config(f"server.port={port}"), "", say=print)
+        with pytest.raises(UserError, match=r"cannot listen on no\.such\.host\.invalid:8000: "):
+            serve_here(config("server.host=no.such.host.invalid"), "", say=print)
