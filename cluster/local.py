@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import http.client
 import json
@@ -21,7 +20,6 @@ from configs.schema import Config
 POLL_S = 0.2
 SAY_EVERY_S = 10.0
 STOP_S = 10.0
-INFO_DEADLINE_S = 10.0
 # Switches of Serve for every process, read when it is imported. Messages between replicas as gRPC
 # and on one event loop cost a third of the CPU time that they do by default (0.44 instead of 1.4 ms
 # for one from worker to client).
@@ -33,7 +31,7 @@ SERVE_ENVIRONMENT = {
 }
 # Threads of a CPU worker sleep while they wait for each other. Spinning, they would keep ingress
 # and proxy from the cores: with one other busy process a step of 35 ms took 1.7 s.
-THREADS_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
+THREADS_ENVIRONMENT: dict[str, str] = {}
 RAY_ENVIRONMENT = {
     "RAY_DEDUP_LOGS": "0",
     "RAY_COLOR_PREFIX": "0",
@@ -150,8 +148,7 @@ def _deploy(
     from ray import serve
     from ray.serve import RunTarget
 
-    from cluster.app import APP, REAL_WORKER, WORKER, build
-    from cluster.calls import ServeHandle, ask
+    from cluster.app import APP, REAL_WORKER, build
 
     resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
     gpus = resources.get("GPU", 0.0)
@@ -174,27 +171,20 @@ def _deploy(
         wait_for_applications_running=False,
     )
     say(f"loading {directory}")
-    if not _wait(config, say, stop):
-        return None
-
-    async def info() -> dict[str, Any]:
-        handle = ServeHandle(serve.get_deployment_handle(WORKER, APP))
-        answer: dict[str, Any] = await ask(handle, "info", deadline_s=INFO_DEADLINE_S)
-        return answer
-
-    return {**asyncio.run(info())["table"], "workers": config.cluster.workers}
+    rows = _wait(config, say, stop)
+    return None if rows is None else {**rows, "workers": config.cluster.workers}
 
 
-def _wait(config: Config, say: Say, stop: threading.Event) -> bool:
-    """Until the server is ready; False when told to stop before."""
+def _wait(config: Config, say: Say, stop: threading.Event) -> dict[str, Any] | None:
+    """The rows of the table once the server is ready; None when told to stop before."""
     from ray import serve
 
     from cluster.app import APP, StartError
 
     began_s = said_s = time.monotonic()
     while not stop.wait(POLL_S):
-        if _ready(config):
-            return True
+        if (rows := _ready(config)) is not None:
+            return rows
         status = serve.status().applications.get(APP)
         if status is not None and status.status == "DEPLOY_FAILED":
             text = "\n".join([status.message, *(d.message for d in status.deployments.values())])
@@ -209,7 +199,7 @@ def _wait(config: Config, say: Say, stop: threading.Event) -> bool:
         if now_s - said_s > SAY_EVERY_S:
             said_s = now_s
             say(f"still starting after {now_s - began_s:.0f} s: {_states(status)}")
-    return False
+    return None
 
 
 def _states(status: Any) -> str:
@@ -217,14 +207,18 @@ def _states(status: Any) -> str:
     return ", ".join(f"{name} {d.status.value.lower()}" for name, d in deployments.items())
 
 
-def _ready(config: Config) -> bool:
-    """Whether the whole way from HTTP to the engine answers."""
+def _ready(config: Config) -> dict[str, Any] | None:
+    """What the worker says of itself, once the whole way from HTTP to the engine answers."""
     connection = http.client.HTTPConnection(_reachable(config), config.server.port, timeout=2)
     try:
         connection.request("GET", "/health/ready")
-        return connection.getresponse().status == 200
+        response = connection.getresponse()
+        if response.status != 200:
+            return None
+        rows: dict[str, Any] = json.loads(response.read())["models"][0]["table"]
+        return rows
     except (OSError, http.client.HTTPException):
-        return False
+        return None
     finally:
         connection.close()
 

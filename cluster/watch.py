@@ -87,11 +87,12 @@ class Watch:
                     "answer_age_s": round(self._clock() - self._answered_s, 3),
                 }
             )
-        model = None if self.info is None else self.info["model"]
+        info = self.info or {"model": None, "table": {}}
+        model = {"model": info["model"], "ready": self.ready, "table": info["table"]}
         return {
             "ready": self.ready,
             "reason": self.complaint,
-            "models": [{"model": model, "ready": self.ready, "gangs": gangs}],
+            "models": [{**model, "gangs": gangs}],
         }
 
     async def run(self) -> None:

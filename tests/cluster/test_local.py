@@ -205,8 +205,10 @@ def test_an_engine_that_stopped_is_replaced(server: Server) -> None:
     assert server.pid() != stopped
 
 
-def test_each_request_has_left_a_line_on_the_console(server: Server) -> None:
-    assert " 200 stop: 5 prompt (0 cached) + 27 new tokens" in server.log.read_text()
+def test_each_request_has_left_a_line_on_the_console_and_no_trace(server: Server) -> None:
+    log = server.log.read_text()
+    assert " 200 stop: 5 prompt (0 cached) + 27 new tokens" in log
+    assert "Traceback" not in log
 
 
 def test_sigterm_ends_the_server_and_every_process_of_it(server: Server) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from cluster.calls import EngineLost
 from cluster.watch import Watch
-from tests.cluster.fakes import FakeWorker, LocalHandle
+from tests.cluster.fakes import MODEL, FakeWorker, LocalHandle
 
 pytestmark = pytest.mark.anyio
 
@@ -55,8 +55,10 @@ async def test_ready_follows_the_answers() -> None:
     it = Watched()
     assert not it.watch.ready
     assert it.watch.complaint == "no worker has answered yet"
-    assert it.watch.report()["models"][0]["gangs"] == []
+    nothing = {"model": None, "ready": False, "table": {}, "gangs": []}
+    assert it.watch.report()["models"] == [nothing]
     await it.watch.look()
+    assert it.watch.report()["models"][0]["table"] == {"model": MODEL}
     assert it.watch.ready
     (gang,) = it.watch.report()["models"][0]["gangs"]
     assert (gang["gang"], gang["ready"], gang["pid"], gang["step_age_s"]) == (
