@@ -358,7 +358,7 @@ async def test_a_failure_on_the_way(failure: Any, status: int, code: str) -> Non
 async def test_a_request_that_takes_too_long_is_a_408() -> None:
     worker = FakeWorker()
     worker.gate = asyncio.Semaphore(3)
-    async with serving(worker, "limits.request_timeout_s=0.2") as served:
+    async with serving(worker, "limits.request_timeout_s=0.5") as served:
         answer = await served.post(CHAT, {"messages": USER})
         assert (answer.status_code, answer.json()["error"]["code"]) == (408, "timeout")
         assert answer.headers["x-should-retry"] == "false"

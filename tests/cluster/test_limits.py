@@ -67,7 +67,7 @@ async def test_a_body_that_does_not_come_is_a_408() -> None:
 async def test_the_time_for_the_body_is_not_a_limit_of_the_answer() -> None:
     worker = FakeWorker()
     worker.gate = asyncio.Semaphore(0)
-    async with serving(worker, "limits.body_timeout_s=0.05") as served:
+    async with serving(worker, "limits.body_timeout_s=0.5") as served:
         waiting = asyncio.create_task(served.post(PATH, {"prompt": "hi"}))
         late = await raw(served, head("Content-Length: 50"), b"{")  # takes the whole limit
         assert late[0] == 408
