@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ray import serve
 from transformers.utils import logging as transformers_logging
 
 from configs.schema import Config
@@ -231,4 +230,6 @@ class GPUWorker:
 
 
 def _gang_id() -> str:
+    from ray import serve  # only here: the rest of a worker runs without Ray
+
     return serve.get_replica_context().replica_id.unique_id

@@ -1,0 +1,237 @@
+"""HTTP down to the pages: the real worker, engine and a tiny model behind the real ingress."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from tests.cluster import tokens
+from tests.cluster.fakes import MODEL, Served, config, ids_of, serving
+from worker import replica
+
+pytestmark = pytest.mark.anyio
+
+SETTINGS = (
+    "model.dtype=float64",
+    "model.device=cpu",
+    "model.max_model_len=256",
+    "kv.block_size=8",
+    "kv.blocks=96",
+    "scheduler.max_num_seqs=4",
+    "scheduler.max_batch_tokens=32",
+    "server.stream_messages_per_s=100000",
+)
+PROMPT = "The pages of this book are scattered."
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A seeded Llama whose words are bytes, loud enough to say different things."""
+    path = tokens.save(tmp_path_factory.mktemp("model"))
+    torch.manual_seed(5)
+    made = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=tokens.VOCAB,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=512,
+            initializer_range=0.3,
+            tie_word_embeddings=False,
+            eos_token_id=tokens.EOS,
+            bos_token_id=None,
+            pad_token_id=None,
+        )
+    )
+    made.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _outside_serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(replica, "_gang_id", lambda: "gang-1")
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@asynccontextmanager
+async def running(directory: Path, *overrides: str) -> AsyncIterator[Served]:
+    settings = (f"model.path={directory}", *SETTINGS, *overrides)
+    worker: Any = replica.GPUWorker(config(*settings), str(directory))
+    try:
+        async with serving(worker, *settings) as served:
+            yield served
+    finally:
+        worker.loop.stop()
+
+
+async def nothing_held(served: Served) -> None:
+    """Every block comes back; asked in the engine's thread, so between two of its steps."""
+    for _ in range(100):
+        (rank,) = (await served.http.get("/debug/kv")).json()["gangs"][0]["ranks"]
+        if rank["owned"] == rank["leased"] == 0:
+            return
+    raise AssertionError(rank)
+
+
+async def test_text_is_what_the_model_says_streamed_or_not(directory: Path) -> None:
+    hf = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
+    ids = ids_of(PROMPT)
+    out = hf.generate(torch.tensor([ids]), max_new_tokens=40, do_sample=False, pad_token_id=0)
+    said = out[0, len(ids) :].tolist()
+    if tokens.EOS in said:
+        said = said[: said.index(tokens.EOS)]
+    wanted = tokens.wrapped().decode(said)
+    async with running(directory) as served:
+        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none") as sdk:
+            asked: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "temperature": 0}
+            whole = await sdk.completions.create(**asked, max_tokens=40)
+            pieces = []
+            async for chunk in await sdk.completions.create(**asked, max_tokens=40, stream=True):
+                pieces += [choice.text for choice in chunk.choices]
+        assert whole.choices[0].text == "".join(pieces) == wanted
+        assert whole.usage is not None
+        assert whole.usage.prompt_tokens == len(ids)
+        await nothing_held(served)
+
+
+async def test_echo_with_logprobs_and_no_new_token(directory: Path) -> None:
+    hf = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
+    ids = ids_of(PROMPT)
+    with torch.inference_mode():
+        wanted = hf(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
+    async with running(directory) as served:
+        body = {"prompt": PROMPT, "max_tokens": 0, "echo": True, "logprobs": 2}
+        answer = (await served.http.post("/v1/completions", json=body)).json()
+        (choice,) = answer["choices"]
+        assert choice["text"] == PROMPT
+        got = choice["logprobs"]["token_logprobs"]
+        assert got[0] is None
+        for position, token in enumerate(ids[1:], 1):
+            assert got[position] == pytest.approx(float(wanted[position - 1, token]), abs=1e-6)
+        assert answer["usage"]["completion_tokens"] == 0
+        await nothing_held(served)
+
+
+@pytest.mark.parametrize("when", ["queued", "prefill", "decode"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_holds_no_block(
+    directory: Path, when: str, stream: bool
+) -> None:
+    async with running(directory) as served:
+        body = {"prompt": [7] * 100, "max_tokens": 150, "ignore_eos": True, "stream": stream}
+        engine = served.worker.loop.engine  # type: ignore[attr-defined]
+        holding: list[asyncio.Task[Any]] = []
+        if when == "queued":
+            first = {**body, "prompt": [9] * 10, "stream": False}
+            holding = [
+                asyncio.create_task(served.http.post("/v1/completions", json=first))
+                for _ in range(4)
+            ]
+            while len(engine.scheduler.running) < 4:
+                await asyncio.sleep(0)
+        leaving = asyncio.create_task(served.http.post("/v1/completions", json=body))
+
+        def there() -> bool:
+            mine = [r for r in engine.requests.values() if len(r.prompt) == 100]
+            if not mine:
+                return False
+            (sequence,) = mine[0].sequences
+            if when == "queued":
+                return sequence.table is None
+            if when == "prefill":
+                return 0 < sequence.computed < 100
+            return sequence.generated_tokens > 3
+
+        while not there():
+            await asyncio.sleep(0)
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        answers = await asyncio.gather(*holding)
+        assert all(a.json()["usage"]["completion_tokens"] == 150 for a in answers)
+        await nothing_held(served)
+        assert not engine.requests
+
+
+async def test_two_hundred_requests_at_a_queue_of_eight(directory: Path) -> None:
+    async with running(directory, "scheduler.max_waiting=8") as served:
+        bodies = [
+            {"prompt": [n], "max_tokens": 4, "ignore_eos": True, "stream": n % 2 == 0}
+            for n in range(200)
+        ]
+        posts = [served.http.post("/v1/completions", json=body) for body in bodies]
+        answers = await asyncio.gather(*posts)
+        accepted = [a for a in answers if a.status_code == 200]
+        refused = [a for a in answers if a.status_code == 429]
+        assert len(accepted) + len(refused) == 200
+        assert len(accepted) >= 8
+        assert refused
+        assert all(int(a.headers["retry-after"]) >= 1 for a in refused)
+        for answer in accepted:
+            if answer.headers["content-type"].startswith("text/event-stream"):
+                assert answer.text.endswith("data: [DONE]\n\n")
+            else:
+                assert answer.json()["usage"]["completion_tokens"] == 4
+        await nothing_held(served)
+
+
+async def test_where_names_memory_that_holds_the_key(directory: Path) -> None:
+    """Read the address that HTTP gave, in both strides, against the store's own view."""
+    async with running(directory) as served:
+        body = {"prompt": [3] * 40, "max_tokens": 200, "ignore_eos": True, "stream": True}
+        async with served.http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.aiter_lines()
+            async for line in lines:
+                if line.startswith("data: "):
+                    break
+            (entry,) = (await served.http.get("/debug/requests")).json()["requests"]
+            query = {"request": entry["request"], "token": 21}
+            found = (await served.http.get("/debug/where", params=query)).json()
+            assert {"degree": 1, "rank": 0, "local_block": 2, "offset": 5}.items() <= found.items()
+            assert found["bytes_per_token"] == 2 * 2 * (16 + 16) * 8
+            store = served.worker.loop.engine.runner.model.store  # type: ignore[attr-defined]
+            for layer in (0, 1):
+                for head in (0, 1):
+                    address = found["address"] + layer * found["layer_stride"]
+                    memory = (ctypes.c_double * 16).from_address(
+                        address + head * found["head_stride"]
+                    )
+                    key = store.k(layer)[found["physical_block"], head, 5].tolist()
+                    assert list(memory) == key
+                    assert any(key)
+            too_far = {**query, "token": 10_000}
+            refused = await served.http.get("/debug/where", params=too_far)
+            assert refused.status_code == 400
+        await nothing_held(served)
+
+
+async def test_bad_input_costs_a_good_request_nothing(directory: Path) -> None:
+    async with running(directory) as served:
+        good = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+        alone = (await served.http.post("/v1/completions", json=good)).json()["choices"][0]["text"]
+        bad: list[dict[str, Any]] = [
+            {"prompt": [5000]},
+            {"prompt": [1] * 400},
+            {"prompt": "x", "logit_bias": {"999999": 1}},
+            {"prompt": "x", "temperature": -1},
+            {"prompt": "x", "max_tokens": 10**9},
+            {"prompt": "x", "model": "nope"},
+            {"prompt": []},
+        ]
+        posts = [served.http.post("/v1/completions", json=body) for body in [good, *bad]]
+        first, *others = await asyncio.gather(*posts)
+        assert first.json()["choices"][0]["text"] == alone
+        assert [a.status_code for a in others] == [400, 400, 400, 400, 400, 404, 400]
+        await nothing_held(served)
