@@ -368,6 +368,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     options = arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server it started ends with it
     with contextlib.ExitStack() as stack:
         reference = stack.enter_context(contextlib.closing(Reference(options.config, options.set)))
         url = options.url or stack.enter_context(started_server(options.config, options.set))
