@@ -74,9 +74,8 @@ def plan_memory(
         raise DoesNotFit(
             f"a sequence of {longest} tokens does not fit: it needs "
             f"{gib(longest * layout.bytes_per_token)} of pages, {gib(budget)} are there, which is "
-            f"{tokens} tokens. Lower model.max_model_len to {tokens} or less, raise "
-            "kv.memory or kv.blocks, or "
-            "free memory"
+            f"{tokens} tokens. Lower model.max_model_len to {tokens} or less, raise kv.memory or "
+            "kv.blocks, or free memory"
         )
     return MemoryPlan(
         free_bytes=free_bytes,
