@@ -18,6 +18,7 @@ from configs.schema import Config
 from kvpaging.report import snapshot
 from worker import wire
 from worker.device import keep_freed_memory
+from worker.engine import Engine
 from worker.loop import EngineLoop
 from worker.params import ParamError, check
 from worker.request import NO_SLOT, Request
@@ -31,23 +32,22 @@ class GPUWorker:
 
     def __init__(self, config: Config, directory: str) -> None:
         logging.getLogger("kvatlas").setLevel(config.server.log_level.upper())
-        threads = config.cluster.threads or max(1, (os.cpu_count() or 1) // config.cluster.workers)
-        torch.set_num_threads(threads)
         keep_freed_memory()
         self.config = config
         self.gang = _gang_id()
         self.launch = resolve(config, Path(directory))
         transformers_logging.disable_progress_bar()
-        engine = start(
-            self.launch,
-            clock=time.perf_counter,
-            cpu_clock=time.thread_time,
-            progress=log.info,
-        )
         self.loop = EngineLoop(
-            engine, now=time.monotonic, messages_per_s=config.server.stream_messages_per_s
+            self._make, now=time.monotonic, messages_per_s=config.server.stream_messages_per_s
         )
         self.started = False
+
+    def _make(self) -> Engine:
+        cluster = self.config.cluster
+        torch.set_num_threads(cluster.threads or max(1, (os.cpu_count() or 1) // cluster.workers))
+        return start(
+            self.launch, clock=time.perf_counter, cpu_clock=time.thread_time, progress=log.info
+        )
 
     def _start(self) -> None:
         if not self.started:

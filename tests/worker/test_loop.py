@@ -18,7 +18,7 @@ from worker.loop import EngineLoop, Outbox
 @asynccontextmanager
 async def running(**options):
     rate = options.pop("messages_per_s", 1e9)
-    loop = EngineLoop(make_engine(**options), now=time.monotonic, messages_per_s=rate)
+    loop = EngineLoop(lambda: make_engine(**options), now=time.monotonic, messages_per_s=rate)
     loop.start(asyncio.get_running_loop())
     try:
         yield loop
