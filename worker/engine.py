@@ -228,7 +228,7 @@ class Engine:
             choice=sequence.choice,
             reason=sequence.finish_reason,
             prompt_tokens=sequence.prompt_tokens,
-            cached_tokens=0,
+            cached_tokens=sequence.cached_tokens,
             generated_tokens=sequence.generated_tokens,
             stop_token=sequence.stop_token,
             tokens=tokens,

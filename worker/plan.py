@@ -93,6 +93,11 @@ class BatchBuilder:
         size = self.layout.block_size
         block, offset = positions // size, positions % size
         where = [host[token_slot, block].astype(np.int64) * size + offset for host in self.host]
+        if any(row.start < row.stored for row in rows):
+            stored = np.fromiter((r.stored for r in rows), np.int64, len(rows))
+            known = positions < np.repeat(stored, counts)
+            for slots_of_group in where:
+                slots_of_group[known] = -1
         scored, sampled = _logit_rows(plan, ends)
         blocks = (starts + counts + size - 1) // size
         sampled_slots = np.fromiter((r.slot for r in rows if r.sampled), np.int64)

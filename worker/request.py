@@ -22,6 +22,8 @@ class Sequence:
     """
 
     __slots__ = (
+        "cached_tokens",
+        "chains",
         "choice",
         "computed",
         "epoch",
@@ -30,11 +32,13 @@ class Sequence:
         "pending",
         "planned",
         "prompt_tokens",
+        "published",
         "request",
         "scored",
         "seated",
         "slot",
         "stop_token",
+        "stored",
         "synced",
         "table",
         "tokens",
@@ -48,6 +52,10 @@ class Sequence:
         self.table: BlockTable | None = None
         self.slot = NO_SLOT
         self.computed = self.planned = self.pending = self.epoch = 0
+        self.stored = 0  # tokens found in the cache or a sibling: their K,V are not written again
+        self.published = 0  # leading blocks that have an identity
+        self.chains: list[list[bytes]] = []  # identities of full blocks, per layer group
+        self.cached_tokens = 0
         self.last_step: int | None = None
         self.seated = False  # the sampler's seat for penalties is filled
         self.synced = 0  # table entries that the device has been told
@@ -70,6 +78,7 @@ class Sequence:
     def reset(self) -> None:
         """Forget what was computed; steps under way are void for this sequence."""
         self.computed = self.planned = self.pending = self.synced = 0
+        self.stored = self.published = 0
         self.seated = False
         self.epoch += 1
 
@@ -87,6 +96,7 @@ class Request:
     attempt: int = 0
     stream: bool = True
     label: str = ""
+    salt: bytes = b""
     generated: tuple[tuple[int, ...], ...] = ((),)
     order: int = 0  # of submission; breaks ties of arrival
     admitted_s: float | None = None

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from kvpaging.pool import BlockPool, OutOfBlocks
 from kvpaging.table import BlockTable, Copy
+from worker.prefix import PrefixCache
 from worker.request import NO_SLOT, Request, Sequence
 
 
@@ -44,7 +45,7 @@ class Row(NamedTuple):
     `sampled`: the last of them is the last known one, so its logits give the next token.
     `scored`: prompt log-probabilities are wanted for the tokens after positions
     `scored_from .. start + count - 1` that belong to the prompt. Table entries from `changed_from`
-    on are new to the device.
+    on are new to the device; tokens before position `stored` have their K,V in the pages already.
     """
 
     sequence: Sequence
@@ -55,6 +56,7 @@ class Row(NamedTuple):
     sampled: bool
     admitted: bool
     changed_from: int
+    stored: int = 0
     scored_from: int | None = None
     copies: tuple[Copy, ...] = ()
 
@@ -82,7 +84,9 @@ class StepPlan:
 class Scheduler:
     """Waiting and running sequences over one rank's pools (`pools[g]` serves layer group g)."""
 
-    def __init__(self, pools: Iterable[BlockPool], block_size: int, limits: Limits) -> None:
+    def __init__(
+        self, pools: Iterable[BlockPool], block_size: int, limits: Limits, prefix: PrefixCache
+    ) -> None:
         assert limits.max_logit_rows >= limits.max_num_seqs > 0 < limits.max_batch_tokens
         self.pools, self.block_size, self.limits = tuple(pools), block_size, limits
         self.running: list[Sequence] = []  # by rank
@@ -92,6 +96,7 @@ class Scheduler:
         self.under_way: list[int] = []
         self.preemptions = 0
         self.copies_due: list[Copy] = []
+        self.prefix = prefix
         self._orders = 0
 
     def submit(self, request: Request) -> None:
@@ -121,6 +126,7 @@ class Scheduler:
             self.under_way.append(plan.step)
         else:
             self.copies_due.extend(copies)
+            self.prefix.end(self.step)
         for row in rows:
             sequence = row.sequence
             sequence.planned += row.count
@@ -136,6 +142,7 @@ class Scheduler:
             sequence.computed += row.count
             sequence.planned -= row.count
             sequence.pending -= row.sampled
+            self.prefix.publish(sequence)
         for copy in plan.copies:
             self.pools[copy.group].unhold(copy.src)
         self._ended(plan.step)
@@ -153,7 +160,8 @@ class Scheduler:
             sequence.planned -= row.count
             sequence.pending -= row.sampled
             assert sequence.table is not None
-            sequence.table.truncate(sequence.computed + sequence.planned, plan.step)
+            kept = max(sequence.stored, sequence.computed + sequence.planned)
+            sequence.table.truncate(kept, plan.step)
             sequence.synced = 0
         self._ended(plan.step)
         return valid
@@ -187,6 +195,7 @@ class Scheduler:
 
     def _ended(self, step: int) -> None:
         self.under_way.remove(step)
+        self.prefix.end(step)
         before = min(self.under_way, default=self.step)
         for pool in set(self.pools):
             pool.step_ended(before - 1)
@@ -237,9 +246,9 @@ class _Step:
         if scored_from is not None:
             reserve = self.logits_left - len(self.scheduler.running)
             count = min(count, max(0, scored_from - start) + max(1, reserve))
-        table = sequence.table
+        table, scheduler = sequence.table, self.scheduler
         assert table is not None
-        grow = start + count - table.length
+        grow = max(0, start + count - table.length)
         if count < 1:
             return
         before = len(table.blocks[0])
@@ -259,11 +268,13 @@ class _Step:
             sampled,
             admitted,
             min(sequence.synced, before - bool(copies)),
+            sequence.stored,
             scored_from,
             tuple(copies),
         )
         sequence.synced = len(table.blocks[0])
         self.rows[id(sequence)] = row
+        scheduler.prefix.begin(scheduler.step, sequence, start, start + count)
         self.tokens_left -= count
         self.logits_left -= row.scored_count + sampled
 
@@ -296,26 +307,70 @@ class _Step:
             self.scheduler.pools[copy.group].unhold(copy.src)
 
     def _admit(self) -> None:
-        """Admit while the whole of a sequence fits beside what running ones were promised."""
+        """Admit while the whole of a sequence fits beside what running ones were promised.
+
+        One whose next block is being computed waits for it and lets others pass.
+        """
         scheduler = self.scheduler
-        while scheduler.waiting and scheduler.slots and self.tokens_left and not self.preempted:
-            sequence = scheduler.waiting[0]
-            if self.logits_left < 1 or not self._affordable(sequence):
+        for sequence in list(scheduler.waiting):
+            if not scheduler.slots or self.tokens_left == 0 or self.logits_left < 1:
                 return
-            scheduler.waiting.pop(0)
+            if self.preempted:
+                return
+            table = self._start(sequence)
+            if table is None:
+                continue
+            if not self._affordable(sequence, table):
+                table.release()
+                return
+            scheduler.waiting.remove(sequence)
             sequence.slot = scheduler.slots.pop()
-            sequence.table = BlockTable(scheduler.pools, scheduler.block_size)
+            self._adopt(sequence, table)
             bisect.insort(scheduler.running, sequence, key=_rank)
             self._take(sequence, self.tokens_left, admitted=True)
 
-    def _affordable(self, sequence: Sequence) -> bool:
+    def _start(self, sequence: Sequence) -> BlockTable | None:
+        """A table with what is stored already: a sibling's prompt, or blocks of the prefix cache.
+        None when more of it is being computed right now."""
+        scheduler, size = self.scheduler, self.scheduler.block_size
+        first = sequence.request.sequences[0]
+        if sequence is not first and first.finish_reason is None:
+            if first.table is None or first.computed < first.prompt_tokens:
+                return None
+            table = first.table.fork()
+            table.truncate(first.prompt_tokens)
+            return table
+        hit = scheduler.prefix.match(sequence)
+        if scheduler.prefix.being_computed(sequence, len(hit[0])):
+            return None
+        table = BlockTable(scheduler.pools, size)
+        if hit[0]:
+            table.attach(hit)
+        return table
+
+    def _adopt(self, sequence: Sequence, table: BlockTable) -> None:
+        """Go on after what the table stores; the last token is always computed, for its logits,
+        and prompt log-probabilities from the first one asked for."""
+        sequence.table = table
+        sequence.stored = table.length
+        sequence.published = table.length // self.scheduler.block_size
+        sequence.computed = min(table.length, len(sequence.tokens) - 1)
+        if self._scored_from(sequence, 0) is not None:
+            sequence.computed = min(sequence.computed, sequence.scored)
+        if sequence.epoch == 0:
+            stats = self.scheduler.prefix.stats
+            sequence.cached_tokens = min(sequence.computed, sequence.prompt_tokens)
+            stats.queries_tokens += sequence.prompt_tokens
+            stats.hit_tokens += sequence.cached_tokens
+
+    def _affordable(self, sequence: Sequence, table: BlockTable) -> bool:
         scheduler, size = self.scheduler, self.scheduler.block_size
         promised = sum(
             max(0, -(-(s.target + 1) // size) - len(s.table.blocks[0])) + 1
             for s in scheduler.running
             if s.table is not None
         )
-        asked = -(-(len(sequence.tokens) + 1) // size) + promised
+        asked = -(-(len(sequence.tokens) + 1) // size) - len(table.blocks[0]) + promised
         need: dict[BlockPool, int] = {}
         for pool in scheduler.pools:
             need[pool] = need.get(pool, 0) + asked

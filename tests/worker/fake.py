@@ -10,6 +10,7 @@ from zlib import crc32
 from kvpaging.pool import BlockPool
 from worker.engine import Engine
 from worker.params import SamplingParams
+from worker.prefix import Identity, PrefixCache
 from worker.request import Request
 from worker.runner import InFlight, StepResult
 from worker.scheduler import Limits, Scheduler, StepPlan
@@ -70,6 +71,9 @@ class FakeRunner:
         for position, token in enumerate(known, row.start):
             for group in range(self.groups):
                 block, offset = table.locate(position, group)
+                if position < row.stored:
+                    assert self.pages[group, block, offset] == (position, token), "a false hit"
+                    continue
                 assert table.pools[group].references(block) == 1, "a shared block is written"
                 self.pages[group, block, offset] = (position, token)
         return row.start + row.count
@@ -107,12 +111,15 @@ def make_engine(
     max_model_len: int = 100,
     end_tokens: frozenset[int] = frozenset(),
     fault: Fault | None = None,
+    prefix_cache: bool = True,
 ) -> Engine:
     pools = [BlockPool(blocks) for _ in range(groups)]
+    identity = Identity(b"fake", "int")
+    prefix = PrefixCache(pools, block_size, identity, enabled=prefix_cache)
     limits = Limits(seqs, batch_tokens, 2 * seqs, max_waiting)
     ticks = itertools.count()
     return Engine(
-        Scheduler(pools, block_size, limits),
+        Scheduler(pools, block_size, limits, prefix),
         FakeRunner(block_size, groups, fault),  # type: ignore[arg-type]
         end_tokens=end_tokens,
         max_model_len=max_model_len,
