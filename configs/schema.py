@@ -91,6 +91,11 @@ class KVConfig:
         rules.integer(1),
         "Exact number of blocks, before any other size; null sizes them by memory.",
     )
+    prefix_cache: bool = _setting(
+        True,
+        rules.flag(),
+        "Keep blocks of finished sequences and reuse them for the same leading tokens.",
+    )
 
 
 @dataclass(frozen=True, slots=True)

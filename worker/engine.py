@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from worker import wire
+from worker.philox import derive
 from worker.request import Request, Sequence
 from worker.runner import InFlight, Runner, StepResult
 from worker.scheduler import QueueFull, Row, Scheduler, StepPlan
@@ -72,6 +73,9 @@ class Engine:
         if request.id in self.requests:
             message = f"a request with id {request.id} is being served"
             return [wire.Rejected("duplicate_id", 0.0, message)]
+        for sequence in request.sequences[1:]:
+            seed = derive(request.params.seed, sequence.choice)
+            sequence.params = replace(request.params, seed=seed)
         try:
             if any(s.target > 0 for s in request.sequences):
                 self.scheduler.submit(request)

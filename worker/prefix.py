@@ -8,7 +8,7 @@ waits a step and hits it instead of computing it a second time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvpaging import hashing

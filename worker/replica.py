@@ -43,6 +43,7 @@ class GPUWorker:
             self.launch,
             clock=time.perf_counter,
             cpu_clock=time.thread_time,
+            key=os.urandom(32),
             progress=log.info,
         )
         self.loop = EngineLoop(
@@ -89,6 +90,7 @@ class GPUWorker:
             params=message.params,
             deadline_s=time.monotonic() + message.deadline_s,
             priority=message.priority,
+            salt=message.salt.encode(),
             attempt=message.attempt,
             stream=message.stream,
             generated=tuple(tuple(choice.generated) for choice in message.choices),
@@ -125,6 +127,7 @@ class GPUWorker:
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
             "preemptions": scheduler.preemptions,
+            "prefix": asdict(scheduler.prefix.stats),
             "violations": self.loop.violations,
             "blocks": {name: sum(getattr(c, name) for c in counts) for name in states},
             "evictions": sum(pool.stats.evictions for pool in pools),
@@ -132,6 +135,11 @@ class GPUWorker:
             "failure": None if self.loop.failure is None else str(self.loop.failure),
             "pid": os.getpid(),
         }
+
+    async def flush(self) -> int:
+        """Forget all cached blocks that no request uses; how many they were."""
+        self._start()
+        return await self.loop.call(self.loop.engine.scheduler.prefix.flush)
 
     async def debug_kv(self) -> dict[str, Any]:
         """This gang's entry of `/debug/kv`."""

@@ -29,6 +29,7 @@ class Sequence:
         "epoch",
         "finish_reason",
         "last_step",
+        "params",
         "pending",
         "planned",
         "prompt_tokens",
@@ -47,6 +48,7 @@ class Sequence:
     def __init__(self, request: Request, choice: int, generated: Seq[int]) -> None:
         self.request = request
         self.choice = choice
+        self.params = request.params  # the engine gives each choice a seed of its own
         self.prompt_tokens = len(request.prompt)
         self.tokens = [*request.prompt, *generated]
         self.table: BlockTable | None = None

@@ -135,7 +135,7 @@ class Runner:
 def _sample_row(row: Row) -> SampleRow:
     sequence = row.sequence
     position = row.start + row.count - sequence.prompt_tokens
-    return SampleRow(row.slot, sequence.request.params, position, sequence.choice)
+    return SampleRow(row.slot, sequence.params, position)
 
 
 def _host_logprobs(flight: InFlight) -> list[wire.TokenLogprob | None]:

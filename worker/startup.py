@@ -29,6 +29,7 @@ from worker.memory import DoesNotFit, MemoryPlan, plan_memory
 from worker.model import ModelShape, PagedModel, UnsupportedModel, fix_rotary, probe
 from worker.params import ParamLimits, SamplingParams
 from worker.plan import BatchBuilder
+from worker.prefix import Identity, PrefixCache
 from worker.request import Request
 from worker.runner import Runner
 from worker.sampler import Sampler, workspace_bytes
@@ -41,6 +42,7 @@ __all__ = ["DoesNotFit", "Launch", "UnsupportedModel", "resolve", "start"]
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
 TOLERANCE_16_BIT = 0.15
 CHECK_TOKENS_MAX = 1024
+UNNAMED = Identity(b"", "")  # of an engine that shares no blocks with others
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +184,7 @@ def start(
     *,
     clock: Callable[[], float],
     cpu_clock: Callable[[], float] | None = None,
+    key: bytes = b"",
     progress: Callable[[str], None] = lambda line: None,
 ) -> Engine:
     """Load, check, build. Raises UnsupportedModel where the check fails."""
@@ -190,7 +193,7 @@ def start(
     hf = hf.to(launch.device).eval()
     if launch.dtype == torch.float64:
         hf.set_experts_implementation("batched_mm")  # grouped_mm, the default, has no float64
-    fix_rotary(hf, launch.memory.max_model_len)
+    rotary = fix_rotary(hf, launch.memory.max_model_len)
     store = BlockStore(launch.layout, launch.memory.slices, launch.dtype, launch.device)
     progress("checking paged attention against the model's own")
     model = checked_model(hf, store, launch.shape)
@@ -199,7 +202,10 @@ def start(
         progress("compiling the model")
         model.compile(fullgraph=True, dynamic=True)
         _run_alone_and_together(build_engine(launch, model, clock))
-    return build_engine(launch, model, clock, cpu_clock)
+    identity = Identity(
+        fingerprint(launch.directory, rotary), str(launch.dtype).removeprefix("torch."), key
+    )
+    return build_engine(launch, model, clock, cpu_clock, identity=identity)
 
 
 def _run_alone_and_together(engine: Engine) -> None:
@@ -239,6 +245,8 @@ def build_engine(
     model: PagedModel,
     clock: Callable[[], float],
     cpu_clock: Callable[[], float] | None = None,
+    *,
+    identity: Identity = UNNAMED,
 ) -> Engine:
     """The engine around a loaded model."""
     store, limits, device = model.store, launch.limits, launch.device
@@ -252,6 +260,8 @@ def build_engine(
         max_logit_rows=limits.max_logit_rows,
         device=device,
     )
+    size = launch.layout.block_size
+    prefix = PrefixCache(pools, size, identity, enabled=launch.config.kv.prefix_cache)
     end_tokens = end_token_ids(launch.directory, launch.hf_config)
     sampler = Sampler(
         launch.params.vocab_size,
@@ -271,7 +281,7 @@ def build_engine(
         cpu_clock=cpu_clock,
     )
     return Engine(
-        Scheduler(pools, launch.layout.block_size, limits),
+        Scheduler(pools, size, limits, prefix),
         runner,
         end_tokens=frozenset(end_tokens),
         max_model_len=launch.memory.max_model_len,
