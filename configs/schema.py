@@ -129,6 +129,7 @@ class LimitsConfig:
     max_logit_bias: int = _setting(
         1024, rules.integer(0), "Most entries of `logit_bias` in one request."
     )
+    max_n: int = _setting(16, rules.integer(1), "Most samples of one prompt: `n` and `best_of`.")
     max_body_bytes: int = _setting(
         16 * 2**20, rules.size(), "Largest request body; larger gets 413."
     )

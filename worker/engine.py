@@ -92,13 +92,26 @@ class Engine:
                 self._forget_if_finished(request)
         return events
 
-    def abort(self, request_id: str) -> bool:
-        """End a request, wherever it is. False when it is not here (any more)."""
+    def abort(self, request_id: str, choice: int | None = None) -> list[Output]:
+        """End a request, or one choice of it, wherever it is; the others go on.
+
+        Gives the end of each choice that it ended: none when that is not here (any more).
+        """
         request = self.requests.get(request_id)
         if request is None:
-            return False
-        self._end(request, "abort")
-        return True
+            return []
+        chosen = [s for s in request.sequences if choice in (None, s.choice)]
+        return self._close(chosen, "abort")
+
+    def _close(self, sequences: Iterable[Sequence], reason: str) -> list[Output]:
+        """End those that have not ended, with no token more."""
+        out: list[Output] = []
+        for sequence in sequences:
+            if sequence.finish_reason is None:
+                self.scheduler.finish(sequence, reason)
+                out.append((sequence.request, self._finish_event(sequence, [], None)))
+                self._forget_if_finished(sequence.request)
+        return out
 
     def step(self, now: float) -> list[Output]:
         """One turn: plan and launch a step, settle the oldest one under way. Empty when idle."""
@@ -197,9 +210,7 @@ class Engine:
                     stats.prompt_tokens += sequence.prompt_tokens
                 out.append((request, self._append(sequence, token, logprob)))
             elif request.params.max_tokens == 0 and sequence.computed >= sequence.target:
-                self.scheduler.finish(sequence, "length")
-                out.append((request, self._finish_event(sequence, [], None)))
-                self._forget_if_finished(request)
+                out += self._close(request.sequences, "length")  # one scores the prompt for all
         return out
 
     def _append(
@@ -218,7 +229,7 @@ class Engine:
         ):
             reason = "length"
         else:
-            return wire.Delta(sequence.choice, [token], logprobs)
+            return wire.Delta(sequence.choice, [token], logprobs, sequence.cached_tokens)
         self.scheduler.finish(sequence, reason)
         event = self._finish_event(sequence, [token], logprobs)
         self._forget_if_finished(request)

@@ -77,7 +77,7 @@ class ParamLimits:
     max_logprobs: int = 20
     max_logit_bias: int = 1024
     max_stop_token_ids: int = 128
-    max_n: int = 1
+    max_n: int = 16
 
 
 def row_bytes(limits: ParamLimits) -> int:
@@ -107,7 +107,7 @@ def check(params: SamplingParams, limits: ParamLimits) -> None:
     if params.min_tokens > params.max_tokens:
         raise ParamError("min_tokens", params.min_tokens, f"at most max_tokens={params.max_tokens}")
     _whole("seed", params.seed, -(2**63), 2**63 - 1, "a signed 64-bit integer")
-    _whole("n", params.n, 1, limits.max_n)
+    _whole("n", params.n, 1, limits.max_n, setting="limits.max_n")
     for name, asked in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         if asked is not None:
             _whole(name, asked, 0, limits.max_logprobs, setting="limits.max_logprobs")

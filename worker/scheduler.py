@@ -44,8 +44,9 @@ class Row(NamedTuple):
 
     `sampled`: the last of them is the last known one, so its logits give the next token.
     `scored`: prompt log-probabilities are wanted for the tokens after positions
-    `scored_from .. start + count - 1` that belong to the prompt. Table entries from `changed_from`
-    on are new to the device; tokens before position `stored` have their K,V in the pages already.
+    `scored_from .. start + count - 1` that belong to the prompt, of a request's first choice, for
+    all its choices. Table entries from `changed_from` on are new to the device; tokens before
+    position `stored` have their K,V in the pages already.
     """
 
     sequence: Sequence
@@ -95,6 +96,7 @@ class Scheduler:
         self.step = 0
         self.under_way: list[int] = []
         self.preemptions = 0
+        self.copies = 0  # copies-on-write done
         self.copies_due: list[Copy] = []
         self.prefix = prefix
         self._orders = 0
@@ -109,7 +111,7 @@ class Scheduler:
             bisect.insort(self.waiting, sequence, key=_rank)
 
     def tables(self) -> list[BlockTable]:
-        return [s.table for s in self.running if s.table is not None]
+        return [table for s in self.running if (table := s.table) is not None]
 
     def plan(self, only: Iterable[Sequence] | None = None) -> StepPlan:
         """The next step; empty when nothing can be computed now.
@@ -145,6 +147,7 @@ class Scheduler:
             self.prefix.publish(sequence)
         for copy in plan.copies:
             self.pools[copy.group].unhold(copy.src)
+        self.copies += len(plan.copies)
         self._ended(plan.step)
         return valid
 
@@ -279,7 +282,7 @@ class _Step:
         self.logits_left -= row.scored_count + sampled
 
     def _scored_from(self, sequence: Sequence, start: int) -> int | None:
-        if sequence.request.params.prompt_logprobs is None:
+        if sequence.request.params.prompt_logprobs is None or sequence.choice:
             return None
         first = max(start, sequence.scored)
         return first if first < sequence.prompt_tokens - 1 else None
@@ -360,6 +363,8 @@ class _Step:
         if sequence.epoch == 0:
             stats = self.scheduler.prefix.stats
             sequence.cached_tokens = min(sequence.computed, sequence.prompt_tokens)
+            if not self.scheduler.prefix.enabled:
+                return
             stats.queries_tokens += sequence.prompt_tokens
             stats.hit_tokens += sequence.cached_tokens
 

@@ -105,6 +105,7 @@ def resolve(config: Config, directory: Path, *, free_bytes: int | None = None) -
         vocab_size=shape.vocab_size,
         max_logprobs=config.limits.max_logprobs,
         max_logit_bias=config.limits.max_logit_bias,
+        max_n=config.limits.max_n,
     )
     model_limit = _positions(text)
     asked = config.model.max_model_len

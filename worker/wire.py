@@ -86,6 +86,7 @@ class Delta:
     choice: int
     tokens: list[int]
     logprobs: list[TokenLogprob] | None = None
+    cached_tokens: int = 0  # as in Finish, for an ingress that ends the choice before that
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,11 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Last message of a choice, with the tokens not yet sent. `reason` is "stop" or "length"."""
+    """Last message of a choice, with the tokens not yet sent.
+
+    `reason` is "stop", "length", or "abort" where somebody ended it from outside. `cached_tokens`
+    of the prompt were not computed for this choice: found in the cache, or stored by a sibling.
+    """
 
     choice: int
     reason: str

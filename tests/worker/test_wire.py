@@ -24,7 +24,7 @@ MESSAGES = [
     SUBMIT,
     wire.Accepted("cmpl-1", 3),
     wire.Rejected("queue_full", 1.5, "256 requests wait already"),
-    wire.Delta(0, [1, 2]),
+    wire.Delta(0, [1, 2], cached_tokens=16),
     wire.Delta(0, [1], [wire.TokenLogprob(-0.5, TOP)]),
     wire.PromptLogprobs(0, [None, wire.PromptLogprob(-0.5, 3, TOP)]),
     wire.Finish(0, "length", 3, 0, 16),
