@@ -47,9 +47,11 @@ class Outbox:
         if not isinstance(event, wire.Delta):
             self.urgent.set()
 
-    def take(self) -> list[wire.Event]:
-        taken = list(self._events.values())
-        self._events.clear()
+    def take(self, *, fine: bool = True) -> list[wire.Event]:
+        """All there is; where not `fine`, deltas stay until their choice ends."""
+        events = self._events.items()
+        taken = [e for _, e in events if fine or not isinstance(e, wire.Delta)]
+        self._events = {k: e for k, e in events if not fine and isinstance(e, wire.Delta)}
         self.any.clear()
         self.urgent.clear()
         return taken
@@ -157,7 +159,7 @@ class EngineLoop:
                     yield wire.Mark()
                     continue
                 sent_at_s = self.now()
-                for event in box.take():
+                for event in box.take(fine=request.stream):
                     yield event
                     if ends_stream(event, choices_open):
                         return
