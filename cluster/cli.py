@@ -1,4 +1,4 @@
-"""`kvatlas serve`, `kvatlas check`, `kvatlas where`. Heavy imports wait until they are needed."""
+"""`kvatlas serve`, `check`, `capacity`, `where`. Heavy imports wait until they are needed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from cluster import quickstart
+from cluster import capacity_command, quickstart
 from cluster.errors import UserError
 from configs.schema import Config, ConfigError, load
 
@@ -49,6 +49,9 @@ def _parser() -> argparse.ArgumentParser:
             "--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
             help="one setting, may be repeated; docs/configuration.md lists them",
         )  # fmt: skip
+    capacity_command.arguments(
+        commands.add_parser("capacity", help="how many sequences fit in a memory")
+    )
     where = commands.add_parser("where", help="where one token of a running request lies")
     where.set_defaults(run=_where)
     where.add_argument("request", help="the id in the answer, or from /debug/requests")
