@@ -149,8 +149,8 @@ class EngineLoop:
             yield wire.Rejected("duplicate_id", 0.0, f"request {request.id} is being served")
             return
         self._boxes[request.id] = box
-        self._choices += len(request.sequences)
-        choices_open = set(range(len(request.sequences)))
+        self._choices += request.choices
+        choices_open = set(range(request.choices))
         self._post(lambda: self._submit(request))
         try:
             sent_at_s = self.now()
@@ -165,7 +165,7 @@ class EngineLoop:
                         return
         finally:
             del self._boxes[request.id]
-            self._choices -= len(request.sequences)
+            self._choices -= request.choices
             self._post(lambda: self._abort(request.id))
 
     async def _ready(self, box: Outbox, fine: bool, sent_at_s: float) -> bool:

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
     from kvpaging.table import BlockTable
+    from worker.decoding import BeamSearch, Offer
     from worker.params import SamplingParams
 
 NO_SLOT = -1
@@ -29,6 +30,7 @@ class Sequence:
         "epoch",
         "finish_reason",
         "last_step",
+        "offer",
         "params",
         "pending",
         "planned",
@@ -62,6 +64,7 @@ class Sequence:
         self.seated = False  # the sampler's seat for penalties is filled
         self.synced = 0  # table entries that the device has been told
         self.scored = 0  # prompt log-probabilities reported: entries below this token index
+        self.offer: Offer | None = None  # of a beam: what may follow, until all beams know
         self.finish_reason: str | None = None
         self.stop_token: int | None = None
 
@@ -104,10 +107,18 @@ class Request:
     admitted_s: float | None = None
     first_token_s: float | None = None
     preemptions: int = 0
-    sequences: list[Sequence] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)  # a search: its beams, best first
+    beams: BeamSearch | None = None
 
     def __post_init__(self) -> None:
-        self.sequences = [Sequence(self, i, done) for i, done in enumerate(self.generated)]
+        # A search has no choices before its end; it starts with one beam and never in its middle.
+        generated = ((),) if self.params.beam_width else self.generated
+        self.sequences = [Sequence(self, i, done) for i, done in enumerate(generated)]
+
+    @property
+    def choices(self) -> int:
+        """How many answers it gets."""
+        return self.params.n if self.params.beam_width else len(self.sequences)
 
     @property
     def rank(self) -> tuple[int, float, int]:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from kvpaging.pool import BlockPool, OutOfBlocks
 from kvpaging.table import BlockTable, Copy
+from worker import admission
 from worker.prefix import PrefixCache
 from worker.request import NO_SLOT, Request, Sequence
 
@@ -46,7 +47,8 @@ class Row(NamedTuple):
     `scored`: prompt log-probabilities are wanted for the tokens after positions
     `scored_from .. start + count - 1` that belong to the prompt, of a request's first choice, for
     all its choices. Table entries from `changed_from` on are new to the device; tokens before
-    position `stored` have their K,V in the pages already.
+    position `stored` have their K,V in the pages already. `candidates`, of a beam at its last
+    token: how many of the tokens that may follow are wanted.
     """
 
     sequence: Sequence
@@ -60,6 +62,11 @@ class Row(NamedTuple):
     stored: int = 0
     scored_from: int | None = None
     copies: tuple[Copy, ...] = ()
+    candidates: int = 0
+
+    @property
+    def logit_rows(self) -> int:
+        return self.scored_count + (self.sampled or self.candidates > 0)
 
     @property
     def scored_count(self) -> int:
@@ -108,7 +115,16 @@ class Scheduler:
         self._orders += 1
         request.order = self._orders
         for sequence in request.sequences:
-            bisect.insort(self.waiting, sequence, key=_rank)
+            self.wait(sequence)
+
+    def wait(self, sequence: Sequence) -> None:
+        """Put a sequence that has neither table nor slot at its place in the queue."""
+        bisect.insort(self.waiting, sequence, key=_rank)
+
+    def run(self, sequence: Sequence, table: BlockTable) -> None:
+        """Give a sequence a slot and the table it starts with."""
+        sequence.table, sequence.slot = table, self.slots.pop()
+        bisect.insort(self.running, sequence, key=_rank)
 
     def tables(self) -> list[BlockTable]:
         return [table for s in self.running if (table := s.table) is not None]
@@ -185,7 +201,7 @@ class Scheduler:
         self._leave(sequence)
         sequence.request.preemptions += 1
         self.preemptions += 1
-        bisect.insort(self.waiting, sequence, key=_rank)
+        self.wait(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
@@ -223,6 +239,18 @@ class _Step:
         self.preempted = False
 
     def rows_to_compute(self) -> tuple[Row, ...]:
+        self._fill()
+        while self.only is None and not self.rows and not self.scheduler.under_way:
+            # Beams that are ahead hold what those they wait for need. They have said all they can.
+            ahead = [s for s in self.scheduler.running if s.offer is not None]
+            if not ahead:
+                break
+            self.scheduler.preempt(ahead[-1])
+            self.preempted = False
+            self._fill()
+        return tuple(self.rows.values())
+
+    def _fill(self) -> None:
         singles: list[Sequence] = []
         chunks: list[Sequence] = []
         for sequence in self.scheduler.running:
@@ -238,7 +266,6 @@ class _Step:
             self._take(sequence, self.tokens_left)
         if self.only is None:
             self._admit()
-        return tuple(self.rows.values())
 
     def _take(self, sequence: Sequence, most: int, admitted: bool = False) -> None:
         if sequence.slot == NO_SLOT or self.tokens_left == 0:
@@ -261,25 +288,27 @@ class _Step:
             if not self._room(sequence, table, grow):
                 return
             copies = table.append(grow)
-        sampled = start + count == sequence.target and sequence.request.params.max_tokens > 0
+        last = start + count == sequence.target and sequence.request.params.max_tokens > 0
+        beams = sequence.request.beams
         row = Row(
             sequence,
             sequence.slot,
             sequence.epoch,
             start,
             count,
-            sampled,
+            last and beams is None,
             admitted,
             min(sequence.synced, before - bool(copies)),
             sequence.stored,
             scored_from,
             tuple(copies),
+            beams.candidates if last and beams is not None else 0,
         )
         sequence.synced = len(table.blocks[0])
         self.rows[id(sequence)] = row
         scheduler.prefix.begin(scheduler.step, sequence, start, start + count)
         self.tokens_left -= count
-        self.logits_left -= row.scored_count + sampled
+        self.logits_left -= row.logit_rows
 
     def _scored_from(self, sequence: Sequence, start: int) -> int | None:
         if sequence.request.params.prompt_logprobs is None or sequence.choice:
@@ -305,7 +334,7 @@ class _Step:
 
     def _undo(self, row: Row) -> None:
         self.tokens_left += row.count
-        self.logits_left += row.scored_count + row.sampled
+        self.logits_left += row.logit_rows
         for copy in row.copies:
             self.scheduler.pools[copy.group].unhold(copy.src)
 
@@ -320,41 +349,24 @@ class _Step:
                 return
             if self.preempted:
                 return
-            table = self._start(sequence)
+            if sequence.offer is not None:
+                continue  # a beam that waits for the others of its search
+            if not admission.seated(scheduler, sequence):
+                return
+            table = admission.start(scheduler, sequence, self.rows.values())
             if table is None:
                 continue
-            if not self._affordable(sequence, table):
+            if not admission.affordable(scheduler, sequence, table):
                 table.release()
                 return
             scheduler.waiting.remove(sequence)
-            sequence.slot = scheduler.slots.pop()
             self._adopt(sequence, table)
-            bisect.insort(scheduler.running, sequence, key=_rank)
+            scheduler.run(sequence, table)
             self._take(sequence, self.tokens_left, admitted=True)
-
-    def _start(self, sequence: Sequence) -> BlockTable | None:
-        """A table with what is stored already: a sibling's prompt, or blocks of the prefix cache.
-        None when more of it is being computed right now."""
-        scheduler, size = self.scheduler, self.scheduler.block_size
-        first = sequence.request.sequences[0]
-        if sequence is not first and first.finish_reason is None:
-            if first.table is None or first.computed < first.prompt_tokens:
-                return None
-            table = first.table.fork()
-            table.truncate(first.prompt_tokens)
-            return table
-        hit = scheduler.prefix.match(sequence)
-        if scheduler.prefix.being_computed(sequence, len(hit[0])):
-            return None
-        table = BlockTable(scheduler.pools, size)
-        if hit[0]:
-            table.attach(hit)
-        return table
 
     def _adopt(self, sequence: Sequence, table: BlockTable) -> None:
         """Go on after what the table stores; the last token is always computed, for its logits,
         and prompt log-probabilities from the first one asked for."""
-        sequence.table = table
         sequence.stored = table.length
         sequence.published = table.length // self.scheduler.block_size
         sequence.computed = min(table.length, len(sequence.tokens) - 1)
@@ -367,16 +379,3 @@ class _Step:
                 return
             stats.queries_tokens += sequence.prompt_tokens
             stats.hit_tokens += sequence.cached_tokens
-
-    def _affordable(self, sequence: Sequence, table: BlockTable) -> bool:
-        scheduler, size = self.scheduler, self.scheduler.block_size
-        promised = sum(
-            max(0, -(-(s.target + 1) // size) - len(s.table.blocks[0])) + 1
-            for s in scheduler.running
-            if s.table is not None
-        )
-        asked = -(-(len(sequence.tokens) + 1) // size) - len(table.blocks[0]) + promised
-        need: dict[BlockPool, int] = {}
-        for pool in scheduler.pools:
-            need[pool] = need.get(pool, 0) + asked
-        return not scheduler.running or all(n <= pool.available for pool, n in need.items())

@@ -27,7 +27,7 @@ from worker.engine import Engine
 from worker.fused import fuse
 from worker.memory import DoesNotFit, MemoryPlan, plan_memory
 from worker.model import ModelShape, PagedModel, UnsupportedModel, fix_rotary, probe
-from worker.params import ParamLimits, SamplingParams
+from worker.params import MAX_BEAM_WIDTH, ParamLimits, SamplingParams
 from worker.plan import BatchBuilder
 from worker.prefix import Identity, PrefixCache
 from worker.request import Request
@@ -106,6 +106,7 @@ def resolve(config: Config, directory: Path, *, free_bytes: int | None = None) -
         max_logprobs=config.limits.max_logprobs,
         max_logit_bias=config.limits.max_logit_bias,
         max_n=config.limits.max_n,
+        max_beam_width=min(MAX_BEAM_WIDTH, seqs, shape.vocab_size),
     )
     model_limit = _positions(text)
     asked = config.model.max_model_len

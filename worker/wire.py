@@ -103,6 +103,7 @@ class Finish:
 
     `reason` is "stop", "length", or "abort" where somebody ended it from outside. `cached_tokens`
     of the prompt were not computed for this choice: found in the cache, or stored by a sibling.
+    Beam search sends nothing but this, choices in order of `score`, which others leave None.
     """
 
     choice: int
@@ -113,6 +114,7 @@ class Finish:
     stop_token: int | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
+    score: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ MESSAGES = [
     wire.PromptLogprobs(0, [None, wire.PromptLogprob(-0.5, 3, TOP)]),
     wire.Finish(0, "length", 3, 0, 16),
     wire.Finish(0, "stop", 3, 2, 5, stop_token=9, tokens=[9], logprobs=[]),
+    wire.Finish(0, "stop", 3, 2, 5, stop_token=9, tokens=[9], score=-1.5),
     wire.Error("engine_failed", "the step failed twice", 500),
     wire.Mark(),
 ]
@@ -85,7 +86,7 @@ def packed(message: wire.Message, **changes: Any) -> bytes:
         (packed(SUBMIT, id=5), "submit.id must be str, got 5"),
         (packed(SUBMIT, deadline_s="1"), "submit.deadline_s must be float"),
         (packed(SUBMIT, params=[]), "submit.params must be a map"),
-        (packed(SUBMIT, params={"seed": 1}), "submit.params: missing fields: frequency_penalty"),
+        (packed(SUBMIT, params={"seed": 1}), "submit.params: missing fields: beam_width"),
         (packed(SUBMIT, choices=[{}]), "submit.choices: missing fields: generated"),
     ],
 )
