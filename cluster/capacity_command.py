@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -243,7 +244,8 @@ def _longest(options: argparse.Namespace, model: Model, requests: Requests) -> i
 
 def _measure(
     options: argparse.Namespace, model: Model, requests: Requests, progress: Callable[[str], None]
-) -> tuple[Step, list[Cost]]:
+) -> tuple[Step, list[Cost], float]:
+    """The batch, its times, and the load average before: a busy CPU's times mean little."""
     progress("preparing the measurement")
     import torch
 
@@ -262,19 +264,21 @@ def _measure(
     now, _ = Moments(requests, options.seed).draw(indirection.SEQUENCES_MAX)
     lengths = indirection.batch(now.tolist(), per_token, device)
     step = indirection.Step(shape, model.heads, dtype, device, lengths)
+    load = round(os.getloadavg()[0], 1)
     costs = indirection.measure(
-        step, progress=lambda block: progress(f"timing attention over blocks of {block}")
+        step, progress=lambda turn: progress(f"timing attention: turn {turn}")
     )
-    return step, costs
+    return step, costs, load
 
 
-def _attention(step: Step, costs: list[Cost]) -> dict[str, Any]:
+def _attention(step: Step, costs: list[Cost], load: float) -> dict[str, Any]:
     import torch
 
     on_gpu = step.device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(step.device) if on_gpu else "cpu",
         "threads": None if on_gpu else torch.get_num_threads(),
+        "load": None if on_gpu else load,
         "dtype": str(step.dtype).removeprefix("torch."),
         "heads": step.heads,
         "kv_heads": step.shape.kv_heads,
@@ -305,11 +309,13 @@ def _setup(facts: dict[str, Any]) -> list[str]:
         "maximum": f"{facts['max_len']:,} tokens",
     }
     if at := facts["attention"]:
-        threads = {None: "", 1: ", 1 thread"}.get(at["threads"], f", {at['threads']} threads")
+        where = at["device"]
+        if at["threads"]:
+            where += f" ({at['threads']} of {os.cpu_count()} cores, load {at['load']})"
         lines["measured"] = (
-            f"{at['device']}{threads}, {at['dtype']}: one decode step of one layer, "
+            f"{where}, {at['dtype']}: one decode step of one layer, "
             f"{at['heads']} query and {at['kv_heads']} KV heads of {at['head_dim']}, "
-            f"{at['sequences']} sequences of {at['tokens']:,} tokens in all"
+            f"batch of {at['sequences']} with {at['tokens']:,} tokens in all"
         )
     return [f"  {name:<9}  {text}" for name, text in lines.items()]
 

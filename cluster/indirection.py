@@ -8,7 +8,7 @@ the longest, or one call per sequence. Both give the same numbers, which is chec
 
 from __future__ import annotations
 
-import statistics
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,8 +21,9 @@ from kvpaging.attention import Rows
 from kvpaging.store import BlockStore, LayerShape, layout
 
 BLOCK_SIZES = tuple(1 << i for i in range(3, 9))  # what the kernels take
-CPU_BYTES, GPU_BYTES = 128 << 20, 512 << 20  # of K and V: more than caches hold
+CPU_BYTES, GPU_BYTES = 64 << 20, 512 << 20  # of K and V: more than caches hold
 SEQUENCES_MAX = 64
+TURNS_MIN = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Median seconds of one step; `ratio` above 1 means that pages are slower."""
+    """Seconds of one step, the best of all turns; `ratio` above 1 means that pages are slower."""
 
     block_size: int
     paged_s: float
@@ -64,10 +65,10 @@ def measure(
     step: Step,
     block_sizes: Sequence[int] = BLOCK_SIZES,
     *,
-    rounds: int = 7,
-    progress: Callable[[int], None] = lambda block_size: None,
+    seconds: float = 5.0,
+    progress: Callable[[int], None] = lambda turn: None,
 ) -> list[Cost]:
-    """Time both sides in turns, `rounds` times for each block size.
+    """Time both sides in turns, TURNS_MIN at least and for about `seconds`.
 
     Raises RuntimeError where the two sides differ by more than their number format explains.
     """
@@ -84,14 +85,13 @@ def measure(
     # Query heads that read one KV head stand side by side as if they were more queries.
     packed = q.view(len(step.lengths), shape.kv_heads, group, shape.k_dim)
     sides = [_one_by_one(step, packed, k, v), _padded(step, packed, k, v)]
-    costs = []
-    for size in block_sizes:
-        progress(size)
-        paged = _paged(step, q, k, v, size, generator)
-        _same(paged(), [side() for side in sides], step.dtype)
-        ours, *theirs = _medians([paged, *sides], rounds, step.device)
-        costs.append(Cost(size, ours, min(theirs)))
-    return costs
+    paged = [_paged(step, q, k, v, size, generator) for size in block_sizes]
+    for run in paged:
+        _same(run(), [side() for side in sides], step.dtype)
+    times = _fastest([*sides, *paged], seconds, step.device, progress)
+    contiguous_s = min(times[: len(sides)])
+    paged_s = times[len(sides) :]
+    return [Cost(*pair, contiguous_s) for pair in zip(block_sizes, paged_s, strict=True)]
 
 
 def _paged(
@@ -165,13 +165,26 @@ def _same(ours: Tensor, theirs: Sequence[Tensor], dtype: torch.dtype) -> None:
             raise RuntimeError(f"paged and contiguous attention differ by {gap:.2g} in {dtype}")
 
 
-def _medians(
-    runs: Sequence[Callable[[], Tensor]], rounds: int, device: torch.device
+def _fastest(
+    runs: Sequence[Callable[[], Tensor]],
+    seconds: float,
+    device: torch.device,
+    progress: Callable[[int], None],
 ) -> list[float]:
-    """Median seconds of each, measured in turns so that noise meets all of them."""
+    """Seconds of each at its best: what else the machine does only ever adds to a time.
+
+    They take turns, so that a slow or fast spell meets all of them.
+    """
+    best, spent_s, turn = [math.inf] * len(runs), 0.0, 0
     with torch.inference_mode():
-        times = [[_seconds(run, device) for run in runs] for _ in range(rounds + 2)]
-    return [statistics.median(column) for column in zip(*times[2:], strict=True)]
+        for run in runs:
+            _seconds(run, device)
+        while turn < TURNS_MIN or spent_s < seconds:
+            times = [_seconds(run, device) for run in runs]
+            best = list(map(min, best, times))
+            spent_s, turn = spent_s + sum(times), turn + 1
+            progress(turn)
+    return best
 
 
 def _seconds(run: Callable[[], Tensor], device: torch.device) -> float:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ def test_the_measurement_takes_the_models_own_shape(
     assert code == 0
     assert (steps[0].heads, steps[0].shape.kv_heads, steps[0].shape.k_dim) == (4, 2, 8)
     assert set(steps[0].lengths) == {9}
-    assert "4 query and 2 KV heads of 8, 64 sequences of 576 tokens in all" in out
+    assert "4 query and 2 KV heads of 8, batch of 64 with 576 tokens in all" in out
     assert [line.split()[-1] for line in out.splitlines() if "blocks of 16 " in line] == ["1.50"]
     measured = json.loads(out.splitlines()[-1])["attention"]
     assert measured["paged_over_contiguous"] == [
@@ -125,7 +126,10 @@ def test_the_measurement_takes_the_models_own_shape(
     ]
 
 
-def test_a_measurement_runs_here(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_measurement_runs_here(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indirection, "measure", partial(indirection.measure, seconds=0))
     found = facts(capsys, *SMALL, "--heads", "6", "--lengths", "instruction", "--requests", "50")
     rows = found["attention"]["paged_over_contiguous"]
     assert [row["block_size"] for row in rows] == [8, 16, 32, 64, 128, 256]
