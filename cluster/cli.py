@@ -1,17 +1,18 @@
-"""`kvatlas serve`, `kvatlas check`, `kvatlas where`. Heavy imports wait until they are needed."""
+"""`kvatlas serve`, `check`, `capacity`, `where`. Heavy imports wait until they are needed."""
 
 from __future__ import annotations
 
 import argparse
 import http.client
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from cluster import quickstart
+from cluster import capacity_command, quickstart
 from cluster.errors import UserError
 from configs.schema import Config, ConfigError, load
 
@@ -33,6 +34,9 @@ def run(command: Callable[[], int]) -> int:
         return USAGE_ERROR
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BrokenPipeError:  # whoever reads our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -49,6 +53,9 @@ def _parser() -> argparse.ArgumentParser:
             "--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
             help="one setting, may be repeated; docs/configuration.md lists them",
         )  # fmt: skip
+    capacity_command.arguments(
+        commands.add_parser("capacity", help="how many sequences fit in a memory")
+    )
     where = commands.add_parser("where", help="where one token of a running request lies")
     where.set_defaults(run=_where)
     where.add_argument("request", help="the id in the answer, or from /debug/requests")

@@ -91,6 +91,11 @@ class KVConfig:
         rules.integer(1),
         "Exact number of blocks, before any other size; null sizes them by memory.",
     )
+    prefix_cache: bool = _setting(
+        True,
+        rules.flag(),
+        "Keep blocks of finished sequences and reuse them for the same leading tokens.",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +129,7 @@ class LimitsConfig:
     max_logit_bias: int = _setting(
         1024, rules.integer(0), "Most entries of `logit_bias` in one request."
     )
+    max_n: int = _setting(16, rules.integer(1), "Most samples of one prompt: `n` and `best_of`.")
     max_body_bytes: int = _setting(
         16 * 2**20, rules.size(), "Largest request body; larger gets 413."
     )

@@ -14,13 +14,32 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class Sharing:
+    """What sharing saves: `stored` blocks are in use, `unshared` would be if no two tables had one
+    in common."""
+
+    unshared: int
+    stored: int
+
+    @property
+    def saved(self) -> int:
+        return self.unshared - self.stored
+
+    @property
+    def ratio(self) -> float:
+        """Saved blocks over unshared ones, the figure of the PagedAttention paper; 0 when idle."""
+        return self.saved / self.unshared if self.unshared else 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class RankPages:
     """One rank of `/debug/kv`.
 
     `blocks` is the sum of `free`, `owned`, `idle`, `leased` and `quarantined`, over all pools.
     `tokens` are stored (or being stored) by tables, shared ones counted once; `wasted_slots` lie
     behind them in the same blocks. Both count positions, not once per layer group: with one group
-    `tokens + wasted_slots == owned * block_size`.
+    `tokens + wasted_slots == owned * block_size`. `saved_blocks` and `saved_ratio` are of
+    `Sharing`.
     """
 
     rank: int
@@ -33,6 +52,8 @@ class RankPages:
     quarantined: int
     tokens: int
     wasted_slots: int
+    saved_blocks: int
+    saved_ratio: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +82,15 @@ class BlockReport:
         return self.references - len(self.entries)
 
 
+def sharing(pools: Iterable[BlockPool], tables: Iterable[BlockTable]) -> Sharing:
+    """What all tables that draw from the pools share; O(tables), not their entries."""
+    stored = 0
+    for pool in dict.fromkeys(pools):
+        stored += pool.counts().owned
+        stored += sum(pool.references(block) > 0 for block in list(pool.quarantined))
+    return Sharing(sum(len(blocks) for table in tables for blocks in table.blocks), stored)
+
+
 def snapshot(
     pools: BlockPool | Sequence[BlockPool],
     tables: Iterable[BlockTable],
@@ -71,6 +101,8 @@ def snapshot(
     """Totals of one rank's pools and of all tables that draw from them; O(table entries)."""
     pools = [pools] if isinstance(pools, BlockPool) else list(dict.fromkeys(pools))
     counts = [pool.counts() for pool in pools]
+    tables = list(tables)
+    shared = sharing(pools, tables)
     full: set[int] = set()
     partial: dict[int, int] = {}
     for table in tables:
@@ -90,6 +122,8 @@ def snapshot(
         quarantined=sum(c.quarantined for c in counts),
         tokens=sum(stored),
         wasted_slots=len(stored) * block_size - sum(stored),
+        saved_blocks=shared.saved,
+        saved_ratio=shared.ratio,
     )
 
 

@@ -39,7 +39,8 @@ def problems(page: Path, text: str) -> list[str]:
     known = {key for key, _ in settings()}
     cli = (ROOT / "cluster" / "cli.py").read_text(encoding="utf-8")
     commands = set(re.findall(r'add_parser\("(\w+)"', cli))
-    options = set(re.findall(r'"(--\w+)"', cli))
+    sources = (path.read_text(encoding="utf-8") for path in (ROOT / "cluster").glob("*.py"))
+    options = {option for source in sources for option in re.findall(r'"(--[\w-]+)"', source)}
     found = []
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
         path, _, anchor = link.partition("#")
@@ -53,7 +54,7 @@ def problems(page: Path, text: str) -> list[str]:
     for piece in code(text):
         found += [f"make {t}" for t in re.findall(r"\bmake ([a-z]+)", piece) if t not in targets]
         for command, rest in re.findall(r"\bkvatlas ([a-z]+)(.*)", piece):
-            used = {command} | set(re.findall(r"--[a-z]+", rest))
+            used = {command} | set(re.findall(r"--[a-z][a-z-]*", rest))
             found += [f"kvatlas {word}" for word in sorted(used - commands - options)]
         for module in re.findall(r"python -m ([\w.]+)", piece):
             if not is_module(module):

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from worker import wire
+from worker import decoding, wire
+from worker.params import ParamError
+from worker.philox import derive
 from worker.request import Request, Sequence
 from worker.runner import InFlight, Runner, StepResult
 from worker.scheduler import QueueFull, Row, Scheduler, StepPlan
@@ -72,9 +74,18 @@ class Engine:
         if request.id in self.requests:
             message = f"a request with id {request.id} is being served"
             return [wire.Rejected("duplicate_id", 0.0, message)]
+        for sequence in request.sequences[1:]:
+            seed = derive(request.params.seed, sequence.choice)
+            sequence.params = replace(request.params, seed=seed)
         try:
+            if request.params.beam_width:
+                request.beams = decoding.begin(
+                    request, self.scheduler, self.end_tokens, self.max_model_len
+                )
             if any(s.target > 0 for s in request.sequences):
                 self.scheduler.submit(request)
+        except ParamError as error:
+            return [wire.Rejected("invalid", 0.0, str(error))]
         except QueueFull as full:
             return [wire.Rejected("queue_full", self._retry_after_s(), str(full))]
         events: list[wire.Event] = [wire.Accepted(request.id, len(request.prompt))]
@@ -88,13 +99,28 @@ class Engine:
                 self._forget_if_finished(request)
         return events
 
-    def abort(self, request_id: str) -> bool:
-        """End a request, wherever it is. False when it is not here (any more)."""
+    def abort(self, request_id: str, choice: int | None = None) -> list[Output]:
+        """End a request, or one choice of it, wherever it is; the others go on.
+
+        Gives the end of each choice that it ended: none when that is not here (any more).
+        """
         request = self.requests.get(request_id)
         if request is None:
-            return False
-        self._end(request, "abort")
-        return True
+            return []
+        if request.beams is not None:
+            return self._finish_search(request, "abort")
+        chosen = [s for s in request.sequences if choice in (None, s.choice)]
+        return self._close(chosen, "abort")
+
+    def _close(self, sequences: Iterable[Sequence], reason: str) -> list[Output]:
+        """End those that have not ended, with no token more."""
+        out: list[Output] = []
+        for sequence in sequences:
+            if sequence.finish_reason is None:
+                self.scheduler.finish(sequence, reason)
+                out.append((sequence.request, self._finish_event(sequence, [], None)))
+                self._forget_if_finished(sequence.request)
+        return out
 
     def step(self, now: float) -> list[Output]:
         """One turn: plan and launch a step, settle the oldest one under way. Empty when idle."""
@@ -177,29 +203,63 @@ class Engine:
         stats.build_s, stats.execute_s = self.runner.build_s, self.runner.execute_s
         out: list[Output] = []
         sampled = zip(result.tokens, result.bad, result.logprobs, strict=True)
-        scores = iter(result.scores)
+        scores, offers = iter(result.scores), iter(result.offers)
         for row, valid in zip(plan.rows, self.scheduler.commit(plan), strict=True):
             scored = next(scores) if row.scored_from is not None else None
             token, bad, logprob = next(sampled) if row.sampled else (None, False, None)
-            if not valid:
+            offer = next(offers) if row.candidates else None
+            if not valid or row.sequence.finish_reason is not None:
                 continue
             sequence, request = row.sequence, row.sequence.request
             if scored is not None:
                 out += self._report_scores(row, scored)
-            if bad:
+            if bad or (row.candidates and offer is None):
                 out += self._fail(request, ArithmeticError(BAD_LOGITS))
             elif token is not None:
                 event = self._append(sequence, token, logprob)
-                if request.first_token_s is None:
-                    request.first_token_s = now
-                    stats.prompt_tokens += sequence.prompt_tokens
-                    event = replace(event, started=_started(request))
+                if self._mark_first_token(request, now):
+                    event = replace(event, started=_started(sequence))
                 out.append((request, event))
+            elif offer is not None:
+                self._mark_first_token(request, now)
+                sequence.offer = offer
+                out += self._search(request)
             elif request.params.max_tokens == 0 and sequence.computed >= sequence.target:
-                self.scheduler.finish(sequence, "length")
-                out.append((request, self._finish_event(sequence, [], None)))
-                self._forget_if_finished(request)
+                out += self._close(request.sequences, "length")  # one scores the prompt for all
         return out
+
+    def _mark_first_token(self, request: Request, now: float) -> bool:
+        """Whether this is a request's first token."""
+        if request.first_token_s is not None:
+            return False
+        request.first_token_s = now
+        self.stats.prompt_tokens += len(request.prompt)
+        return True
+
+    def _search(self, request: Request) -> list[Output]:
+        """Take a step of a beam search when all its beams have said what may follow."""
+        search, beams = request.beams, request.sequences
+        offers = [beam.offer for beam in beams if beam.offer is not None]
+        if search is None or len(offers) < len(beams):
+            return []
+        children = search.select(offers, lambda place: beams[place].tokens[len(request.prompt) :])
+        if children:
+            request.sequences = decoding.branch(self.scheduler, beams, children)
+            return []
+        return self._finish_search(request)
+
+    def _finish_search(self, request: Request, reason: str | None = None) -> list[Output]:
+        """End a beam search with its `n` best, in order of score; for a `reason`, with nothing."""
+        search, first = request.beams, request.sequences[0]
+        assert search is not None
+        best: list[decoding.Ended | None] = [*search.ended[: request.choices]]
+        if reason is not None:
+            best = [None] * request.choices
+        assert len(best) == request.choices
+        events = [_finish_of_beam(first, i, ended, reason) for i, ended in enumerate(best)]
+        self.stats.generated_tokens += sum(event.generated_tokens for event in events)
+        self._end(request, events[0].reason)
+        return [(request, event) for event in events]
 
     def _append(
         self, sequence: Sequence, token: int, logprob: wire.TokenLogprob | None
@@ -231,7 +291,7 @@ class Engine:
             choice=sequence.choice,
             reason=sequence.finish_reason,
             prompt_tokens=sequence.prompt_tokens,
-            cached_tokens=0,
+            cached_tokens=sequence.cached_tokens,
             generated_tokens=sequence.generated_tokens,
             stop_token=sequence.stop_token,
             tokens=tokens,
@@ -302,9 +362,29 @@ class Engine:
         return max(1.0, step_s * min(left, default=0))
 
 
-def _started(request: Request) -> wire.Started:
+def _started(sequence: Sequence) -> wire.Started:
+    request = sequence.request
     assert request.admitted_s is not None
-    return wire.Started(queue_s=request.admitted_s - request.arrival_s, cached_tokens=0)
+    return wire.Started(
+        queue_s=request.admitted_s - request.arrival_s, cached_tokens=sequence.cached_tokens
+    )
+
+
+def _finish_of_beam(
+    beam: Sequence, choice: int, ended: decoding.Ended | None, reason: str | None
+) -> wire.Finish:
+    stop_token = None if ended is None else ended.stop_token
+    tokens = [] if ended is None else ended.tokens
+    return wire.Finish(
+        choice=choice,
+        reason=reason or ("length" if stop_token is None else "stop"),
+        prompt_tokens=beam.prompt_tokens,
+        cached_tokens=beam.cached_tokens,
+        generated_tokens=len(tokens),
+        stop_token=stop_token,
+        tokens=tokens,
+        score=None if ended is None else ended.score,
+    )
 
 
 BAD_LOGITS = "its logits are not finite numbers; model.dtype=float32 has the widest range"

@@ -32,34 +32,34 @@ class Outbox:
     """What one request's stream has not fetched yet. Lives on the event loop."""
 
     def __init__(self) -> None:
-        self.events: deque[wire.Event] = deque()
+        self._events: dict[int, wire.Event] = {}  # by choice; what is of none has negative keys
         self.any = asyncio.Event()
         self.urgent = asyncio.Event()
 
     def put(self, event: wire.Event) -> None:
-        """Add an event; a delta joins the one before it."""
-        last = self.events[-1] if self.events else None
-        joined = _joined(last, event) if isinstance(last, wire.Delta) else None
-        if joined is not None:
-            self.events[-1] = joined
+        """Add an event; a delta joins the one of its choice."""
+        if isinstance(event, wire.Delta | wire.Finish):
+            first = self._events.get(event.choice)
+            self._events[event.choice] = event if first is None else _joined(first, event)
         else:
-            self.events.append(event)
+            self._events[-1 - len(self._events)] = event
         self.any.set()
         if not isinstance(event, wire.Delta):
             self.urgent.set()
 
-    def take(self) -> list[wire.Event]:
-        taken = list(self.events)
-        self.events.clear()
+    def take(self, *, fine: bool = True) -> list[wire.Event]:
+        """All there is; where not `fine`, deltas stay until their choice ends."""
+        events = self._events.items()
+        taken = [e for _, e in events if fine or not isinstance(e, wire.Delta)]
+        self._events = {k: e for k, e in events if not fine and isinstance(e, wire.Delta)}
         self.any.clear()
         self.urgent.clear()
         return taken
 
 
-def _joined(first: wire.Delta, then: wire.Event) -> wire.Event | None:
-    """`then` with the tokens of `first` in front, where both are of one choice."""
-    if not isinstance(then, wire.Delta | wire.Finish) or first.choice != then.choice:
-        return None
+def _joined(first: wire.Event, then: wire.Delta | wire.Finish) -> wire.Event:
+    """`then` with the tokens of `first`, of the same choice, in front."""
+    assert isinstance(first, wire.Delta)
     logprobs = None
     if first.logprobs is not None:
         logprobs = [*first.logprobs, *(then.logprobs or ())]
@@ -82,7 +82,7 @@ class EngineLoop:
     With two teams on the cores both stop spinning and every small operation waits for a wake-up.
 
     `now` is a monotonic clock in seconds. `messages_per_s` bounds what all streams send together:
-    with r requests running, each sends every `r / messages_per_s` seconds, its first token and its
+    with c choices running, each sends every `c / messages_per_s` seconds, its first token and its
     end at once.
     """
 
@@ -97,6 +97,7 @@ class EngineLoop:
         self._wake = threading.Condition()
         self._stopping = False
         self._boxes: dict[str, Outbox] = {}
+        self._choices = 0  # of all boxes
         self._loop: asyncio.AbstractEventLoop | None = None
         made: Future[Engine] = Future()
         self._thread = threading.Thread(target=self._run, args=(make, made), daemon=True)
@@ -138,6 +139,16 @@ class EngineLoop:
         self._post(run)
         return await asyncio.wait_for(asyncio.wrap_future(done), timeout_s)
 
+    async def abort(self, request_id: str, choice: int | None = None) -> bool:
+        """End a request, or one choice of it; False when it is not here (any more)."""
+
+        def work() -> bool:
+            ended = self.engine.abort(request_id, choice)
+            self._send(ended)
+            return bool(ended)
+
+        return await self.call(work)
+
     async def stream(self, request: Request) -> AsyncIterator[wire.Event]:
         """Submit a request and yield its events, the first accepted or rejected; a Mark after each
         `MARK_S` of silence. Closing the iterator aborts the request."""
@@ -149,7 +160,8 @@ class EngineLoop:
             yield wire.Rejected("duplicate_id", 0.0, f"request {request.id} is being served")
             return
         self._boxes[request.id] = box
-        choices_open = set(range(len(request.sequences)))
+        self._choices += request.choices
+        choices_open = set(range(request.choices))
         self._post(lambda: self._submit(request))
         try:
             sent_at_s = self.now()
@@ -158,12 +170,13 @@ class EngineLoop:
                     yield wire.Mark()
                     continue
                 sent_at_s = self.now()
-                for event in box.take():
+                for event in box.take(fine=request.stream):
                     yield event
                     if ends_stream(event, choices_open):
                         return
         finally:
-            self._boxes.pop(request.id, None)
+            del self._boxes[request.id]
+            self._choices -= request.choices
             self._post(lambda: self._abort(request.id))
 
     async def _ready(self, box: Outbox, fine: bool, sent_at_s: float) -> bool:
@@ -172,8 +185,8 @@ class EngineLoop:
             async with asyncio.timeout(MARK_S):
                 await (box.any if fine else box.urgent).wait()
         except TimeoutError:
-            return bool(box.events) and fine
-        pause_s = sent_at_s + len(self._boxes) / self.messages_per_s - self.now()
+            return box.any.is_set() and fine
+        pause_s = sent_at_s + self._choices / self.messages_per_s - self.now()
         if pause_s > 0 and not box.urgent.is_set():
             try:
                 async with asyncio.timeout(pause_s):

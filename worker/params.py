@@ -13,6 +13,9 @@ GREEDY_BELOW = 1e-5
 MAX_TEMPERATURE = 2.0
 """The range of OpenAI's API; above it tokens are close to noise."""
 
+MAX_BEAM_WIDTH = 128
+"""Each beam takes a slot, a row of logits, and blocks of its own after the prompt."""
+
 MAX_COUNT = 2**31 - 1
 """Positions are one 32-bit word of the random number generator's counter."""
 
@@ -34,7 +37,8 @@ class SamplingParams:
 
     `seed` is always set on a worker (the ingress draws one), so that output is a pure function of
     the request. `logprobs` and `prompt_logprobs` are how many alternatives to report beside the
-    chosen token: 0 reports the chosen one alone, None reports nothing.
+    chosen token: 0 reports the chosen one alone, None reports nothing. A positive `beam_width` asks
+    for beam search, whose `n` best are returned; the two fields after it mean something only there.
     """
 
     max_tokens: int = 16
@@ -53,6 +57,9 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     n: int = 1
+    beam_width: int = 0
+    length_penalty: float = 1.0
+    early_stopping: str = "false"
 
     @property
     def greedy(self) -> bool:
@@ -77,7 +84,8 @@ class ParamLimits:
     max_logprobs: int = 20
     max_logit_bias: int = 1024
     max_stop_token_ids: int = 128
-    max_n: int = 1
+    max_n: int = 16
+    max_beam_width: int = MAX_BEAM_WIDTH
 
 
 def row_bytes(limits: ParamLimits) -> int:
@@ -85,12 +93,14 @@ def row_bytes(limits: ParamLimits) -> int:
 
     A bias entry is an int64 index and a float64 value, a stop token an int64 index: kept by the
     host while the sequence sits and copied into the step's plan, on a CPU into the same memory. An
-    alternative is an int64 id, its place in the sort and a log-probability of at most 8 bytes. The
-    scalars of a row take at most 256 bytes.
+    alternative is an int64 id, its place in the sort and a log-probability of at most 8 bytes; the
+    row of a beam has one per beam and per token that ends it, the model's own taken to be no more
+    than a request may add. The scalars of a row take at most 256 bytes.
     """
     bias = 2 * limits.max_logit_bias * 16
     stops = 2 * limits.max_stop_token_ids * 8
-    return bias + stops + (limits.max_logprobs + 1) * 24 + 256
+    candidates = limits.max_beam_width + 2 * limits.max_stop_token_ids
+    return bias + stops + max(limits.max_logprobs + 1, candidates) * 24 + 256
 
 
 def check(params: SamplingParams, limits: ParamLimits) -> None:
@@ -107,7 +117,7 @@ def check(params: SamplingParams, limits: ParamLimits) -> None:
     if params.min_tokens > params.max_tokens:
         raise ParamError("min_tokens", params.min_tokens, f"at most max_tokens={params.max_tokens}")
     _whole("seed", params.seed, -(2**63), 2**63 - 1, "a signed 64-bit integer")
-    _whole("n", params.n, 1, limits.max_n)
+    _beams(params, limits)
     for name, asked in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         if asked is not None:
             _whole(name, asked, 0, limits.max_logprobs, setting="limits.max_logprobs")
@@ -115,6 +125,43 @@ def check(params: SamplingParams, limits: ParamLimits) -> None:
         raise ParamError("ignore_eos", params.ignore_eos, "true or false")
     _stop_token_ids(params.stop_token_ids, limits)
     _logit_bias(params.logit_bias, limits)
+
+
+EARLY_STOPPING = ("false", "true", "never")
+_NOT_WITH_BEAMS: dict[str, tuple[object, ...]] = {
+    "min_tokens": (0,),
+    "temperature": (0.0, 1.0),
+    "top_k": (0, -1),
+    "top_p": (1.0,),
+    "min_p": (0.0,),
+    "repetition_penalty": (1.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "logit_bias": ({},),
+    "logprobs": (None,),
+    "prompt_logprobs": (None,),
+}
+"""What beam search does not do, and the values that ask for nothing."""
+
+
+def _beams(params: SamplingParams, limits: ParamLimits) -> None:
+    """Check `n` and the options of beam search, which is deterministic and edits no logits."""
+    width = params.beam_width
+    _whole("beam_width", width, 0, limits.max_beam_width, setting="scheduler.max_num_seqs")
+    _real("length_penalty", params.length_penalty, -10.0, 10.0)
+    if params.early_stopping not in EARLY_STOPPING:
+        raise ParamError("early_stopping", params.early_stopping, "true, false or never")
+    if not width:
+        _whole("n", params.n, 1, limits.max_n, setting="limits.max_n")
+        for name, default in (("length_penalty", 1.0), ("early_stopping", "false")):
+            if getattr(params, name) != default:
+                raise ParamError(name, getattr(params, name), "left out without beam search")
+        return
+    _whole("n", params.n, 1, width, f"an integer from 1 to the beam width {width}")
+    _whole("max_tokens", params.max_tokens, 1, MAX_COUNT, "at least 1 with beam search")
+    for name, neutral in _NOT_WITH_BEAMS.items():
+        if getattr(params, name) not in neutral:
+            raise ParamError(name, getattr(params, name), "left out with beam search")
 
 
 def _real(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:

@@ -21,6 +21,7 @@ class Purpose(IntEnum):
     """What a random number decides. Each purpose is a stream of its own at every position."""
 
     TOKEN = 0
+    SEED = 1
 
 
 def philox(counter: Tensor, key: Tensor) -> Tensor:
@@ -52,3 +53,17 @@ def uniform(
     counter = [[*positions], [*choices], [int(purpose)] * len(seeds), [0] * len(seeds)]
     words = philox(torch.tensor(counter, dtype=torch.int64), torch.tensor(key, dtype=torch.int64))
     return ((words[0] >> 5) * 2**26 + (words[1] >> 6)).double() * 2.0**-53
+
+
+def derive(seed: int, choice: int) -> int:
+    """The seed of a request's choice: what a separate request must name to get the same output.
+
+    Choice 0 has the request's own seed. Choice i has the first two words, as a signed 64-bit
+    integer, of the block with key `seed` and counter (0, i, SEED, 0).
+    """
+    if choice == 0:
+        return seed
+    counter = torch.tensor([[0], [choice], [int(Purpose.SEED)], [0]])
+    low, high, *_ = philox(counter, torch.tensor([[seed & _WORD], [seed >> 32 & _WORD]])).tolist()
+    word: int = low[0] | high[0] << 32
+    return word - (1 << 64) if word >> 63 else word

@@ -29,7 +29,7 @@ class Batch:
     ids: Tensor  # int64 [T], negative: see `last token` above
     positions: Tensor  # int64 [T]
     rows: tuple[Rows, ...]  # one per layer group
-    logits_at: Tensor  # int64 [n]: first the scored tokens row by row, then the sampled ones
+    logits_at: Tensor  # int64 [n]: the scored tokens row by row, the sampled ones, last of beams
     slots: Tensor  # int64 [sampled rows]: slot of each sampled row, in order
     scored: int  # how many of `logits_at` are scored
 
@@ -93,6 +93,11 @@ class BatchBuilder:
         size = self.layout.block_size
         block, offset = positions // size, positions % size
         where = [host[token_slot, block].astype(np.int64) * size + offset for host in self.host]
+        if any(row.start < row.stored for row in rows):
+            stored = np.fromiter((r.stored for r in rows), np.int64, len(rows))
+            known = positions < np.repeat(stored, counts)
+            for slots_of_group in where:
+                slots_of_group[known] = -1
         scored, sampled = _logit_rows(plan, ends)
         blocks = (starts + counts + size - 1) // size
         sampled_slots = np.fromiter((r.slot for r in rows if r.sampled), np.int64)
@@ -169,13 +174,17 @@ def _tokens(row) -> list[int]:  # type: ignore[no-untyped-def]
 def _logit_rows(
     plan: StepPlan, ends: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Indexes of the tokens whose logits score a prompt token, and of those that are sampled."""
+    """Indexes of the tokens whose logits score a prompt token; of those that are sampled, before
+    those that beams may go on from."""
     scored: list[int] = []
     sampled: list[int] = []
+    beams: list[int] = []
     for row, end in zip(plan.rows, ends.tolist(), strict=True):
         if row.scored_from is not None:
             first = end - row.count + row.scored_from - row.start
             scored.extend(range(first, first + row.scored_count))
         if row.sampled:
             sampled.append(end - 1)
-    return np.array(scored, np.int64), np.array(sampled, np.int64)
+        elif row.candidates:
+            beams.append(end - 1)
+    return np.array(scored, np.int64), np.array([*sampled, *beams], np.int64)

@@ -15,7 +15,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from configs.schema import Config
-from kvpaging.report import snapshot
+from kvpaging.report import sharing, snapshot
 from worker import wire
 from worker.device import keep_freed_memory
 from worker.engine import Engine
@@ -46,7 +46,11 @@ class GPUWorker:
         cluster = self.config.cluster
         torch.set_num_threads(cluster.threads or max(1, (os.cpu_count() or 1) // cluster.workers))
         return start(
-            self.launch, clock=time.perf_counter, cpu_clock=time.thread_time, progress=log.info
+            self.launch,
+            clock=time.perf_counter,
+            cpu_clock=time.thread_time,
+            key=os.urandom(32),
+            progress=log.info,
         )
 
     def _start(self) -> None:
@@ -76,6 +80,8 @@ class GPUWorker:
             raise ValueError("the prompt has no tokens; at least 1 is needed")
         if not all(0 <= token < limits.vocab_size for token in message.prompt):
             raise ValueError(f"token ids must be between 0 and {limits.vocab_size - 1}")
+        if len(message.choices) != message.params.n:
+            raise ValueError(f"{len(message.choices)} choices were sent for n={message.params.n}")
         room = longest - len(message.prompt)
         if room < (message.params.max_tokens > 0):
             raise ValueError(
@@ -88,14 +94,16 @@ class GPUWorker:
             params=message.params,
             deadline_s=time.monotonic() + message.deadline_s,
             priority=message.priority,
+            salt=message.salt.encode(),
             attempt=message.attempt,
             stream=message.stream,
             generated=tuple(tuple(choice.generated) for choice in message.choices),
         )
 
-    async def abort(self, request_id: str) -> bool:
-        """End a request; False when it is not here."""
-        return await self.loop.call(lambda: self.loop.engine.abort(request_id))
+    async def abort(self, request_id: str, choice: int | None = None) -> bool:
+        """End a request, or one choice of it while others go on; False when it is not here."""
+        self._start()
+        return await self.loop.abort(request_id, choice)
 
     async def info(self) -> dict[str, Any]:
         """What the ingress must know of the model, and the rows of the start-up table."""
@@ -114,8 +122,9 @@ class GPUWorker:
         """Counters and gauges, without waiting for the step under way."""
         engine, scheduler = self.loop.engine, self.loop.engine.scheduler
         stats = asdict(engine.stats)
-        pools = list(dict.fromkeys(scheduler.pools))
+        pools, tables = list(dict.fromkeys(scheduler.pools)), scheduler.tables()
         counts = [pool.counts() for pool in pools]
+        shared = sharing(pools, tables)
         states = ("free", "owned", "idle", "leased", "quarantined")
         return {
             **stats,
@@ -124,20 +133,36 @@ class GPUWorker:
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
             "preemptions": scheduler.preemptions,
+            "prefix": asdict(scheduler.prefix.stats),
             "violations": self.loop.violations,
             "blocks": {name: sum(getattr(c, name) for c in counts) for name in states},
             "evictions": sum(pool.stats.evictions for pool in pools),
+            "copies": scheduler.copies,
+            "unshared_blocks": shared.unshared,
+            "saved_blocks": max(0, shared.saved),  # a step may be changing what is counted
+            "wasted_slots": sum(table.wasted_slots for table in tables),
             "step_age_s": self.loop.step_age_s,
             "failure": None if self.loop.failure is None else str(self.loop.failure),
             "pid": os.getpid(),
         }
+
+    async def flush(self) -> int:
+        """Forget all cached blocks that no request uses; how many they were."""
+        self._start()
+        return await self.loop.call(self.loop.engine.scheduler.prefix.flush)
 
     async def debug_kv(self) -> dict[str, Any]:
         """This gang's entry of `/debug/kv`."""
         scheduler = self.loop.engine.scheduler
 
         def look() -> dict[str, Any]:
-            return asdict(snapshot(scheduler.pools, scheduler.tables(), scheduler.block_size))
+            pages = snapshot(scheduler.pools, scheduler.tables(), scheduler.block_size)
+            return {
+                **asdict(pages),
+                "copies": scheduler.copies,
+                "hit_tokens": scheduler.prefix.stats.hit_tokens,
+                "evictions": sum(p.stats.evictions for p in dict.fromkeys(scheduler.pools)),
+            }
 
         self._start()
         return {"gang": self.gang, "degree": 1, "epoch": 0, "ranks": [await self.loop.call(look)]}

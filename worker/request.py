@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
     from kvpaging.table import BlockTable
+    from worker.decoding import BeamSearch, Offer
     from worker.params import SamplingParams
 
 NO_SLOT = -1
@@ -22,19 +23,25 @@ class Sequence:
     """
 
     __slots__ = (
+        "cached_tokens",
+        "chains",
         "choice",
         "computed",
         "epoch",
         "finish_reason",
         "last_step",
+        "offer",
+        "params",
         "pending",
         "planned",
         "prompt_tokens",
+        "published",
         "request",
         "scored",
         "seated",
         "slot",
         "stop_token",
+        "stored",
         "synced",
         "table",
         "tokens",
@@ -43,15 +50,21 @@ class Sequence:
     def __init__(self, request: Request, choice: int, generated: Seq[int]) -> None:
         self.request = request
         self.choice = choice
+        self.params = request.params  # the engine gives each choice a seed of its own
         self.prompt_tokens = len(request.prompt)
         self.tokens = [*request.prompt, *generated]
         self.table: BlockTable | None = None
         self.slot = NO_SLOT
         self.computed = self.planned = self.pending = self.epoch = 0
+        self.stored = 0  # tokens found in the cache or a sibling: their K,V are not written again
+        self.published = 0  # leading blocks that have an identity
+        self.chains: list[list[bytes]] = []  # identities of full blocks, per layer group
+        self.cached_tokens = 0
         self.last_step: int | None = None
         self.seated = False  # the sampler's seat for penalties is filled
         self.synced = 0  # table entries that the device has been told
         self.scored = 0  # prompt log-probabilities reported: entries below this token index
+        self.offer: Offer | None = None  # of a beam: what may follow, until all beams know
         self.finish_reason: str | None = None
         self.stop_token: int | None = None
 
@@ -70,6 +83,7 @@ class Sequence:
     def reset(self) -> None:
         """Forget what was computed; steps under way are void for this sequence."""
         self.computed = self.planned = self.pending = self.synced = 0
+        self.stored = self.published = 0
         self.seated = False
         self.epoch += 1
 
@@ -87,15 +101,24 @@ class Request:
     attempt: int = 0
     stream: bool = True
     label: str = ""
+    salt: bytes = b""
     generated: tuple[tuple[int, ...], ...] = ((),)
     order: int = 0  # of submission; breaks ties of arrival
     admitted_s: float | None = None
     first_token_s: float | None = None
     preemptions: int = 0
-    sequences: list[Sequence] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)  # a search: its beams, best first
+    beams: BeamSearch | None = None
 
     def __post_init__(self) -> None:
-        self.sequences = [Sequence(self, i, done) for i, done in enumerate(self.generated)]
+        # A search has no choices before its end; it starts with one beam and never in its middle.
+        generated = ((),) if self.params.beam_width else self.generated
+        self.sequences = [Sequence(self, i, done) for i, done in enumerate(generated)]
+
+    @property
+    def choices(self) -> int:
+        """How many answers it gets."""
+        return self.params.n if self.params.beam_width else len(self.sequences)
 
     @property
     def rank(self) -> tuple[int, float, int]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from kvpaging import attention
 from worker import wire
-from worker.logits import PromptLogprobs, prompt_logprobs
+from worker.decoding import Offer
+from worker.logits import PromptLogprobs, best, finite, log_probabilities, prompt_logprobs, widen
 from worker.model import PagedModel
 from worker.plan import Batch, BatchBuilder
 from worker.sampler import Sampled, Sampler, SampleRow
@@ -24,16 +26,19 @@ class InFlight:
     plan: StepPlan
     sampled: Sampled | None
     scores: PromptLogprobs | None
+    offers: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step made: one entry per sampled row, one list per row that scores its prompt."""
+    """What a step made: one entry per sampled row, one list per row that scores its prompt, one
+    offer per row of a beam, None where its logits are not finite."""
 
     tokens: list[int]
     bad: list[bool]
     logprobs: list[wire.TokenLogprob | None]
     scores: list[list[wire.PromptLogprob]]
+    offers: list[Offer | None] = field(default_factory=list)
 
 
 class EngineDead(RuntimeError):
@@ -74,10 +79,12 @@ class Runner:
         scores = self._score(plan, batch, logits)
         sampled = None
         if sampled_rows:
-            sampled = self.sampler.sample(logits[batch.scored :], sample_plan)
+            end = batch.scored + len(sampled_rows)
+            sampled = self.sampler.sample(logits[batch.scored : end], sample_plan)
             self.last_token[batch.slots] = sampled.tokens
+        offers = self._offers(plan, logits[batch.scored + len(sampled_rows) :])
         self.execute_s += self.clock() - started
-        return InFlight(plan, sampled, scores)
+        return InFlight(plan, sampled, scores, offers)
 
     def collect(self, flight: InFlight) -> StepResult:
         """Wait for the step and bring its results to the host."""
@@ -89,8 +96,9 @@ class Runner:
         if flight.sampled is not None:
             tokens, bad = flight.sampled.tokens.tolist(), flight.sampled.bad.tolist()
             logprobs = _host_logprobs(flight)
+        offers = [offer for part in flight.offers for offer in _host_offers(part)]
         self.execute_s += self.clock() - started
-        return StepResult(tokens, bad, logprobs, scores)
+        return StepResult(tokens, bad, logprobs, scores, offers)
 
     def raise_if_dead(self, error: Exception) -> None:
         """Raise EngineDead where the device itself failed, which no retry can mend."""
@@ -109,12 +117,13 @@ class Runner:
     def _copy(self, plan: StepPlan) -> None:
         """Copy-on-write, one call per arena."""
         store = self.model.store
-        pairs: dict[int, list[tuple[int, int]]] = {}
+        pairs: dict[int, dict[int, int]] = {}
         for copy in plan.copies:
+            # A copy of a failed step may be to a block that was given away since: the last counts.
             arena = store.layout.groups[copy.group].arena
-            pairs.setdefault(arena, []).append((copy.src, copy.dst))
+            pairs.setdefault(arena, {})[copy.dst] = copy.src
         for arena, moves in pairs.items():
-            both = torch.tensor(moves, dtype=torch.int64, device=store.device)
+            both = torch.tensor([*moves.items()], dtype=torch.int64, device=store.device).flip(1)
             attention.copy(store.arenas[arena], both[:, 0], both[:, 1])
 
     def _score(self, plan: StepPlan, batch: Batch, logits: Tensor) -> PromptLogprobs | None:
@@ -131,11 +140,34 @@ class Runner:
         rows = self.sampler.slice_rows
         return prompt_logprobs(lambda a, b: logits[a:b], on_device, top, rows=rows)
 
+    def _offers(self, plan: StepPlan, logits: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """What the beams may go on with: parts of R rows with K token ids and log-probabilities
+        [R, K], best first, and which rows [R] have a logit that is not finite.
+
+        K depends on the row alone, so that among equals the same are taken whoever is beside it.
+        """
+        parts = []
+        start = 0
+        for most, same in groupby(row.candidates for row in plan.rows if row.candidates):
+            stop = start + len(list(same))
+            for at in range(start, stop, self.sampler.slice_rows):
+                x = widen(logits[at : min(stop, at + self.sampler.slice_rows)])
+                greatest, column = best(x)
+                _, ids, values = log_probabilities(x, greatest, column, most)
+                parts.append((ids, values, ~finite(x, greatest).squeeze(1)))
+            start = stop
+        return parts
+
 
 def _sample_row(row: Row) -> SampleRow:
     sequence = row.sequence
     position = row.start + row.count - sequence.prompt_tokens
-    return SampleRow(row.slot, sequence.request.params, position, sequence.choice)
+    return SampleRow(row.slot, sequence.params, position)
+
+
+def _host_offers(part: tuple[Tensor, Tensor, Tensor]) -> list[Offer | None]:
+    rows = zip(*(column.tolist() for column in part), strict=True)
+    return [None if bad else Offer(ids, logprobs) for ids, logprobs, bad in rows]
 
 
 def _host_logprobs(flight: InFlight) -> list[wire.TokenLogprob | None]:

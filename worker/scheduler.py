@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 from kvpaging.pool import BlockPool, OutOfBlocks
 from kvpaging.table import BlockTable, Copy
+from worker import admission
+from worker.prefix import PrefixCache
 from worker.request import NO_SLOT, Request, Sequence
 
 
@@ -43,8 +45,10 @@ class Row(NamedTuple):
 
     `sampled`: the last of them is the last known one, so its logits give the next token.
     `scored`: prompt log-probabilities are wanted for the tokens after positions
-    `scored_from .. start + count - 1` that belong to the prompt. Table entries from `changed_from`
-    on are new to the device.
+    `scored_from .. start + count - 1` that belong to the prompt, of a request's first choice, for
+    all its choices. Table entries from `changed_from` on are new to the device; tokens before
+    position `stored` have their K,V in the pages already. `candidates`, of a beam at its last
+    token: how many of the tokens that may follow are wanted.
     """
 
     sequence: Sequence
@@ -55,8 +59,14 @@ class Row(NamedTuple):
     sampled: bool
     admitted: bool
     changed_from: int
+    stored: int = 0
     scored_from: int | None = None
     copies: tuple[Copy, ...] = ()
+    candidates: int = 0
+
+    @property
+    def logit_rows(self) -> int:
+        return self.scored_count + (self.sampled or self.candidates > 0)
 
     @property
     def scored_count(self) -> int:
@@ -82,7 +92,9 @@ class StepPlan:
 class Scheduler:
     """Waiting and running sequences over one rank's pools (`pools[g]` serves layer group g)."""
 
-    def __init__(self, pools: Iterable[BlockPool], block_size: int, limits: Limits) -> None:
+    def __init__(
+        self, pools: Iterable[BlockPool], block_size: int, limits: Limits, prefix: PrefixCache
+    ) -> None:
         assert limits.max_logit_rows >= limits.max_num_seqs > 0 < limits.max_batch_tokens
         self.pools, self.block_size, self.limits = tuple(pools), block_size, limits
         self.running: list[Sequence] = []  # by rank
@@ -91,7 +103,9 @@ class Scheduler:
         self.step = 0
         self.under_way: list[int] = []
         self.preemptions = 0
+        self.copies = 0  # copies-on-write done
         self.copies_due: list[Copy] = []
+        self.prefix = prefix
         self._orders = 0
 
     def submit(self, request: Request) -> None:
@@ -101,10 +115,19 @@ class Scheduler:
         self._orders += 1
         request.order = self._orders
         for sequence in request.sequences:
-            bisect.insort(self.waiting, sequence, key=_rank)
+            self.wait(sequence)
+
+    def wait(self, sequence: Sequence) -> None:
+        """Put a sequence that has neither table nor slot at its place in the queue."""
+        bisect.insort(self.waiting, sequence, key=_rank)
+
+    def run(self, sequence: Sequence, table: BlockTable) -> None:
+        """Give a sequence a slot and the table it starts with."""
+        sequence.table, sequence.slot = table, self.slots.pop()
+        bisect.insort(self.running, sequence, key=_rank)
 
     def tables(self) -> list[BlockTable]:
-        return [s.table for s in self.running if s.table is not None]
+        return [table for s in self.running if (table := s.table) is not None]
 
     def plan(self, only: Iterable[Sequence] | None = None) -> StepPlan:
         """The next step; empty when nothing can be computed now.
@@ -121,6 +144,7 @@ class Scheduler:
             self.under_way.append(plan.step)
         else:
             self.copies_due.extend(copies)
+            self.prefix.end(self.step)
         for row in rows:
             sequence = row.sequence
             sequence.planned += row.count
@@ -136,8 +160,10 @@ class Scheduler:
             sequence.computed += row.count
             sequence.planned -= row.count
             sequence.pending -= row.sampled
+            self.prefix.publish(sequence)
         for copy in plan.copies:
             self.pools[copy.group].unhold(copy.src)
+        self.copies += len(plan.copies)
         self._ended(plan.step)
         return valid
 
@@ -153,7 +179,8 @@ class Scheduler:
             sequence.planned -= row.count
             sequence.pending -= row.sampled
             assert sequence.table is not None
-            sequence.table.truncate(sequence.computed + sequence.planned, plan.step)
+            kept = max(sequence.stored, sequence.computed + sequence.planned)
+            sequence.table.truncate(kept, plan.step)
             sequence.synced = 0
         self._ended(plan.step)
         return valid
@@ -174,7 +201,7 @@ class Scheduler:
         self._leave(sequence)
         sequence.request.preemptions += 1
         self.preemptions += 1
-        bisect.insort(self.waiting, sequence, key=_rank)
+        self.wait(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
@@ -187,6 +214,7 @@ class Scheduler:
 
     def _ended(self, step: int) -> None:
         self.under_way.remove(step)
+        self.prefix.end(step)
         before = min(self.under_way, default=self.step)
         for pool in set(self.pools):
             pool.step_ended(before - 1)
@@ -211,6 +239,18 @@ class _Step:
         self.preempted = False
 
     def rows_to_compute(self) -> tuple[Row, ...]:
+        self._fill()
+        while self.only is None and not self.rows and not self.scheduler.under_way:
+            # Beams that are ahead hold what those they wait for need. They have said all they can.
+            ahead = [s for s in self.scheduler.running if s.offer is not None]
+            if not ahead:
+                break
+            self.scheduler.preempt(ahead[-1])
+            self.preempted = False
+            self._fill()
+        return tuple(self.rows.values())
+
+    def _fill(self) -> None:
         singles: list[Sequence] = []
         chunks: list[Sequence] = []
         for sequence in self.scheduler.running:
@@ -226,7 +266,6 @@ class _Step:
             self._take(sequence, self.tokens_left)
         if self.only is None:
             self._admit()
-        return tuple(self.rows.values())
 
     def _take(self, sequence: Sequence, most: int, admitted: bool = False) -> None:
         if sequence.slot == NO_SLOT or self.tokens_left == 0:
@@ -237,9 +276,9 @@ class _Step:
         if scored_from is not None:
             reserve = self.logits_left - len(self.scheduler.running)
             count = min(count, max(0, scored_from - start) + max(1, reserve))
-        table = sequence.table
+        table, scheduler = sequence.table, self.scheduler
         assert table is not None
-        grow = start + count - table.length
+        grow = max(0, start + count - table.length)
         if count < 1:
             return
         before = len(table.blocks[0])
@@ -249,26 +288,30 @@ class _Step:
             if not self._room(sequence, table, grow):
                 return
             copies = table.append(grow)
-        sampled = start + count == sequence.target and sequence.request.params.max_tokens > 0
+        last = start + count == sequence.target and sequence.request.params.max_tokens > 0
+        beams = sequence.request.beams
         row = Row(
             sequence,
             sequence.slot,
             sequence.epoch,
             start,
             count,
-            sampled,
+            last and beams is None,
             admitted,
             min(sequence.synced, before - bool(copies)),
+            sequence.stored,
             scored_from,
             tuple(copies),
+            beams.candidates if last and beams is not None else 0,
         )
         sequence.synced = len(table.blocks[0])
         self.rows[id(sequence)] = row
+        scheduler.prefix.begin(scheduler.step, sequence, start, start + count)
         self.tokens_left -= count
-        self.logits_left -= row.scored_count + sampled
+        self.logits_left -= row.logit_rows
 
     def _scored_from(self, sequence: Sequence, start: int) -> int | None:
-        if sequence.request.params.prompt_logprobs is None:
+        if sequence.request.params.prompt_logprobs is None or sequence.choice:
             return None
         first = max(start, sequence.scored)
         return first if first < sequence.prompt_tokens - 1 else None
@@ -291,32 +334,48 @@ class _Step:
 
     def _undo(self, row: Row) -> None:
         self.tokens_left += row.count
-        self.logits_left += row.scored_count + row.sampled
+        self.logits_left += row.logit_rows
         for copy in row.copies:
             self.scheduler.pools[copy.group].unhold(copy.src)
 
     def _admit(self) -> None:
-        """Admit while the whole of a sequence fits beside what running ones were promised."""
+        """Admit while the whole of a sequence fits beside what running ones were promised.
+
+        One whose next block is being computed waits for it and lets others pass.
+        """
         scheduler = self.scheduler
-        while scheduler.waiting and scheduler.slots and self.tokens_left and not self.preempted:
-            sequence = scheduler.waiting[0]
-            if self.logits_left < 1 or not self._affordable(sequence):
+        for sequence in list(scheduler.waiting):
+            if not scheduler.slots or self.tokens_left == 0 or self.logits_left < 1:
                 return
-            scheduler.waiting.pop(0)
-            sequence.slot = scheduler.slots.pop()
-            sequence.table = BlockTable(scheduler.pools, scheduler.block_size)
-            bisect.insort(scheduler.running, sequence, key=_rank)
+            if self.preempted:
+                return
+            if sequence.offer is not None:
+                continue  # a beam that waits for the others of its search
+            if not admission.seated(scheduler, sequence):
+                return
+            table = admission.start(scheduler, sequence, self.rows.values())
+            if table is None:
+                continue
+            if not admission.affordable(scheduler, sequence, table):
+                table.release()
+                return
+            scheduler.waiting.remove(sequence)
+            self._adopt(sequence, table)
+            scheduler.run(sequence, table)
             self._take(sequence, self.tokens_left, admitted=True)
 
-    def _affordable(self, sequence: Sequence) -> bool:
-        scheduler, size = self.scheduler, self.scheduler.block_size
-        promised = sum(
-            max(0, -(-(s.target + 1) // size) - len(s.table.blocks[0])) + 1
-            for s in scheduler.running
-            if s.table is not None
-        )
-        asked = -(-(len(sequence.tokens) + 1) // size) + promised
-        need: dict[BlockPool, int] = {}
-        for pool in scheduler.pools:
-            need[pool] = need.get(pool, 0) + asked
-        return not scheduler.running or all(n <= pool.available for pool, n in need.items())
+    def _adopt(self, sequence: Sequence, table: BlockTable) -> None:
+        """Go on after what the table stores; the last token is always computed, for its logits,
+        and prompt log-probabilities from the first one asked for."""
+        sequence.stored = table.length
+        sequence.published = table.length // self.scheduler.block_size
+        sequence.computed = min(table.length, len(sequence.tokens) - 1)
+        if self._scored_from(sequence, 0) is not None:
+            sequence.computed = min(sequence.computed, sequence.scored)
+        if sequence.epoch == 0:
+            stats = self.scheduler.prefix.stats
+            sequence.cached_tokens = min(sequence.computed, sequence.prompt_tokens)
+            if not self.scheduler.prefix.enabled:
+                return
+            stats.queries_tokens += sequence.prompt_tokens
+            stats.hit_tokens += sequence.cached_tokens

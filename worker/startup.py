@@ -14,33 +14,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from configs.schema import Config
 from kvpaging import attention
-from kvpaging.attention import Rows
 from kvpaging.pool import BlockPool
 from kvpaging.store import BlockStore, Layout, layout
 from worker.device import choose_device, free_memory_bytes, has_fast_bfloat16
 from worker.engine import Engine
-from worker.fused import fuse
 from worker.memory import DoesNotFit, MemoryPlan, plan_memory
 from worker.model import ModelShape, PagedModel, UnsupportedModel, fix_rotary, probe
-from worker.params import ParamLimits, SamplingParams
+from worker.params import MAX_BEAM_WIDTH, ParamLimits, SamplingParams
 from worker.plan import BatchBuilder
+from worker.prefix import Identity, PrefixCache
 from worker.request import Request
 from worker.runner import Runner
 from worker.sampler import Sampler, workspace_bytes
 from worker.scheduler import Limits, Scheduler
+from worker.selfcheck import checked_model
 
 __all__ = ["DoesNotFit", "Launch", "UnsupportedModel", "resolve", "start"]
 
-# Root mean square of the logits' difference, in units of their own spread. Models take softmax,
-# norms and rotary tables in float32 whatever their dtype, hence no less for float64.
-TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
-TOLERANCE_16_BIT = 0.15
-CHECK_TOKENS_MAX = 1024
+UNNAMED = Identity(b"", "")  # of an engine that shares no blocks with others
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +80,14 @@ class Launch:
 
 def resolve(config: Config, directory: Path, *, free_bytes: int | None = None) -> Launch:
     """Decide shapes and sizes. Raises UnsupportedModel or DoesNotFit, both one message."""
-    hf_config = AutoConfig.from_pretrained(directory)
+    try:
+        hf_config = AutoConfig.from_pretrained(directory)
+    except (ValueError, OSError, KeyError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise UnsupportedModel(
+            f"model.path={config.model.path}: its config.json is not one that this transformers "
+            f"can read: {reason}"
+        ) from error
     text = hf_config.get_text_config(decoder=True)
     device = choose_device(config.model.device)
     dtype = _dtype(config, text, device)
@@ -103,6 +105,8 @@ def resolve(config: Config, directory: Path, *, free_bytes: int | None = None) -
         vocab_size=shape.vocab_size,
         max_logprobs=config.limits.max_logprobs,
         max_logit_bias=config.limits.max_logit_bias,
+        max_n=config.limits.max_n,
+        max_beam_width=min(MAX_BEAM_WIDTH, seqs, shape.vocab_size),
     )
     model_limit = _positions(text)
     asked = config.model.max_model_len
@@ -182,6 +186,7 @@ def start(
     *,
     clock: Callable[[], float],
     cpu_clock: Callable[[], float] | None = None,
+    key: bytes = b"",
     progress: Callable[[str], None] = lambda line: None,
 ) -> Engine:
     """Load, check, build. Raises UnsupportedModel where the check fails."""
@@ -190,7 +195,7 @@ def start(
     hf = hf.to(launch.device).eval()
     if launch.dtype == torch.float64:
         hf.set_experts_implementation("batched_mm")  # grouped_mm, the default, has no float64
-    fix_rotary(hf, launch.memory.max_model_len)
+    rotary = fix_rotary(hf, launch.memory.max_model_len)
     store = BlockStore(launch.layout, launch.memory.slices, launch.dtype, launch.device)
     progress("checking paged attention against the model's own")
     model = checked_model(hf, store, launch.shape)
@@ -199,7 +204,10 @@ def start(
         progress("compiling the model")
         model.compile(fullgraph=True, dynamic=True)
         _run_alone_and_together(build_engine(launch, model, clock))
-    return build_engine(launch, model, clock, cpu_clock)
+    identity = Identity(
+        fingerprint(launch.directory, rotary), str(launch.dtype).removeprefix("torch."), key
+    )
+    return build_engine(launch, model, clock, cpu_clock, identity=identity)
 
 
 def _run_alone_and_together(engine: Engine) -> None:
@@ -239,6 +247,8 @@ def build_engine(
     model: PagedModel,
     clock: Callable[[], float],
     cpu_clock: Callable[[], float] | None = None,
+    *,
+    identity: Identity = UNNAMED,
 ) -> Engine:
     """The engine around a loaded model."""
     store, limits, device = model.store, launch.limits, launch.device
@@ -252,6 +262,8 @@ def build_engine(
         max_logit_rows=limits.max_logit_rows,
         device=device,
     )
+    size = launch.layout.block_size
+    prefix = PrefixCache(pools, size, identity, enabled=launch.config.kv.prefix_cache)
     end_tokens = end_token_ids(launch.directory, launch.hf_config)
     sampler = Sampler(
         launch.params.vocab_size,
@@ -271,7 +283,7 @@ def build_engine(
         cpu_clock=cpu_clock,
     )
     return Engine(
-        Scheduler(pools, launch.layout.block_size, limits),
+        Scheduler(pools, size, limits, prefix),
         runner,
         end_tokens=frozenset(end_tokens),
         max_model_len=launch.memory.max_model_len,
@@ -302,84 +314,3 @@ def fingerprint(directory: Path, rotary: str) -> bytes:
         digest.update(f"{file.name}:{file.stat().st_size};".encode())
     digest.update(rotary.encode())
     return digest.digest()
-
-
-def checked_model(hf: PreTrainedModel, store: BlockStore, shape: ModelShape) -> PagedModel:
-    """Take the model over if two prompts in one flat batch over pages, one of them in two chunks,
-    give the logits that each gives alone through the model's own attention."""
-    windows = [s.window for s in shape.layers if s.window is not None]
-    room = store.slices * store.layout.block_size // 2 - store.layout.block_size
-    long = min([max([33, *(w + 9 for w in windows)]), CHECK_TOKENS_MAX, max(room, 2)])
-    lengths = (long, min(17, long))
-    prompts = [
-        (torch.arange(n, device=store.device) * (7919 + 2 * i) + 13) % shape.vocab_size
-        for i, n in enumerate(lengths)
-    ]
-    hf.set_attn_implementation("eager")
-    with torch.inference_mode():
-        expected = torch.stack(
-            [
-                hf(input_ids=p[None], use_cache=False, logits_to_keep=1).logits[0, -1]
-                for p in prompts
-            ]
-        )
-    fuse(hf)
-    model = PagedModel(hf, store)
-    got = _paged_logits(model, prompts)
-    spread = expected.double().std()
-    error = float((got.double() - expected.double()).square().mean().sqrt() / spread)
-    limit = TOLERANCE.get(store.dtype, TOLERANCE_16_BIT)
-    if not error <= limit:
-        raise UnsupportedModel(
-            f"{shape.family}: two prompts in one batch over pages give other logits than each "
-            f"alone through the model's own attention (difference {error:.2g} of their spread, "
-            f"at most {limit:g} is allowed): some of its attention does not go through the hook"
-        )
-    return model
-
-
-def _paged_logits(model: PagedModel, prompts: list[Tensor]) -> Tensor:
-    """Last logits of two prompts: the first one's first half alone, then the rest of both."""
-    layout, size = model.store.layout, model.store.layout.block_size
-    device, half = model.store.device, len(prompts[0]) // 2
-    need = [-(-len(p) // size) for p in prompts]
-    tables = torch.zeros(len(layout.groups), 2, max(need), dtype=torch.int32, device=device)
-    at = {arena: model.store.blocks(arena) for arena in range(len(model.store.arenas))}
-    for g, group in enumerate(layout.groups):
-        for row, n in enumerate(need):
-            # Backwards, so that a table that is not looked at shows.
-            at[group.arena] -= n
-            blocks = torch.arange(at[group.arena], at[group.arena] + n, device=device)
-            tables[g, row, :n] = blocks.flip(0).int()
-
-    def run(spans: list[tuple[int, int, int]]) -> Tensor:
-        rows = tuple(_rows(table, spans, size) for table in tables)
-        ids = torch.cat([prompts[r][a:b] for r, a, b in spans])
-        positions = torch.cat([torch.arange(a, b, device=device) for _, a, b in spans])
-        last = torch.tensor([b - a for _, a, b in spans], device=device).cumsum(0) - 1
-        return model.forward(ids, positions, rows, last)
-
-    if half:
-        run([(0, 0, half)])
-    return run([(0, half, len(prompts[0])), (1, 0, len(prompts[1]))])
-
-
-def _rows(table: Tensor, spans: list[tuple[int, int, int]], size: int) -> Rows:
-    device = table.device
-    lens = tuple(b - a for _, a, b in spans)
-    firsts = tuple(a for _, a, _ in spans)
-    slots = []
-    for r, a, b in spans:
-        position = torch.arange(a, b, device=device)
-        slots.append(table[r, position // size].long() * size + position % size)
-    start = torch.tensor([0, *lens], device=device).cumsum(0).int()
-    return Rows(
-        query_start=start,
-        first=torch.tensor(firsts, dtype=torch.int32, device=device),
-        table=table[[r for r, _, _ in spans]],
-        blocks=torch.tensor([-(-b // size) for _, _, b in spans], dtype=torch.int32, device=device),
-        logical=None,
-        slots=torch.cat(slots),
-        lens=lens,
-        firsts=firsts,
-    )

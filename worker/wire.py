@@ -107,7 +107,12 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Last message of a choice, with the tokens not yet sent. `reason` is "stop" or "length"."""
+    """Last message of a choice, with the tokens not yet sent.
+
+    `reason` is "stop", "length", or "abort" where somebody ended it from outside. `cached_tokens`
+    of the prompt were not computed for this choice: found in the cache, or stored by a sibling.
+    Beam search sends nothing but this, choices in order of `score`, which others leave None.
+    """
 
     choice: int
     reason: str
@@ -118,6 +123,7 @@ class Finish:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
     started: Started | None = None
+    score: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

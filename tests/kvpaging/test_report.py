@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from kvpaging.pool import BlockPool
-from kvpaging.report import Entry, holders, leaks, snapshot
+from kvpaging.report import Entry, Sharing, holders, leaks, sharing, snapshot
 from kvpaging.table import BlockTable
 from tests.kvpaging.helpers import table_of
 
@@ -28,6 +28,8 @@ def test_snapshot_counts_blocks_tokens_and_waste() -> None:
         "quarantined": 1,
         "tokens": 10,
         "wasted_slots": 2,
+        "saved_blocks": 0,
+        "saved_ratio": 0.0,
     }
 
 
@@ -44,6 +46,23 @@ def test_shared_tokens_are_counted_once() -> None:
     assert (pages.owned, pages.tokens, pages.wasted_slots) == (4, 13, 3)
     assert pages.tokens + pages.wasted_slots == pages.owned * pages.block_size
     pool.unhold(copy.src)
+
+
+def test_saved_blocks_are_unshared_minus_stored() -> None:
+    pools = [BlockPool(8), BlockPool(8)]
+    table = BlockTable([pools[0], pools[1], pools[0]], 4)
+    table.append(10)
+    twins = [table.fork(), table.fork()]
+    tables = [table, *twins]
+    assert sharing(pools, tables) == Sharing(unshared=27, stored=9)
+    for copy in twins[0].append(1):
+        table.pools[copy.group].unhold(copy.src)
+    pools[1].quarantine(table.blocks[1][0], "doubted")
+    pages = snapshot(table.pools, tables, 4)
+    assert (pages.owned, pages.saved_blocks, pages.saved_ratio) == (11, 15, 15 / 27)
+    for each in tables:
+        each.release()
+    assert sharing(pools, []) == Sharing(unshared=0, stored=0)
 
 
 def test_several_pools_of_a_rank_are_added_up() -> None:

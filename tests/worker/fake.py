@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from zlib import crc32
 
 from kvpaging.pool import BlockPool
+from worker.decoding import Offer
 from worker.engine import Engine
 from worker.params import SamplingParams
+from worker.prefix import Identity, PrefixCache
 from worker.request import Request
 from worker.runner import InFlight, StepResult
 from worker.scheduler import Limits, Scheduler, StepPlan
@@ -21,6 +25,15 @@ Fault = Callable[[str, StepPlan], None]
 def next_token(tokens: Sequence[int]) -> int:
     """What the fake model says after `tokens`: any lost, doubled or foreign key changes it."""
     return crc32(bytes(tokens)) % VOCAB
+
+
+@lru_cache(maxsize=100_000)
+def log_probabilities(tokens: bytes) -> tuple[float, ...]:
+    """Of each token after `tokens`, as sensitive to them."""
+    draw = random.Random(crc32(tokens))
+    logits = [draw.gauss(0.0, 2.0) for _ in range(VOCAB)]
+    total = math.log(sum(map(math.exp, logits)))
+    return tuple(logit - total for logit in logits)
 
 
 def expected(prompt: Sequence[int], count: int) -> list[int]:
@@ -43,12 +56,13 @@ class FakeRunner:
 
     def launch(self, plan: StepPlan) -> InFlight:
         self.fault("build", plan)
+        moved = {}  # all at once, as on a device: a source is read before any copy is made
         for copy in plan.copies:
             for offset in range(self.block_size):
                 found = self.pages.get((copy.group, copy.src, offset))
-                if found is not None:
-                    self.pages[copy.group, copy.dst, offset] = found
-        tokens = []
+                moved[copy.group, copy.dst, offset] = found or (-1, -1)
+        self.pages.update(moved)
+        tokens, offers = [], []
         for row in plan.rows:
             written = self._write(row)
             self.fault("forward", plan)
@@ -56,9 +70,13 @@ class FakeRunner:
                 token = next_token(self._read(row, written))
                 self.last_token[row.slot] = token
                 tokens.append(token)
+            if row.candidates:
+                values = log_probabilities(bytes(self._read(row, written)))
+                ids = sorted(range(VOCAB), key=lambda t: -values[t])[: row.candidates]
+                offers.append(Offer(ids, [values[t] for t in ids]))
         self.fault("sample", plan)
         none = [None] * len(tokens)
-        self._results[plan.step] = StepResult(tokens, [False] * len(tokens), none, [])
+        self._results[plan.step] = StepResult(tokens, [False] * len(tokens), none, [], offers)
         return InFlight(plan, None, None)
 
     def _write(self, row) -> int:  # type: ignore[no-untyped-def]
@@ -70,6 +88,9 @@ class FakeRunner:
         for position, token in enumerate(known, row.start):
             for group in range(self.groups):
                 block, offset = table.locate(position, group)
+                if position < row.stored:
+                    assert self.pages[group, block, offset] == (position, token), "a false hit"
+                    continue
                 assert table.pools[group].references(block) == 1, "a shared block is written"
                 self.pages[group, block, offset] = (position, token)
         return row.start + row.count
@@ -107,12 +128,15 @@ def make_engine(
     max_model_len: int = 100,
     end_tokens: frozenset[int] = frozenset(),
     fault: Fault | None = None,
+    prefix_cache: bool = True,
 ) -> Engine:
     pools = [BlockPool(blocks) for _ in range(groups)]
+    identity = Identity(b"fake", "int")
+    prefix = PrefixCache(pools, block_size, identity, enabled=prefix_cache)
     limits = Limits(seqs, batch_tokens, 2 * seqs, max_waiting)
     ticks = itertools.count()
     return Engine(
-        Scheduler(pools, block_size, limits),
+        Scheduler(pools, block_size, limits, prefix),
         FakeRunner(block_size, groups, fault),  # type: ignore[arg-type]
         end_tokens=end_tokens,
         max_model_len=max_model_len,

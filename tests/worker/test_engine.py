@@ -177,6 +177,54 @@ def test_abort_gives_everything_back_within_two_steps(depth, steps):
     assert_empty(engine)
 
 
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("steps", range(0, 12, 2))
+def test_one_choice_is_aborted_and_the_others_notice_nothing(prefix_cache, depth, steps):
+    """Whether the prompt is being computed, forked, or long done, and for more choices than seats;
+    the first choice, whose prompt the others share, is no exception."""
+    prompt = list(range(10))
+    for gone in (0, 2):
+        engine = make_engine(depth=depth, batch_tokens=4, seqs=3, prefix_cache=prefix_cache)
+        engine.submit(make_request("r", prompt, 9, generated=((),) * 5))
+        outputs = []
+        for _ in range(steps):
+            outputs += engine.step(NOW)
+        ((request, event),) = engine.abort("r", gone)
+        assert (request.id, event.choice, event.reason) == ("r", gone, "abort")
+        assert engine.abort("r", gone) == engine.abort("r", 5) == []
+        outputs += run(engine)
+        for choice in range(5):
+            events = [e for _, e in outputs if getattr(e, "choice", -1) == choice]
+            got = [t for e in events for t in e.tokens]
+            reasons = [e.reason for e in events if isinstance(e, wire.Finish)]
+            if choice == gone:
+                assert got == expected(prompt, 9)[: len(got)]
+                assert reasons == []  # the caller was told
+            else:
+                assert got == expected(prompt, 9)
+                assert reasons == ["length"]
+        assert_empty(engine)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_copies_of_partial_blocks_are_counted_when_they_are_done(depth):
+    failed: list[int] = []
+
+    def fault(point, plan):
+        if plan.copies and not failed:
+            failed.append(plan.step)
+            raise RuntimeError("injected")
+
+    for length, copies in ((8, {0}), (9, {3, 4})):
+        failed.clear()
+        engine = make_engine(depth=depth, batch_tokens=64, fault=fault)
+        engine.submit(make_request("r", range(length), 6, generated=((),) * 4))
+        run(engine)
+        assert engine.scheduler.copies in copies
+        assert bool(failed) == (copies != {0})
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_end_tokens_and_stop_tokens_end_a_sequence(depth):
     prompt = [3, 1, 4]

@@ -94,6 +94,52 @@ def test_closing_a_stream_aborts_its_request():
     asyncio.run(main())
 
 
+def test_a_choice_may_be_aborted_while_others_go_on():
+    async def main():
+        gate = threading.Event()
+
+        def fault(point, plan):
+            if point == "build" and plan.step > 3:
+                assert gate.wait(30)
+
+        async with running(fault=fault) as loop:
+            request = make_request("r", [1, 2], 30, generated=((),) * 3)
+            stream = loop.stream(request)
+            events = [await anext(stream)]
+            aborts = asyncio.gather(loop.abort("r", 1), loop.abort("r", 7), loop.abort("x", 0))
+            await asyncio.sleep(0)
+            gate.set()
+            assert await aborts == [True, False, False]
+            events += [event async for event in stream]
+            finishes = {e.choice: e for e in events if isinstance(e, wire.Finish)}
+            reasons = {choice: e.reason for choice, e in finishes.items()}
+            assert reasons == {0: "length", 1: "abort", 2: "length"}
+            assert finishes[1].generated_tokens < 30
+            for choice in (0, 2):
+                assert tokens(e for e in events if getattr(e, "choice", -1) == choice) == (
+                    expected([1, 2], 30)
+                )
+            assert not loop._boxes
+            assert loop._choices == 0
+
+    asyncio.run(main())
+
+
+def test_an_abort_from_elsewhere_ends_the_stream():
+    async def main():
+        gate = threading.Event()
+        async with running(fault=lambda point, plan: gate.wait(30) and None) as loop:
+            stream = loop.stream(make_request("r", [1], 30, generated=((),) * 2))
+            assert isinstance(await anext(stream), wire.Accepted)
+            abort = asyncio.ensure_future(loop.abort("r"))
+            await asyncio.sleep(0)
+            gate.set()
+            assert await abort
+            assert [e.reason async for e in stream if isinstance(e, wire.Finish)] == ["abort"] * 2
+
+    asyncio.run(main())
+
+
 def test_silence_is_marked(monkeypatch):
     monkeypatch.setattr(loops, "MARK_S", 0.001)
 
@@ -101,7 +147,9 @@ def test_silence_is_marked(monkeypatch):
         gate = threading.Event()
         async with running(fault=lambda point, plan: gate.wait(30) and None) as loop:
             stream = loop.stream(make_request("r", [1], 3))
-            assert isinstance(await anext(stream), wire.Accepted)
+            while isinstance(event := await anext(stream), wire.Mark):
+                pass
+            assert isinstance(event, wire.Accepted)
             assert isinstance(await anext(stream), wire.Mark)
             gate.set()
             assert tokens([e async for e in stream]) == expected([1], 3)
@@ -153,12 +201,18 @@ def test_an_outbox_joins_deltas_of_one_choice_only():
         box.put(wire.Delta(0, [1], [wire.TokenLogprob(-1.0, [])]))
         box.put(wire.Delta(0, [2], [wire.TokenLogprob(-2.0, [])]))
         box.put(wire.Delta(1, [3]))
+        box.put(wire.Delta(0, [5], [wire.TokenLogprob(-3.0, [])]))
         assert not box.urgent.is_set()
         box.put(wire.Finish(1, "stop", 1, 0, 2, tokens=[4]))
         assert box.urgent.is_set()
         first, second = box.take()
-        assert (first.tokens, len(first.logprobs)) == ([1, 2], 2)
+        assert (first.tokens, len(first.logprobs)) == ([1, 2, 5], 3)
         assert (second.tokens, second.reason) == ([3, 4], "stop")
         assert box.take() == []
+        box.put(wire.Delta(0, [6], [wire.TokenLogprob(-4.0, [])]))
+        box.put(wire.Accepted("r", 1))
+        assert [type(e) for e in box.take(fine=False)] == [wire.Accepted]
+        box.put(wire.Error("engine_error", "", 500))
+        assert [type(e) for e in box.take()] == [wire.Delta, wire.Error]
 
     asyncio.run(main())

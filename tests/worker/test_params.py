@@ -8,7 +8,9 @@ import pytest
 
 from worker.params import ParamError, ParamLimits, SamplingParams, check, row_bytes
 
-LIMITS = ParamLimits(vocab_size=100, max_logprobs=5, max_logit_bias=3, max_stop_token_ids=2)
+LIMITS = ParamLimits(
+    vocab_size=100, max_logprobs=5, max_logit_bias=3, max_stop_token_ids=2, max_n=4
+)
 
 GOOD: list[dict[str, Any]] = [
     {},
@@ -29,6 +31,7 @@ GOOD: list[dict[str, Any]] = [
     {"max_tokens": 5, "min_tokens": 5},
     {"seed": -(2**63)},
     {"seed": 2**63 - 1},
+    {"n": 4},
     {"logprobs": 0},
     {"logprobs": 5},
     {"prompt_logprobs": 5},
@@ -71,7 +74,7 @@ BAD: list[tuple[str, Any]] = [
     ("seed", None),
     ("seed", 1.0),
     ("n", 0),
-    ("n", 2),
+    ("n", 5),
     ("logprobs", -1),
     ("logprobs", 6),
     ("logprobs", True),

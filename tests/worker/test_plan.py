@@ -11,6 +11,7 @@ from kvpaging.pool import BlockPool
 from kvpaging.store import LayerShape, layout
 from tests.worker.fake import make_request
 from worker.plan import BatchBuilder
+from worker.prefix import Identity, PrefixCache
 from worker.scheduler import Limits, Scheduler
 
 SIZE = 8
@@ -20,7 +21,9 @@ SHAPES = [LayerShape(1, 8, 8), LayerShape(1, 8, 8, window=4)]
 def make(groups: int, *, batch_tokens: int = 64, seqs: int = 4):
     pages = layout(SHAPES[:groups], SIZE, 4)
     limits = Limits(seqs, batch_tokens, 4 * seqs, 100)
-    scheduler = Scheduler([BlockPool(200)] * groups, SIZE, limits)
+    pools = [BlockPool(200)] * groups
+    prefix = PrefixCache(pools, SIZE, Identity(b"test", "float32"), enabled=False)
+    scheduler = Scheduler(pools, SIZE, limits, prefix)
     builder = BatchBuilder(
         pages,
         max_num_seqs=seqs,

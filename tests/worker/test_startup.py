@@ -26,7 +26,8 @@ from worker.memory import DoesNotFit
 from worker.model import UnsupportedModel, fix_rotary
 from worker.params import SamplingParams
 from worker.request import Request
-from worker.startup import checked_model, end_token_ids, fingerprint, resolve, start
+from worker.selfcheck import checked_model
+from worker.startup import end_token_ids, fingerprint, resolve, start
 
 REASONS = {
     "bypass": "never calls the attention hook",
@@ -92,6 +93,13 @@ def test_a_length_that_cannot_fit_is_refused_before_weights_are_read(models):
         )
     with pytest.raises(DoesNotFit, match=r"256 positions"):
         resolve(config_for(directory, "model.max_model_len=257"), directory, free_bytes=FREE_BYTES)
+
+
+def test_a_config_that_cannot_be_read_is_one_message(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
+    with pytest.raises(UnsupportedModel, match=r"unheard_of") as error:
+        resolve(config_for(tmp_path), tmp_path, free_bytes=FREE_BYTES)
+    assert "\n" not in str(error.value)
 
 
 def test_where_a_key_is_said_to_be_there_it_is(models):

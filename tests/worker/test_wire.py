@@ -24,12 +24,13 @@ MESSAGES = [
     SUBMIT,
     wire.Accepted("cmpl-1", 3),
     wire.Rejected("queue_full", 1.5, "256 requests wait already"),
-    wire.Delta(0, [1, 2]),
+    wire.Delta(0, [1, 2], started=wire.Started(0.5, 16)),
     wire.Delta(0, [1], [wire.TokenLogprob(-0.5, TOP)]),
     wire.Delta(0, [1], started=wire.Started(0.5, 64)),
     wire.PromptLogprobs(0, [None, wire.PromptLogprob(-0.5, 3, TOP)]),
     wire.Finish(0, "length", 3, 0, 16),
     wire.Finish(0, "stop", 3, 2, 5, stop_token=9, tokens=[9], logprobs=[]),
+    wire.Finish(0, "stop", 3, 2, 5, stop_token=9, tokens=[9], score=-1.5),
     wire.Error("engine_failed", "the step failed twice", 500),
     wire.Mark(),
 ]
@@ -86,7 +87,7 @@ def packed(message: wire.Message, **changes: Any) -> bytes:
         (packed(SUBMIT, id=5), "submit.id must be str, got 5"),
         (packed(SUBMIT, deadline_s="1"), "submit.deadline_s must be float"),
         (packed(SUBMIT, params=[]), "submit.params must be a map"),
-        (packed(SUBMIT, params={"seed": 1}), "submit.params: missing fields: frequency_penalty"),
+        (packed(SUBMIT, params={"seed": 1}), "submit.params: missing fields: beam_width"),
         (packed(SUBMIT, choices=[{}]), "submit.choices: missing fields: generated"),
     ],
 )

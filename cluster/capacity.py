@@ -1,0 +1,222 @@
+"""How many sequences fit in a memory at once, by the way memory is given to them.
+
+A sequence with a prompt of p and an answer of o tokens is alive for o steps; after step j its keys
+and values are those of `p + j` tokens, j = 0 ... o - 1 (the last token is sampled, never stored).
+A full server is looked at: its sequences are drawn from all steps of all requests with equal
+chances, so that P(request i, step j) = 1 / sum(o). A long answer is alive longer and is met more
+often. Sequences drawn this way take their places in order until one does not fit; the same ones for
+every scheme. With L tokens stored now, n = p + o - 1 at the end and the longest n allowed being N,
+a sequence occupies
+
+- `maximum`: N tokens, one region for whatever may come;
+- `exact`: n tokens, one region by somebody who knows the future;
+- `power_of_two`: min(2^ceil(log2 L), N) tokens, a region that doubles when it is full;
+- `paging`: ceil(L / B) blocks of B tokens.
+
+What regions would lose besides is not counted, in their favour: holes between regions of different
+sizes, and the second region that exists while a grown one is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+ALIGN_BYTES = 16  # of every plane in a block, as in kvpaging.store
+BLOCK_SIZES = tuple(1 << i for i in range(11))
+ENOUGH = 2_000_000  # sequences; the means of more are the same
+REGIONS = ("maximum", "power_of_two", "exact")
+Tokens = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What one layer stores per token."""
+
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What a model stores per token; layers that are equal share a block table."""
+
+    layers: tuple[Layer, ...]
+    itemsize: int  # bytes of one number
+
+    @property
+    def groups(self) -> int:
+        return len(set(self.layers))
+
+    @property
+    def bytes_per_token(self) -> int:
+        return sum(x.kv_heads * (x.k_dim + x.v_dim) for x in self.layers) * self.itemsize
+
+    def block_bytes(self, size: int) -> int:
+        """Bytes of `size` tokens of a sequence: one block of every group, planes aligned."""
+        return sum(
+            -(-size * layer.kv_heads * dim * self.itemsize // ALIGN_BYTES) * ALIGN_BYTES
+            for layer in self.layers
+            for dim in (layer.k_dim, layer.v_dim)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """int64 columns of equal length: tokens of prompts, steps that a sequence is alive."""
+
+    prompts: Tokens
+    steps: Tokens
+
+    @classmethod
+    def of(cls, inputs: Sequence[int], outputs: Sequence[int]) -> Requests:
+        """An empty prompt stores its start token; one that asks for nothing is alive for a step."""
+        prompts, steps = (np.maximum(np.asarray(x, np.int64), 1) for x in (inputs, outputs))
+        return cls(prompts, steps)
+
+    @property
+    def finals(self) -> Tokens:
+        """Tokens stored at the end."""
+        return self.prompts + self.steps - 1
+
+    def up_to(self, longest: int) -> Requests:
+        """Those of at most `longest` stored tokens; a server refuses the others."""
+        keep = self.finals <= longest
+        return Requests(self.prompts[keep], self.steps[keep])
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """One scheme in a full memory, means over all rounds."""
+
+    scheme: str
+    block_size: int | None  # None for one region
+    sequences: float
+    tokens: float  # that are stored
+    empty: float  # share of the memory that holds no token
+    entries: float  # of block tables per sequence
+
+
+class Moments:
+    """Sequences as they are met in a full server: an endless stream from one seed."""
+
+    def __init__(self, requests: Requests, seed: int) -> None:
+        self._requests, self._ends = requests, np.cumsum(requests.steps)
+        self._generator = np.random.default_rng(seed)
+        self.met = 0
+
+    def draw(self, count: int) -> tuple[Tokens, Tokens]:
+        """Tokens stored now and at the end, of the next `count` sequences."""
+        self.met += count
+        picked = self._generator.integers(0, int(self._ends[-1]), count)
+        which = np.searchsorted(self._ends, picked, side="right")
+        step = picked - (self._ends[which] - self._requests.steps[which])
+        return self._requests.prompts[which] + step, self._requests.finals[which]
+
+
+def power_of_two(tokens: Tokens) -> Tokens:
+    """The least power of two that is not less, exact up to 2^53 tokens."""
+    powers: Tokens = np.int64(1) << np.frexp(np.maximum(tokens - 1, 0).astype(np.float64))[
+        1
+    ].astype(np.int64)
+    return powers
+
+
+def occupied(scheme: str, block_size: int | None, now: Tokens, end: Tokens, longest: int) -> Tokens:
+    """What each sequence takes: tokens of a region, or blocks where `block_size` is given."""
+    if block_size is not None:
+        return -(-now // block_size)
+    if scheme == "maximum":
+        return np.full_like(now, longest)
+    return end if scheme == "exact" else np.minimum(power_of_two(now), longest)
+
+
+def fill(
+    geometry: Geometry,
+    memory_bytes: int,
+    requests: Requests,
+    longest: int,
+    *,
+    block_sizes: Sequence[int] = BLOCK_SIZES,
+    rounds: int = 64,
+    seed: int = 0,
+    progress: Callable[[int], None] = lambda met: None,
+) -> list[Fit]:
+    """Fill the memory under every scheme, `rounds` times or until ENOUGH sequences were met; means.
+
+    `requests` must hold one at least and none of more than `longest` tokens (`Requests.up_to`).
+    `progress` gets the number of sequences met so far.
+    """
+    assert len(requests.prompts)
+    assert int(requests.finals.max()) <= longest
+    kinds: list[tuple[str, int | None]] = [(name, None) for name in REGIONS]
+    kinds += [("paging", size) for size in block_sizes]
+    sums = np.zeros((len(kinds), 3), np.int64)
+    moments, done = Moments(requests, seed), 0
+    while done < rounds and moments.met < ENOUGH:
+        sums += _round(geometry, memory_bytes, moments, longest, kinds, progress)
+        done += 1
+    return [
+        Fit(
+            scheme=name,
+            block_size=size,
+            sequences=sequences / done,
+            tokens=tokens / done,
+            empty=1 - tokens / done * geometry.bytes_per_token / memory_bytes,
+            entries=entries / max(1, sequences),
+        )
+        for (name, size), (sequences, tokens, entries) in zip(kinds, sums.tolist(), strict=True)
+    ]
+
+
+def _round(
+    geometry: Geometry,
+    memory_bytes: int,
+    moments: Moments,
+    longest: int,
+    kinds: Sequence[tuple[str, int | None]],
+    progress: Callable[[int], None],
+) -> Tokens:
+    """Sequences, tokens and table entries of one full memory, a row per scheme."""
+    sizes = [size and geometry.block_bytes(size) for _, size in kinds]
+    room = [memory_bytes // (size or geometry.bytes_per_token) for size in sizes]
+    result = np.zeros((len(kinds), 3), np.int64)
+    open_, count = set(range(len(kinds))), 1024
+    while open_:
+        now, end = moments.draw(count)
+        for at in sorted(open_):
+            scheme, block_size = kinds[at]
+            ends = np.cumsum(occupied(scheme, block_size, now, end, longest))
+            fits = int(np.searchsorted(ends, room[at], side="right"))
+            taken = int(ends[fits - 1]) if fits else 0
+            entries = 0 if block_size is None else taken * geometry.groups
+            result[at] += (fits, now[:fits].sum(), entries)
+            room[at] -= taken
+            if fits < count:
+                open_.discard(at)
+        count = min(2 * count, 1 << 18)
+        progress(moments.met)
+    return result
+
+
+def rows(fits: Sequence[Fit]) -> list[dict[str, Any]]:
+    """The same for a machine: one flat object per scheme, `gain` over reserving the maximum."""
+    base = fits[0].sequences
+    return [
+        {
+            "scheme": fit.scheme,
+            "block_size": fit.block_size,
+            "sequences": round(fit.sequences, 2),
+            "gain": round(fit.sequences / base, 3) if base else None,
+            "tokens": round(fit.tokens),
+            "empty": round(fit.empty, 5),
+            "table_entries_per_sequence": round(fit.entries, 2),
+        }
+        for fit in fits
+    ]

@@ -1,0 +1,103 @@
+"""What a waiting sequence may start with: a free slot, stored tokens, room in the pools.
+
+No torch, no clock, and nothing is changed but references to blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from kvpaging.table import BlockTable
+from worker.request import NO_SLOT, Sequence
+
+if TYPE_CHECKING:
+    from kvpaging.pool import BlockPool
+    from worker.scheduler import Row, Scheduler
+
+
+def seated(scheduler: Scheduler, sequence: Sequence) -> bool:
+    """Whether a slot is free that nobody was promised. A beam search is promised one for each beam
+    when it is let in, so that no two wait for each other's."""
+    request = sequence.request
+    if request.beams is not None and any(s.slot != NO_SLOT for s in request.sequences):
+        return True
+    free = len(scheduler.slots) - _promised(scheduler.running)
+    return free >= max(1, request.params.beam_width)
+
+
+def _promised(running: Iterable[Sequence]) -> int:
+    """Slots that the beam searches among these are still to get."""
+    beams = [s for s in running if s.request.beams is not None]
+    widths = {id(s.request): s.request.params.beam_width for s in beams}
+    return sum(widths.values()) - len(beams)
+
+
+def start(scheduler: Scheduler, sequence: Sequence, rows: Iterable[Row]) -> BlockTable | None:
+    """A table with what is stored already: by a sibling, or blocks of the prefix cache. None when
+    more of it is being computed right now; `rows` are what this step computes."""
+    first, beams = sequence.request.sequences[0], sequence.request.beams
+    if beams is None and sequence is not first and first.finish_reason is None:
+        return _fork(scheduler, first, first.prompt_tokens, rows)
+    hit = scheduler.prefix.match(sequence)
+    beam, common = (None, 0) if beams is None else _nearest(sequence)
+    if beam is not None and common > len(hit[0]) * scheduler.block_size:
+        return _fork(scheduler, beam, common, rows)
+    if scheduler.prefix.being_computed(sequence, len(hit[0])):
+        return None
+    table = BlockTable(scheduler.pools, scheduler.block_size)
+    if hit[0]:
+        table.attach(hit)
+    return table
+
+
+def _nearest(sequence: Sequence) -> tuple[Sequence | None, int]:
+    """The running beam of the same search with the most leading tokens in common; how many."""
+    found, most = None, 0
+    for beam in sequence.request.sequences:
+        if beam.table is not None:
+            common = sequence.prompt_tokens
+            for mine, theirs in zip(sequence.tokens[common:], beam.tokens[common:], strict=False):
+                if mine != theirs:
+                    break
+                common += 1
+            if common > most:
+                found, most = beam, common
+    return found, most
+
+
+def _fork(
+    scheduler: Scheduler, source: Sequence, length: int, rows: Iterable[Row]
+) -> BlockTable | None:
+    """A table with the first `length` tokens of another; None when they are not all stored.
+
+    A partial block that a copy is still to fill is not: a step does all its copies at once.
+    """
+    table, size = source.table, scheduler.block_size
+    if table is None or source.computed < length:
+        return None
+    if length % size:
+        copies = (copy for row in rows for copy in row.copies)
+        filled = {(copy.group, copy.dst) for copy in (*scheduler.copies_due, *copies)}
+        if any((g, blocks[length // size]) in filled for g, blocks in enumerate(table.blocks)):
+            return None
+    twin = table.fork()
+    twin.truncate(length)
+    return twin
+
+
+def affordable(scheduler: Scheduler, sequence: Sequence, table: BlockTable) -> bool:
+    """Whether the whole sequence fits beside what running ones were promised, a beam search with a
+    block more for each beam to come."""
+    size = scheduler.block_size
+    promised = sum(
+        max(0, -(-(s.target + 1) // size) - len(s.table.blocks[0])) + 1
+        for s in scheduler.running
+        if s.table is not None
+    )
+    asked = -(-(len(sequence.tokens) + 1) // size) - len(table.blocks[0]) + promised
+    asked += max(0, sequence.request.params.beam_width - len(sequence.request.sequences))
+    need: dict[BlockPool, int] = {}
+    for pool in scheduler.pools:
+        need[pool] = need.get(pool, 0) + asked
+    return not scheduler.running or all(n <= pool.available for pool, n in need.items())

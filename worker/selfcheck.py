@@ -1,0 +1,99 @@
+"""The start-up check: a model over pages must say what it says through its own attention."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvpaging.attention import Rows
+from kvpaging.store import BlockStore
+from worker.fused import fuse
+from worker.model import ModelShape, PagedModel, UnsupportedModel
+
+# Root mean square of the logits' difference, in units of their own spread. Models take softmax,
+# norms and rotary tables in float32 whatever their dtype, hence no less for float64.
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
+TOLERANCE_16_BIT = 0.15
+CHECK_TOKENS_MAX = 1024
+
+
+def checked_model(hf: PreTrainedModel, store: BlockStore, shape: ModelShape) -> PagedModel:
+    """Take the model over if two prompts in one flat batch over pages, one of them in two chunks,
+    give the logits that each gives alone through the model's own attention."""
+    windows = [s.window for s in shape.layers if s.window is not None]
+    room = store.slices * store.layout.block_size // 2 - store.layout.block_size
+    long = min([max([33, *(w + 9 for w in windows)]), CHECK_TOKENS_MAX, max(room, 2)])
+    lengths = (long, min(17, long))
+    prompts = [
+        (torch.arange(n, device=store.device) * (7919 + 2 * i) + 13) % shape.vocab_size
+        for i, n in enumerate(lengths)
+    ]
+    hf.set_attn_implementation("eager")
+    with torch.inference_mode():
+        expected = torch.stack(
+            [
+                hf(input_ids=p[None], use_cache=False, logits_to_keep=1).logits[0, -1]
+                for p in prompts
+            ]
+        )
+    fuse(hf)
+    model = PagedModel(hf, store)
+    got = _paged_logits(model, prompts)
+    spread = expected.double().std()
+    error = float((got.double() - expected.double()).square().mean().sqrt() / spread)
+    limit = TOLERANCE.get(store.dtype, TOLERANCE_16_BIT)
+    if not error <= limit:
+        raise UnsupportedModel(
+            f"{shape.family}: two prompts in one batch over pages give other logits than each "
+            f"alone through the model's own attention (difference {error:.2g} of their spread, "
+            f"at most {limit:g} is allowed): some of its attention does not go through the hook"
+        )
+    return model
+
+
+def _paged_logits(model: PagedModel, prompts: list[Tensor]) -> Tensor:
+    """Last logits of two prompts: the first one's first half alone, then the rest of both."""
+    layout, size = model.store.layout, model.store.layout.block_size
+    device, half = model.store.device, len(prompts[0]) // 2
+    need = [-(-len(p) // size) for p in prompts]
+    tables = torch.zeros(len(layout.groups), 2, max(need), dtype=torch.int32, device=device)
+    at = {arena: model.store.blocks(arena) for arena in range(len(model.store.arenas))}
+    for g, group in enumerate(layout.groups):
+        for row, n in enumerate(need):
+            # Backwards, so that a table that is not looked at shows.
+            at[group.arena] -= n
+            blocks = torch.arange(at[group.arena], at[group.arena] + n, device=device)
+            tables[g, row, :n] = blocks.flip(0).int()
+
+    def run(spans: list[tuple[int, int, int]]) -> Tensor:
+        rows = tuple(_rows(table, spans, size) for table in tables)
+        ids = torch.cat([prompts[r][a:b] for r, a, b in spans])
+        positions = torch.cat([torch.arange(a, b, device=device) for _, a, b in spans])
+        last = torch.tensor([b - a for _, a, b in spans], device=device).cumsum(0) - 1
+        return model.forward(ids, positions, rows, last)
+
+    if half:
+        run([(0, 0, half)])
+    return run([(0, half, len(prompts[0])), (1, 0, len(prompts[1]))])
+
+
+def _rows(table: Tensor, spans: list[tuple[int, int, int]], size: int) -> Rows:
+    device = table.device
+    lens = tuple(b - a for _, a, b in spans)
+    firsts = tuple(a for _, a, _ in spans)
+    slots = []
+    for r, a, b in spans:
+        position = torch.arange(a, b, device=device)
+        slots.append(table[r, position // size].long() * size + position % size)
+    start = torch.tensor([0, *lens], device=device).cumsum(0).int()
+    return Rows(
+        query_start=start,
+        first=torch.tensor(firsts, dtype=torch.int32, device=device),
+        table=table[[r for r, _, _ in spans]],
+        blocks=torch.tensor([-(-b // size) for _, _, b in spans], dtype=torch.int32, device=device),
+        logical=None,
+        slots=torch.cat(slots),
+        lens=lens,
+        firsts=firsts,
+    )
