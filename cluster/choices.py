@@ -71,6 +71,12 @@ class Choice:
         self._decoded = 0  # characters decoded since the start, those held back included
         self._tokens: deque[Scored] = deque()
         self._reported = False
+        self._logprobs = 0.0  # sum over the tokens generated, where they are known
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of the tokens generated, the one that ended the choice included."""
+        return self._logprobs / max(1, self.generated_tokens)
 
     def echo(self, text: str) -> None:
         """The prompt is part of the answer, without log-probabilities."""
@@ -102,8 +108,9 @@ class Choice:
                 return
             self._add_one(token, None if logprobs is None else logprobs[i])
 
-    def _add_one(self, token: int, entry: Entry) -> None:
+    def _add_one(self, token: int, entry: wire.TokenLogprob | None) -> None:
         self.generated_tokens += 1
+        self._logprobs += 0.0 if entry is None else entry.logprob
         text = self._detokenizer.push([token])
         self._tokens.append(Scored(token, self._decoded, entry))
         self._decoded += len(text)
@@ -134,6 +141,7 @@ class Choice:
             return
         if hidden:
             entry = logprobs[-1] if logprobs else None
+            self._logprobs += 0.0 if entry is None else entry.logprob
             self._tokens.append(Scored(tokens[-1], self._decoded, entry))
         self._pass_on(self._detokenizer.flush())
         if self._matcher is not None:

@@ -228,6 +228,10 @@ def _add_state(app: FastAPI, api: Api) -> None:
     async def debug_kv() -> Response:
         return _json({"gangs": [await api.debug("debug_kv")]})
 
+    @app.post("/debug/flush")
+    async def debug_flush() -> Response:
+        return _json({"flushed": await api.debug("flush")})
+
     @app.get("/debug/requests")
     async def debug_requests() -> Response:
         return _json({"requests": await api.debug("debug_requests")})

@@ -20,6 +20,7 @@ from configs.schema import LimitsConfig
 from worker.params import ParamError, ParamLimits, SamplingParams, check
 
 DEFAULT_COMPLETION_TOKENS = 16
+MAX_SALT = 256  # characters
 
 # Served in effect, or without an effect on the answer by design.
 HARMLESS = frozenset(
@@ -29,8 +30,6 @@ HARMLESS = frozenset(
 _COMMON: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": ([],),
     "bad_words": ([],),
-    "best_of": (1,),
-    "cache_salt": ("",),
     "early_stopping": (False,),
     "guided_choice": (),
     "guided_grammar": (),
@@ -38,7 +37,6 @@ _COMMON: dict[str, tuple[Any, ...]] = {
     "guided_regex": (),
     "length_penalty": (1, 1.0),
     "logits_processors": ([],),
-    "n": (1,),
     "priority": (0,),
     "prompt_logprobs": (),
     "response_format": ({"type": "text"},),
@@ -50,6 +48,7 @@ _COMMON: dict[str, tuple[Any, ...]] = {
 }
 _CHAT = {
     "audio": (),
+    "best_of": (1,),
     "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
@@ -78,6 +77,7 @@ class Served:
             vocab_size=self.vocab_size,
             max_logprobs=self.limits.max_logprobs,
             max_logit_bias=self.limits.max_logit_bias,
+            max_n=self.limits.max_n,
         )
 
 
@@ -94,6 +94,7 @@ class Common(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = None
+    n: int = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
@@ -113,6 +114,12 @@ class Common(BaseModel):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     return_token_ids: bool = False
+    cache_salt: str = ""
+
+    @property
+    def samples(self) -> int:
+        """How many choices are generated for one prompt; the best `n` of them are the answer."""
+        return self.n
 
     @property
     def stops(self) -> list[str]:
@@ -170,9 +177,14 @@ class CompletionRequest(Common):
     """POST /v1/completions."""
 
     prompt: Any
+    best_of: int | None = None
     echo: bool = False
     logprobs: int | None = None
     add_special_tokens: bool = True
+
+    @property
+    def samples(self) -> int:
+        return self.n if self.best_of is None else self.best_of
 
     @property
     def alternatives(self) -> int | None:
@@ -259,6 +271,10 @@ def check_common(request: Common, served: Served) -> None:
         raise invalid(message, name[:64], code="unknown_parameter")
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options needs stream: true", "stream_options")
+    _check_samples(request, served.limits)
+    if len(request.cache_salt) > MAX_SALT:
+        asked = f"at most {MAX_SALT} characters, got {len(request.cache_salt)}"
+        raise invalid(f"cache_salt must have {asked}", "cache_salt")
     stops, limits = request.stops, served.limits
     if len(stops) > limits.max_stop_strings:
         asked = f"at most {limits.max_stop_strings} strings, got {len(stops)}"
@@ -273,6 +289,18 @@ def check_common(request: Common, served: Served) -> None:
     if isinstance(request, CompletionRequest) and request.max_tokens == 0 and not request.echo:
         raise invalid("max_tokens must be at least 1 unless echo is true", "max_tokens")
     _params(request, served, request.asked_tokens)
+
+
+def _check_samples(request: Common, limits: LimitsConfig) -> None:
+    for name, value in (("n", request.n), ("best_of", request.samples)):
+        if not 1 <= value <= limits.max_n:
+            allowed = f"an integer from 1 to {limits.max_n}"
+            raise invalid(str(ParamError(name, value, allowed, "limits.max_n")), name)
+    if request.samples < request.n:
+        raise invalid(f"best_of must be at least n={request.n}, got {request.samples}", "best_of")
+    if request.samples > request.n and request.stream:
+        message = "best_of above n cannot be streamed, the best are known only at the end: "
+        raise invalid(message + f"leave stream out or send best_of={request.n}", "best_of")
 
 
 def check_model(name: str | None, served: Served) -> None:
@@ -296,6 +324,7 @@ def sampling(request: Common, served: Served, *, prompt_tokens: int) -> Sampling
 
 def _params(request: Common, served: Served, max_tokens: int | None) -> SamplingParams:
     echo = isinstance(request, CompletionRequest) and request.echo
+    ranked = 0 if request.samples > request.n else None
     params = SamplingParams(
         max_tokens=served.max_model_len if max_tokens is None else max_tokens,
         min_tokens=request.min_tokens,
@@ -310,8 +339,9 @@ def _params(request: Common, served: Served, max_tokens: int | None) -> Sampling
         seed=secrets.randbits(63) if request.seed is None else request.seed,
         ignore_eos=request.ignore_eos,
         stop_token_ids=tuple(request.stop_token_ids),
-        logprobs=request.alternatives,
+        logprobs=ranked if request.alternatives is None else request.alternatives,
         prompt_logprobs=request.alternatives if echo else None,
+        n=request.samples,
     )
     try:
         check(params, served.params())

@@ -187,6 +187,7 @@ class GPUWorker:
             }
             for request in self.loop.requests()
             for sequence in request.sequences
+            if sequence.finish_reason is None
         ]
 
     async def where(self, request_id: str, token: int, choice: int = 0) -> dict[str, Any] | None:
