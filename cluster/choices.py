@@ -34,6 +34,7 @@ class Piece:
     scored: list[Scored]
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    score: float | None = None
 
 
 class Choice:
@@ -59,6 +60,7 @@ class Choice:
         self.sent_tokens = 0  # generated when a piece was last taken
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
+        self.score: float | None = None  # of a beam
         self._detokenizer = Detokenizer(decode, prompt)
         self._echo = Detokenizer(decode)
         self._matcher = StopMatcher(stops, include=include_stop) if stops else None
@@ -136,7 +138,7 @@ class Choice:
         hidden = message.stop_token is not None and not self._include_stop and bool(tokens)
         shown = len(tokens) - hidden
         self.add(tokens[:shown], None if logprobs is None else logprobs[:shown])
-        self.cached_tokens = message.cached_tokens
+        self.cached_tokens, self.score = message.cached_tokens, message.score
         if self.finish_reason is not None:
             return
         if hidden:
@@ -170,4 +172,5 @@ class Choice:
         if ended:
             self._reported = True
             piece.finish_reason, piece.stop_reason = self.finish_reason, self.stop_reason
+            piece.score = self.score
         return piece

@@ -64,6 +64,7 @@ class Api:
             model=self.model,
             max_model_len=info["max_model_len"],
             vocab_size=info["vocab_size"],
+            max_beam_width=info["max_beam_width"],
             limits=self.config.limits,
             strict=self.config.server.strict_params,
         )

@@ -7,10 +7,11 @@ is ignored and counted, or a 400 with `server.strict_params`.
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import pydantic_core
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -30,12 +31,10 @@ HARMLESS = frozenset(
 _COMMON: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": ([],),
     "bad_words": ([],),
-    "early_stopping": (False,),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
-    "length_penalty": (1, 1.0),
     "logits_processors": ([],),
     "priority": (0,),
     "prompt_logprobs": (),
@@ -44,11 +43,9 @@ _COMMON: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "structured_outputs": (),
     "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
 }
 _CHAT = {
     "audio": (),
-    "best_of": (1,),
     "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
@@ -69,6 +66,7 @@ class Served:
     model: str
     max_model_len: int
     vocab_size: int
+    max_beam_width: int
     limits: LimitsConfig
     strict: bool
 
@@ -78,6 +76,7 @@ class Served:
             max_logprobs=self.limits.max_logprobs,
             max_logit_bias=self.limits.max_logit_bias,
             max_n=self.limits.max_n,
+            max_beam_width=self.max_beam_width,
         )
 
 
@@ -95,6 +94,10 @@ class Common(BaseModel):
 
     model: str | None = None
     n: int = 1
+    best_of: int | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
@@ -117,9 +120,14 @@ class Common(BaseModel):
     cache_salt: str = ""
 
     @property
-    def samples(self) -> int:
-        """How many choices are generated for one prompt; the best `n` of them are the answer."""
-        return self.n
+    def width(self) -> int:
+        """How many choices or beams compete for one prompt; the best `n` are the answer."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def choices(self) -> int:
+        """How many choices the engine gives for one prompt. A search keeps its best to itself."""
+        return self.n if self.use_beam_search else self.width
 
     @property
     def stops(self) -> list[str]:
@@ -177,14 +185,9 @@ class CompletionRequest(Common):
     """POST /v1/completions."""
 
     prompt: Any
-    best_of: int | None = None
     echo: bool = False
     logprobs: int | None = None
     add_special_tokens: bool = True
-
-    @property
-    def samples(self) -> int:
-        return self.n if self.best_of is None else self.best_of
 
     @property
     def alternatives(self) -> int | None:
@@ -256,7 +259,8 @@ def _complaint(error: ValidationError) -> ApiError:
         return invalid(f"{name} is missing", name, code="missing_required_parameter")
     # The branches of a union are in the path as well, as "str" and "list[str]".
     path = [str(part) for part in first["loc"]]
-    where = ".".join(part for part in path if part != "str" and not part.startswith("list["))
+    branch = re.compile(r"(str|bool)$|(list|literal)\[")
+    where = ".".join(part for part in path if not branch.match(part))
     shown = repr(first["input"])
     reason = first["msg"][:1].lower() + first["msg"][1:]
     return invalid(f"{where}: {reason}, got {shown[:80]}", name)
@@ -271,7 +275,7 @@ def check_common(request: Common, served: Served) -> None:
         raise invalid(message, name[:64], code="unknown_parameter")
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options needs stream: true", "stream_options")
-    _check_samples(request, served.limits)
+    _check_choices(request, served)
     if len(request.cache_salt) > MAX_SALT:
         asked = f"at most {MAX_SALT} characters, got {len(request.cache_salt)}"
         raise invalid(f"cache_salt must have {asked}", "cache_salt")
@@ -291,16 +295,25 @@ def check_common(request: Common, served: Served) -> None:
     _params(request, served, request.asked_tokens)
 
 
-def _check_samples(request: Common, limits: LimitsConfig) -> None:
-    for name, value in (("n", request.n), ("best_of", request.samples)):
-        if not 1 <= value <= limits.max_n:
-            allowed = f"an integer from 1 to {limits.max_n}"
-            raise invalid(str(ParamError(name, value, allowed, "limits.max_n")), name)
-    if request.samples < request.n:
-        raise invalid(f"best_of must be at least n={request.n}, got {request.samples}", "best_of")
-    if request.samples > request.n and request.stream:
-        message = "best_of above n cannot be streamed, the best are known only at the end: "
-        raise invalid(message + f"leave stream out or send best_of={request.n}", "best_of")
+def _check_choices(request: Common, served: Served) -> None:
+    n, width, search = request.n, request.width, request.use_beam_search
+    most, setting = served.limits.max_n, "limits.max_n"
+    if search:
+        most, setting = served.max_beam_width, "scheduler.max_num_seqs"
+    for name, value in (("n", n), ("best_of", width)):
+        if not 1 <= value <= most:
+            raise invalid(
+                str(ParamError(name, value, f"an integer from 1 to {most}", setting)), name
+            )
+    if width < n:
+        raise invalid(f"best_of must be at least n={n}, got {width}", "best_of")
+    if request.stream and (search or width > n):
+        name = "use_beam_search" if search else "best_of"
+        what, else_ = (name, "") if search else ("best_of above n", f" or send best_of={n}")
+        message = f"{what} cannot be streamed, the best are known only at the end"
+        raise invalid(f"{message}: leave stream out{else_}", name)
+    if search and request.stops:
+        raise invalid("stop must be left out with beam search", "stop")
 
 
 def check_model(name: str | None, served: Served) -> None:
@@ -324,7 +337,7 @@ def sampling(request: Common, served: Served, *, prompt_tokens: int) -> Sampling
 
 def _params(request: Common, served: Served, max_tokens: int | None) -> SamplingParams:
     echo = isinstance(request, CompletionRequest) and request.echo
-    ranked = 0 if request.samples > request.n else None
+    ranked = 0 if request.choices > request.n else None
     params = SamplingParams(
         max_tokens=served.max_model_len if max_tokens is None else max_tokens,
         min_tokens=request.min_tokens,
@@ -341,7 +354,10 @@ def _params(request: Common, served: Served, max_tokens: int | None) -> Sampling
         stop_token_ids=tuple(request.stop_token_ids),
         logprobs=ranked if request.alternatives is None else request.alternatives,
         prompt_logprobs=request.alternatives if echo else None,
-        n=request.samples,
+        n=request.choices,
+        beam_width=request.width if request.use_beam_search else 0,
+        length_penalty=request.length_penalty,
+        early_stopping=str(request.early_stopping).lower(),
     )
     try:
         check(params, served.params())

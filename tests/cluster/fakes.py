@@ -101,6 +101,11 @@ class FakeWorker:
     def _event(self, submit: wire.Submit, choice: int, start: int) -> wire.Delta | wire.Finish:
         """What a choice says from its token `start` on."""
         out, reason, stop = self._tokens(submit, choice)
+        if submit.params.beam_width:
+            score = -0.5 - choice
+            return wire.Finish(
+                choice, reason, len(submit.prompt), 0, len(out), stop, out, None, score
+            )
         cached = self.cached if choice == 0 else len(submit.prompt) - 1
         if (submit.id, choice) in self.ended:
             return wire.Finish(choice, "abort", len(submit.prompt), cached, start)
@@ -157,6 +162,7 @@ class FakeWorker:
             "model": MODEL,
             "max_model_len": MAX_MODEL_LEN,
             "vocab_size": tokens.VOCAB,
+            "max_beam_width": 32,
             "block_size": 16,
             "dtype": "float32",
             "eos_token_ids": [tokens.EOS],

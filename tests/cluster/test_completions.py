@@ -334,6 +334,26 @@ async def test_the_best_have_the_highest_mean_log_probability() -> None:
         assert choice["logprobs"]["tokens"] == ["A", "B"]
 
 
+async def test_beams_come_with_their_scores_best_first() -> None:
+    async with serving(three()) as served:
+        options = {"use_beam_search": True, "n": 2, "best_of": 5, "early_stopping": "never"}
+        for path, body in ((CHAT, {"messages": USER}), (TEXT, {"prompt": "hi"})):
+            answer = (await served.post(path, {**body, **options, "length_penalty": 2})).json()
+            choices = answer["choices"]
+            texts = [c["message"]["content"] if path == CHAT else c["text"] for c in choices]
+            assert texts == THREE[:2]
+            assert [(c["index"], c["score"]) for c in choices] == [(0, -0.5), (1, -1.5)]
+            assert answer["usage"]["completion_tokens"] == 8 + 3
+            submit = served.worker.submits[-1]
+            assert (submit.params.n, len(submit.choices), submit.params.beam_width) == (2, 2, 5)
+            assert submit.params.length_penalty == 2
+            assert submit.params.early_stopping == "never"
+            assert submit.params.logprobs is None
+        answer = (await served.post(TEXT, {"prompt": "hi"})).json()
+        assert "score" not in answer["choices"][0]
+        assert served.worker.submits[-1].params.early_stopping == "false"
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_choice_that_is_complete_ends_in_the_engine_while_others_go_on(
     stream: bool,

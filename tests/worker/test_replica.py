@@ -177,6 +177,29 @@ async def test_a_stop_string_ends_one_choice_in_the_engine(directory: Path) -> N
             assert [r["choice"] for r in left] == [0, 2]
 
 
+async def test_beams_have_the_scores_of_their_tokens(directory: Path) -> None:
+    async with served(directory) as running:
+        asked = {"use_beam_search": True, "max_tokens": 7}
+        for penalty in (0.0, 2.0):
+            answer = await ask(running, **asked, n=3, best_of=4, length_penalty=penalty)
+            scores = [choice["score"] for choice in answer["choices"]]
+            assert scores == sorted(scores, reverse=True)
+            prompt = answer["choices"][0]["prompt_token_ids"]
+            for choice in answer["choices"]:
+                whole = [*prompt, *choice["token_ids"]]
+                scored = await ask(running, prompt=whole, max_tokens=0, echo=True, logprobs=0)
+                logprobs = scored["choices"][0]["logprobs"]["token_logprobs"][len(prompt) :]
+                assert len(logprobs) == 7
+                assert choice["score"] == pytest.approx(sum(logprobs) / 7**penalty, abs=1e-6)
+        answer = await running.post(TEXT, {"prompt": PROMPT, **asked, "best_of": 9})
+        assert answer.status_code == 400
+        assert "from 1 to 8, got 9 (the setting scheduler.max_num_seqs" in answer.text
+        answer = await running.post(TEXT, {"prompt": PROMPT, **asked, "n": 8, "max_tokens": 4000})
+        assert answer.status_code == 400
+        assert "kv.memory" in answer.text
+        assert (await pages(running))["owned"] == 0
+
+
 async def test_prompt_log_probabilities_are_right_whether_or_not_it_is_cached(
     directory: Path,
 ) -> None:
