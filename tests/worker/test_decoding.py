@@ -216,6 +216,59 @@ def test_beams_fit_where_a_search_is_let_in(length, cache):
         assert_empty(engine)
 
 
+class Apart(BeamSearch):
+    """Each beam has one child, so that soon none shares a block with another."""
+
+    def select(self, offers, said):
+        if self.length in (0, self.max_tokens - 1):
+            return super().select(offers, said)
+        self.length += 1
+        pairs = zip(self.logprobs, offers, strict=True)
+        self.logprobs = [logprob + offer.logprobs[0] for logprob, offer in pairs]
+        best = [offer.tokens[0] for offer in offers]
+        return [Child(i, token, self.logprobs[i]) for i, token in enumerate(best)]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("cache", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_beams_that_are_ahead_make_room(depth, cache, seed):
+    """Where the pool is full, a beam that was preempted cannot come back beside the others; they
+    have said what may follow, and go by turns."""
+    rng = random.Random(seed)
+    engine = make_engine(blocks=1 + 5 * 5, seqs=5, depth=depth, prefix_cache=cache)
+    request = beam_request("r", range(6), 5, 18)
+    engine.submit(request)
+    request.beams = Apart(5, frozenset(), max_tokens=18)
+    outputs, preempted = [], 0
+    for turn in range(2000):
+        if engine.idle:
+            break
+        if turn > 14 and turn % 4 == 0 and engine.scheduler.running and preempted < 8:
+            engine.scheduler.preempt(rng.choice(engine.scheduler.running))
+            preempted += 1
+        outputs += engine.step(0.0)
+        check(engine)
+    assert engine.idle
+    assert engine.scheduler.preemptions > preempted
+    assert len(results(outputs, "r")) == 5
+    for tokens, score in results(outputs, "r"):
+        before = [bytes([*range(6), *tokens[:end]]) for end in range(18)]
+        said = zip(before, tokens, strict=True)
+        assert score == pytest.approx(sum(log_probabilities(b)[t] for b, t in said) / 18)
+    assert_empty(engine)
+
+
+def test_a_turn_after_a_search_hits_what_its_best_beam_stored():
+    engine = make_engine(blocks=200, seqs=4, batch_tokens=64)
+    engine.submit(beam_request("search", range(6), 4, 20))
+    outputs = run(engine)
+    (said, _), *_ = results(outputs, "search")
+    engine.submit(make_request("next", [*range(6), *said, 1], 2))
+    finish = next(e for r, e in run(engine) if isinstance(e, wire.Finish))
+    assert finish.cached_tokens == (6 + 20 - 1) // 4 * 4
+
+
 def test_more_beams_than_slots_are_refused():
     engine = make_engine(seqs=4)
     (event,) = engine.submit(beam_request("r", [1], 5, 3))
