@@ -95,6 +95,8 @@ class Answer:
         choice["finish_reason"] = piece.finish_reason
         if piece.finish_reason is not None:
             choice["stop_reason"] = piece.stop_reason
+        if piece.score is not None:
+            choice["score"] = max(piece.score, LEAST_LOGPROB)
         if self._token_ids:
             choice["token_ids"] = piece.tokens
         return choice

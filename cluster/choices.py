@@ -34,6 +34,7 @@ class Piece:
     scored: list[Scored]
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    score: float | None = None
 
 
 class Choice:
@@ -59,6 +60,7 @@ class Choice:
         self.sent_tokens = 0  # generated when a piece was last taken
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
+        self.score: float | None = None  # of a beam
         self._detokenizer = Detokenizer(decode, prompt)
         self._echo = Detokenizer(decode)
         self._matcher = StopMatcher(stops, include=include_stop) if stops else None
@@ -71,6 +73,12 @@ class Choice:
         self._decoded = 0  # characters decoded since the start, those held back included
         self._tokens: deque[Scored] = deque()
         self._reported = False
+        self._logprobs = 0.0  # sum over the tokens generated, where they are known
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of the tokens generated, the one that ended the choice included."""
+        return self._logprobs / max(1, self.generated_tokens)
 
     def echo(self, text: str) -> None:
         """The prompt is part of the answer, without log-probabilities."""
@@ -102,8 +110,9 @@ class Choice:
                 return
             self._add_one(token, None if logprobs is None else logprobs[i])
 
-    def _add_one(self, token: int, entry: Entry) -> None:
+    def _add_one(self, token: int, entry: wire.TokenLogprob | None) -> None:
         self.generated_tokens += 1
+        self._logprobs += 0.0 if entry is None else entry.logprob
         text = self._detokenizer.push([token])
         self._tokens.append(Scored(token, self._decoded, entry))
         self._decoded += len(text)
@@ -129,10 +138,12 @@ class Choice:
         hidden = message.stop_token is not None and not self._include_stop and bool(tokens)
         shown = len(tokens) - hidden
         self.add(tokens[:shown], None if logprobs is None else logprobs[:shown])
+        self.score = message.score
         if self.finish_reason is not None:
             return
         if hidden:
             entry = logprobs[-1] if logprobs else None
+            self._logprobs += 0.0 if entry is None else entry.logprob
             self._tokens.append(Scored(tokens[-1], self._decoded, entry))
         self._pass_on(self._detokenizer.flush())
         if self._matcher is not None:
@@ -161,4 +172,5 @@ class Choice:
         if ended:
             self._reported = True
             piece.finish_reason, piece.stop_reason = self.finish_reason, self.stop_reason
+            piece.score = self.score
         return piece

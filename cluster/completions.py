@@ -30,7 +30,7 @@ from cluster.answers import (
 )
 from cluster.choices import Choice
 from cluster.errors import ApiError, invalid
-from cluster.generation import Generation
+from cluster.generation import Generation, Job
 from cluster.metrics import Record
 from worker import wire
 
@@ -133,21 +133,20 @@ class Completion(Response):
         jobs = [
             self._job(request, served, answer, i, ids, texts[i]) for i, ids in enumerate(tokens)
         ]
-        self._timed = all(submit.stream for submit, _ in jobs)
-        names = dict.fromkeys((submit.id for submit, _ in jobs), record.label)
+        self._timed = all(job.submit.stream for job in jobs)
+        names = dict.fromkeys((job.submit.id for job in jobs), record.label)
         api.labels.update(names)
         async with Generation(
             api.handle, jobs, metrics=api.metrics, on_lost=api.watch.suspect
         ) as generation:
-            choices = [choice for _, choice in jobs]
             try:
                 await generation.admit()
                 if request.stream:
-                    await self._stream(request, answer, generation, choices, send)
+                    await self._stream(request, answer, generation, jobs, send)
                 else:
-                    await self._whole(answer, generation, choices, send)
+                    await self._whole(request, answer, generation, jobs, send)
             finally:
-                self._note(generation, choices)
+                self._note(generation, jobs)
                 for name in names:
                     del api.labels[name]
 
@@ -192,24 +191,29 @@ class Completion(Response):
         index: int,
         tokens: list[int],
         text: str | None,
-    ) -> tuple[wire.Submit, Choice]:
-        """What the engine is asked for one prompt, and the choice that its answer goes into."""
+    ) -> Job:
+        """What the engine is asked for one prompt, and the choices that its answer goes into."""
         params = openai.sampling(request, served, prompt_tokens=len(tokens))
         stops = request.stops
         decode = self._api.text.decoder(skip_special=request.skip_special_tokens)
-        choice = Choice(
-            index,
-            tokens,
-            decode,
-            stops=stops,
-            include_stop=request.include_stop_str_in_output,
-            min_tokens=params.min_tokens,
-            stop_token_ids=params.stop_token_ids,
-            scored=request.alternatives is not None,
-        )
+        choices = [
+            Choice(
+                index * params.n + sample,
+                tokens,
+                decode,
+                stops=stops,
+                include_stop=request.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+                stop_token_ids=params.stop_token_ids,
+                scored=request.alternatives is not None,
+            )
+            for sample in range(params.n)
+        ]
         echo = isinstance(request, openai.CompletionRequest) and request.echo
         if echo and request.alternatives is None:
-            choice.echo(decode(tokens) if text is None else text)
+            shown = decode(tokens) if text is None else text
+            for choice in choices:
+                choice.echo(shown)
         elapsed_s = time.monotonic() - self._record.started_s
         submit = wire.Submit(
             id=answer.id if index == 0 else f"{answer.id}-{index}",
@@ -219,20 +223,27 @@ class Completion(Response):
             deadline_s=max(0.0, served.limits.request_timeout_s - elapsed_s),
             # A stop string must be seen early; otherwise large deltas cost less.
             stream=request.stream or bool(stops),
+            choices=[wire.ChoiceInput() for _ in choices],
+            salt=request.cache_salt,
         )
-        return submit, choice
+        return Job(submit, choices)
 
     async def _whole(
-        self, answer: Answer, generation: Generation, choices: Sequence[Choice], send: Send
+        self,
+        request: openai.Common,
+        answer: Answer,
+        generation: Generation,
+        jobs: Sequence[Job],
+        send: Send,
     ) -> None:
         while not generation.finished:
             await generation.news()
         taken = []
-        for choice in choices:
+        for index, choice in enumerate(c for job in jobs for c in job.best(request.n)):
             piece = choice.take()
             assert piece is not None
-            taken.append(answer.whole(choice.index, piece, choice.prompt))
-        body = answer.full(taken, _usage(choices), choices[0].prompt)
+            taken.append(answer.whole(index, piece, choice.prompt))
+        body = answer.full(taken, _usage(jobs), jobs[0].submit.prompt)
         self._record.status = 200
         await self._send(send, 200, dumps(body))
 
@@ -241,22 +252,23 @@ class Completion(Response):
         request: openai.Common,
         answer: Answer,
         generation: Generation,
-        choices: Sequence[Choice],
+        jobs: Sequence[Job],
         send: Send,
     ) -> None:
+        choices = [choice for job in jobs for choice in job.choices]
         head: Message = {"type": "http.response.start", "status": 200}
         await send({**head, "headers": [*_SSE, *self._beside]})
         self._record.status = 200
 
-        def chunk(choice: Choice, body: Json, extra: Json | None = None) -> bytes:
+        def chunk(body: Json, extra: Json | None = None) -> bytes:
             extra = extra or {}
             if request.include_usage:
-                counts = _usage([choice]) if request.continuous_usage else None
+                counts = _usage(jobs, sent=True) if request.continuous_usage else None
                 extra = {**extra, "usage": counts}
             return answer.chunk(body, extra)
 
         out = [
-            chunk(choice, opening, answer.beside(choice.prompt))
+            chunk(opening, answer.beside(choice.prompt))
             for choice in choices
             if (opening := answer.opening(choice.index, choice.prompt)) is not None
         ]
@@ -265,7 +277,7 @@ class Completion(Response):
             for choice in choices:
                 piece = choice.take()
                 if piece is not None:
-                    out.append(chunk(choice, answer.delta(choice.index, piece)))
+                    out.append(chunk(answer.delta(choice.index, piece)))
             if generation.finished or failure is not None:
                 break
             if out:
@@ -281,7 +293,7 @@ class Completion(Response):
             out.append(event(failure.body()))
         else:
             if request.include_usage:
-                out.append(answer.chunk(None, {"usage": _usage(choices)}))
+                out.append(answer.chunk(None, {"usage": _usage(jobs)}))
             out.append(DONE)
         await _body(send, out, more=False)
 
@@ -298,10 +310,11 @@ class Completion(Response):
         await send({**head, "headers": [kind, length, *headers, *self._beside]})
         await send({"type": "http.response.body", "body": body})
 
-    def _note(self, generation: Generation, choices: Sequence[Choice]) -> None:
+    def _note(self, generation: Generation, jobs: Sequence[Job]) -> None:
         record = self._record
-        record.prompt_tokens = sum(c.prompt_tokens for c in choices)
-        record.cached_tokens = sum(c.cached_tokens for c in choices)
+        choices = [choice for job in jobs for choice in job.choices]
+        record.prompt_tokens = sum(len(job.submit.prompt) for job in jobs)
+        record.cached_tokens = sum(job.choices[0].cached_tokens for job in jobs)
         record.generated_tokens = sum(c.generated_tokens for c in choices)
         record.finish_reasons = [c.finish_reason for c in choices if c.finish_reason]
         if generation.first_token_s is not None and self._timed:
@@ -312,9 +325,11 @@ async def _body(send: Send, parts: Sequence[bytes], *, more: bool) -> None:
     await send({"type": "http.response.body", "body": b"".join(parts), "more_body": more})
 
 
-def _usage(choices: Sequence[Choice]) -> Json:
+def _usage(jobs: Sequence[Job], *, sent: bool = False) -> Json:
+    """Each prompt counts once, and all tokens generated for it, those of dropped choices too; or
+    only what was sent so far."""
     return usage(
-        sum(c.prompt_tokens for c in choices),
-        sum(c.sent_tokens for c in choices),
-        sum(c.cached_tokens for c in choices),
+        sum(len(job.submit.prompt) for job in jobs),
+        sum(c.sent_tokens if sent else c.generated_tokens for job in jobs for c in job.choices),
+        sum(job.choices[0].cached_tokens for job in jobs),
     )

@@ -1,8 +1,8 @@
 """The engine's side of one HTTP request: its streams, folded into choices.
 
-Each prompt is one stream with a task that reads it. The tasks fold what arrives into the choices
-and say that there is news; whoever answers takes from the choices when it can send. Leaving the
-block ends everything, however it is left.
+Each prompt is one stream for all its choices, with a task that reads it. The tasks fold what
+arrives into the choices and say that there is news; whoever answers takes from the choices when it
+can send. Leaving the block ends everything, however it is left.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 
-from cluster.calls import DeadlinePassed, EngineLost, Handle, Stream
+from cluster.calls import DeadlinePassed, EngineLost, Handle, Refused, Stream, ask
 from cluster.choices import Choice
 from cluster.errors import ApiError
 from cluster.metrics import Metrics, Times
@@ -23,6 +24,27 @@ log = logging.getLogger("kvatlas.ingress")
 
 _REJECTED = {"queue_full": (429, "queue_full"), "invalid": (400, "invalid_value")}
 
+ABORT_S = 5.0
+"""How long a worker has to end one choice of several; it runs to its own end otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One prompt: what the engine is asked, and the choices that its answer goes into."""
+
+    submit: wire.Submit
+    choices: Sequence[Choice]
+
+    @property
+    def finished(self) -> bool:
+        return all(choice.finish_reason is not None for choice in self.choices)
+
+    def best(self, n: int) -> Sequence[Choice]:
+        """The n choices with the highest mean log-probability, best first; all in their order."""
+        if n == len(self.choices):
+            return self.choices
+        return sorted(self.choices, key=lambda c: -c.mean_logprob)[:n]
+
 
 class Generation:
     """All streams of one request, used as `async with Generation(...)`."""
@@ -30,7 +52,7 @@ class Generation:
     def __init__(
         self,
         handle: Handle,
-        jobs: Sequence[tuple[wire.Submit, Choice]],
+        jobs: Sequence[Job],
         *,
         metrics: Metrics,
         on_lost: Callable[[EngineLost], None],
@@ -61,15 +83,15 @@ class Generation:
     @property
     def finished(self) -> bool:
         """No choice will change any more."""
-        return all(choice.finish_reason is not None for _, choice in self._jobs)
+        return all(job.finished for job in self._jobs)
 
     async def admit(self) -> None:
         """Send the prompts. Returns once the engine has accepted all, raises ApiError otherwise."""
         loop = asyncio.get_running_loop()
         admitted: list[asyncio.Future[None]] = [loop.create_future() for _ in self._jobs]
         self._tasks = [
-            loop.create_task(self._follow(submit, choice, future))
-            for (submit, choice), future in zip(self._jobs, admitted, strict=True)
+            loop.create_task(self._follow(job, future))
+            for job, future in zip(self._jobs, admitted, strict=True)
         ]
         while not all(future.done() for future in admitted):
             await self.news()
@@ -89,16 +111,15 @@ class Generation:
             raise self._failure
         return True
 
-    async def _follow(
-        self, submit: wire.Submit, choice: Choice, admitted: asyncio.Future[None]
-    ) -> None:
+    async def _follow(self, job: Job, admitted: asyncio.Future[None]) -> None:
+        submit = job.submit
         try:
             with Stream(self._handle, wire.encode(submit), deadline_s=submit.deadline_s) as stream:
                 await self._admission(stream)
                 admitted.set_result(None)
                 self._news.set()
-                times = Times(time.monotonic(), each_token=submit.stream)
-                await self._tokens(stream, choice, times)
+                times = Times(time.monotonic(), each_token=job.submit.stream)
+                await self._tokens(stream, job, times)
                 self._metrics.followed(times)
         except ApiError as error:
             self._fail(error)
@@ -131,17 +152,20 @@ class Generation:
         if not isinstance(first, wire.Accepted):
             raise wire.WireError(f"a stream began with {type(first).__name__}")
 
-    async def _tokens(self, stream: Stream, choice: Choice, times: Times) -> None:
-        while choice.finish_reason is None:
+    async def _tokens(self, stream: Stream, job: Job, times: Times) -> None:
+        running = set(range(len(job.choices)))  # in the engine
+        while not job.finished:
             event = wire.decode(await stream.next())
             match event:
                 case wire.Delta():
-                    choice.add(event.tokens, event.logprobs)
+                    self._add(event, job)
                 case wire.Finish():
-                    stream.finished = True
-                    choice.finish(event)
+                    job.choices[event.choice].finish(event)
+                    running.discard(event.choice)
+                    stream.finished = not running
                 case wire.PromptLogprobs():
-                    choice.echo_scored(event)
+                    for choice in job.choices:
+                        choice.echo_scored(event)
                 case wire.Error():
                     stream.finished = True
                     raise ApiError(event.status, event.code, event.message)
@@ -150,18 +174,36 @@ class Generation:
                 case _:
                     raise wire.WireError(f"{type(event).__name__} in the middle of a stream")
             if isinstance(event, wire.Delta | wire.Finish):
-                self._note(event, choice, times)
+                self._note(event, job, times)
             self._news.set()
 
-    def _note(self, event: wire.Delta | wire.Finish, choice: Choice, times: Times) -> None:
+    def _note(self, event: wire.Delta | wire.Finish, job: Job, times: Times) -> None:
         now_s = time.monotonic()
         if event.started is not None:
             times.queue_s = event.started.queue_s
-            choice.cached_tokens = event.started.cached_tokens
+            job.choices[0].cached_tokens = event.started.cached_tokens
         if event.tokens:
             self.first_token_s = self.first_token_s or now_s
             if times.first_s is None:
                 times.first_s = now_s
-            elif times.each_token:
-                self._metrics.next_token.observe((now_s - times.last_s) / len(event.tokens))
+            before_s = times.choices.get(event.choice)
+            if before_s is not None and times.each_token:
+                self._metrics.next_token.observe((now_s - before_s) / len(event.tokens))
+            times.choices[event.choice] = now_s
         times.last_s = now_s
+
+    def _add(self, delta: wire.Delta, job: Job) -> None:
+        choice = job.choices[delta.choice]
+        if choice.finish_reason is not None:
+            return  # the engine has not heard of it yet
+        choice.add(delta.tokens, delta.logprobs)
+        if choice.finish_reason is not None and not job.finished:
+            ending = self._end(job.submit.id, delta.choice)
+            self._tasks.append(asyncio.get_running_loop().create_task(ending))
+
+    async def _end(self, request_id: str, choice: int) -> None:
+        """Tell the engine that a choice is complete while others of its prompt go on."""
+        try:
+            await ask(self._handle, "abort", request_id, choice, deadline_s=ABORT_S)
+        except (EngineLost, Refused) as error:
+            log.warning("could not end choice %d of %s: %s", choice, request_id, error)

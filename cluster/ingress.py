@@ -65,6 +65,7 @@ class Api:
             model=self.model,
             max_model_len=info["max_model_len"],
             vocab_size=info["vocab_size"],
+            max_beam_width=info["max_beam_width"],
             limits=self.config.limits,
             strict=self.config.server.strict_params,
         )
@@ -228,6 +229,10 @@ def _add_state(app: FastAPI, api: Api) -> None:
     @app.get("/debug/kv")
     async def debug_kv() -> Response:
         return _json({"gangs": [await api.debug("debug_kv")]})
+
+    @app.post("/debug/flush")
+    async def debug_flush() -> Response:
+        return _json({"flushed": await api.debug("flush")})
 
     @app.get("/debug/requests")
     async def debug_requests() -> Response:

@@ -7,6 +7,7 @@ carries `engine` and is built from the last snapshot of its statistics whenever 
 from __future__ import annotations
 
 import resource
+from collections import Counter as Tally
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,18 +64,25 @@ class Record:
     def decode_s(self) -> float:
         return 0.0 if self.ttft_s is None else self.total_s - self.ttft_s
 
+    @property
+    def later_tokens(self) -> int:
+        """Tokens generated after the first of each choice."""
+        return self.generated_tokens - len(self.finish_reasons)
+
     def line(self) -> str:
         """One line for people: what was asked, what was done, how fast."""
         label = f" [{self.label}]" if self.label else ""
         head = f"{self.id or '-'}{label} {self.route} {self.status}"
         if self.error:
             return f"{head} {self.error} after {self.total_s:.2f} s"
-        text = f"{head} {','.join(self.finish_reasons)}: {self.prompt_tokens} prompt"
+        ends = Tally(self.finish_reasons).items()
+        reasons = ",".join(reason if n == 1 else f"{n} {reason}" for reason, n in ends)
+        text = f"{head} {reasons}: {self.prompt_tokens} prompt"
         text += f" ({self.cached_tokens} cached) + {self.generated_tokens} new tokens"
         if self.ttft_s is not None:
             text += f", first after {self.ttft_s * 1e3:.0f} ms"
-        if self.decode_s > 0 and self.generated_tokens > 1:
-            text += f", then {(self.generated_tokens - 1) / self.decode_s:.1f} tokens/s"
+        if self.decode_s > 0 and self.later_tokens > 0:
+            text += f", then {self.later_tokens / self.decode_s:.1f} tokens/s"
         elif self.ttft_s is None and self.total_s > 0:
             text += f", {self.generated_tokens / self.total_s:.1f} tokens/s"
         return f"{text}, {self.total_s:.2f} s in all"
@@ -90,6 +98,8 @@ class Times:
     queue_s: float | None = None
     first_s: float | None = None
     last_s: float = 0.0
+    choices: dict[int, float] = field(default_factory=dict)
+    """When each choice last said something."""
 
 
 class Metrics:
@@ -164,8 +174,9 @@ class Metrics:
         self.generated.observe(record.generated_tokens)
         if record.ttft_s is not None:
             self.first_token.observe(record.ttft_s)
-            if record.generated_tokens > 1:
-                self.per_token.observe(record.decode_s / (record.generated_tokens - 1))
+            if record.later_tokens > 0:
+                each = record.later_tokens / len(record.finish_reasons)
+                self.per_token.observe(record.decode_s / each)
 
     def answered(self, route: str, status: int) -> None:
         """Any route was answered."""
@@ -237,6 +248,10 @@ def _of(key: str) -> Callable[[Snapshot], float]:
     return lambda snapshot: float(snapshot[key])
 
 
+def _prefix(key: str) -> Callable[[Snapshot], float]:
+    return lambda snapshot: float(snapshot["prefix"][key])
+
+
 _ENGINE_METRICS: tuple[tuple[str, str, str, Callable[[Snapshot], float]], ...] = (
     ("vllm:num_requests_running", "Sequences in steps", "gauge", _of("running")),
     ("vllm:num_requests_waiting", "Sequences in the queue", "gauge", _of("waiting")),
@@ -251,7 +266,14 @@ _ENGINE_METRICS: tuple[tuple[str, str, str, Callable[[Snapshot], float]], ...] =
     ("kvatlas:schedule_seconds", "Time planning steps", "counter", _of("schedule_s")),
     ("kvatlas:build_seconds", "Time building batches", "counter", _of("build_s")),
     ("kvatlas:execute_seconds", "Time running steps", "counter", _of("execute_s")),
-    ("kvatlas:block_evictions", "Idle blocks reused", "counter", _of("evictions")),
+    ("vllm:prefix_cache_queries", "Prompt tokens looked up", "counter", _prefix("queries_tokens")),
+    ("vllm:prefix_cache_hits", "Prompt tokens not computed", "counter", _prefix("hit_tokens")),
+    ("kvatlas:kv_saved_blocks", "Blocks saved by sharing", "gauge", _of("saved_blocks")),
+    ("kvatlas:kv_unshared_blocks", "Blocks without sharing", "gauge", _of("unshared_blocks")),
+    ("kvatlas:kv_wasted_slots", "Unused slots of sequences", "gauge", _of("wasted_slots")),
+    ("kvatlas:kv_copies", "Blocks copied on write", "counter", _of("copies")),
+    ("kvatlas:kv_swapped_blocks", "Duplicates given up", "counter", _prefix("swapped_blocks")),
+    ("kvatlas:kv_evictions", "Cached blocks reused", "counter", _of("evictions")),
     ("kvatlas:pool_violations", "Failed pool checks", "counter", _of("violations")),
     ("kvatlas:step_age_seconds", "Age of the step under way", "gauge", _of("step_age_s")),
 )

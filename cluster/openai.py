@@ -7,10 +7,11 @@ is ignored and counted, or a 400 with `server.strict_params`.
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import pydantic_core
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -20,6 +21,7 @@ from configs.schema import LimitsConfig
 from worker.params import ParamError, ParamLimits, SamplingParams, check
 
 DEFAULT_COMPLETION_TOKENS = 16
+MAX_SALT = 256  # characters
 
 # Served in effect, or without an effect on the answer by design.
 HARMLESS = frozenset(
@@ -29,16 +31,11 @@ HARMLESS = frozenset(
 _COMMON: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": ([],),
     "bad_words": ([],),
-    "best_of": (1,),
-    "cache_salt": ("",),
-    "early_stopping": (False,),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
-    "length_penalty": (1, 1.0),
     "logits_processors": ([],),
-    "n": (1,),
     "priority": (0,),
     "prompt_logprobs": (),
     "response_format": ({"type": "text"},),
@@ -46,7 +43,6 @@ _COMMON: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "structured_outputs": (),
     "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
 }
 _CHAT = {
     "audio": (),
@@ -70,6 +66,7 @@ class Served:
     model: str
     max_model_len: int
     vocab_size: int
+    max_beam_width: int
     limits: LimitsConfig
     strict: bool
 
@@ -78,6 +75,8 @@ class Served:
             vocab_size=self.vocab_size,
             max_logprobs=self.limits.max_logprobs,
             max_logit_bias=self.limits.max_logit_bias,
+            max_n=self.limits.max_n,
+            max_beam_width=self.max_beam_width,
         )
 
 
@@ -94,6 +93,11 @@ class Common(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = None
+    n: int = 1
+    best_of: int | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
@@ -113,6 +117,17 @@ class Common(BaseModel):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     return_token_ids: bool = False
+    cache_salt: str = ""
+
+    @property
+    def width(self) -> int:
+        """How many choices or beams compete for one prompt; the best `n` are the answer."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def choices(self) -> int:
+        """How many choices the engine gives for one prompt. A search keeps its best to itself."""
+        return self.n if self.use_beam_search else self.width
 
     @property
     def stops(self) -> list[str]:
@@ -244,7 +259,8 @@ def _complaint(error: ValidationError) -> ApiError:
         return invalid(f"{name} is missing", name, code="missing_required_parameter")
     # The branches of a union are in the path as well, as "str" and "list[str]".
     path = [str(part) for part in first["loc"]]
-    where = ".".join(part for part in path if part != "str" and not part.startswith("list["))
+    branch = re.compile(r"(str|bool)$|(list|literal)\[")
+    where = ".".join(part for part in path if not branch.match(part))
     shown = repr(first["input"])
     reason = first["msg"][:1].lower() + first["msg"][1:]
     return invalid(f"{where}: {reason}, got {shown[:80]}", name)
@@ -259,6 +275,10 @@ def check_common(request: Common, served: Served) -> None:
         raise invalid(message, name[:64], code="unknown_parameter")
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options needs stream: true", "stream_options")
+    _check_choices(request, served)
+    if len(request.cache_salt) > MAX_SALT:
+        asked = f"at most {MAX_SALT} characters, got {len(request.cache_salt)}"
+        raise invalid(f"cache_salt must have {asked}", "cache_salt")
     stops, limits = request.stops, served.limits
     if len(stops) > limits.max_stop_strings:
         asked = f"at most {limits.max_stop_strings} strings, got {len(stops)}"
@@ -273,6 +293,27 @@ def check_common(request: Common, served: Served) -> None:
     if isinstance(request, CompletionRequest) and request.max_tokens == 0 and not request.echo:
         raise invalid("max_tokens must be at least 1 unless echo is true", "max_tokens")
     _params(request, served, request.asked_tokens)
+
+
+def _check_choices(request: Common, served: Served) -> None:
+    n, width, search = request.n, request.width, request.use_beam_search
+    most, setting = served.limits.max_n, "limits.max_n"
+    if search:
+        most, setting = served.max_beam_width, "scheduler.max_num_seqs"
+    for name, value in (("n", n), ("best_of", width)):
+        if not 1 <= value <= most:
+            raise invalid(
+                str(ParamError(name, value, f"an integer from 1 to {most}", setting)), name
+            )
+    if width < n:
+        raise invalid(f"best_of must be at least n={n}, got {width}", "best_of")
+    if request.stream and (search or width > n):
+        name = "use_beam_search" if search else "best_of"
+        what, else_ = (name, "") if search else ("best_of above n", f" or send best_of={n}")
+        message = f"{what} cannot be streamed, the best are known only at the end"
+        raise invalid(f"{message}: leave stream out{else_}", name)
+    if search and request.stops:
+        raise invalid("stop must be left out with beam search", "stop")
 
 
 def check_model(name: str | None, served: Served) -> None:
@@ -296,6 +337,7 @@ def sampling(request: Common, served: Served, *, prompt_tokens: int) -> Sampling
 
 def _params(request: Common, served: Served, max_tokens: int | None) -> SamplingParams:
     echo = isinstance(request, CompletionRequest) and request.echo
+    ranked = 0 if request.choices > request.n else None
     params = SamplingParams(
         max_tokens=served.max_model_len if max_tokens is None else max_tokens,
         min_tokens=request.min_tokens,
@@ -310,8 +352,12 @@ def _params(request: Common, served: Served, max_tokens: int | None) -> Sampling
         seed=secrets.randbits(63) if request.seed is None else request.seed,
         ignore_eos=request.ignore_eos,
         stop_token_ids=tuple(request.stop_token_ids),
-        logprobs=request.alternatives,
+        logprobs=ranked if request.alternatives is None else request.alternatives,
         prompt_logprobs=request.alternatives if echo else None,
+        n=request.choices,
+        beam_width=request.width if request.use_beam_search else 0,
+        length_penalty=request.length_penalty,
+        early_stopping=str(request.early_stopping).lower(),
     )
     try:
         check(params, served.params())

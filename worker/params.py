@@ -150,7 +150,8 @@ def _beams(params: SamplingParams, limits: ParamLimits) -> None:
     _whole("beam_width", width, 0, limits.max_beam_width, setting="scheduler.max_num_seqs")
     _real("length_penalty", params.length_penalty, -10.0, 10.0)
     if params.early_stopping not in EARLY_STOPPING:
-        raise ParamError("early_stopping", params.early_stopping, "true, false or never")
+        allowed = f"one of {', '.join(EARLY_STOPPING)}"
+        raise ParamError("early_stopping", params.early_stopping, allowed)
     if not width:
         _whole("n", params.n, 1, limits.max_n, setting="limits.max_n")
         for name, default in (("length_penalty", 1.0), ("early_stopping", "false")):

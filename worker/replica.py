@@ -112,6 +112,7 @@ class GPUWorker:
             "model": self.launch.name,
             "max_model_len": self.launch.memory.max_model_len,
             "vocab_size": self.launch.params.vocab_size,
+            "max_beam_width": self.launch.params.max_beam_width,
             "block_size": self.launch.layout.block_size,
             "dtype": str(self.launch.dtype).removeprefix("torch."),
             "eos_token_ids": sorted(self.loop.engine.end_tokens),
@@ -189,6 +190,7 @@ class GPUWorker:
             }
             for request in self.loop.requests()
             for sequence in request.sequences
+            if sequence.finish_reason is None
         ]
 
     async def where(self, request_id: str, token: int, choice: int = 0) -> dict[str, Any] | None:

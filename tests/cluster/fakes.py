@@ -30,11 +30,14 @@ def ids_of(text: str) -> list[int]:
 class FakeWorker:
     """Answers every prompt with `reply`, a token at a time, as the real one speaks.
 
+    With `replies` set, choice i of a prompt gets the i-th.
+
     With `gate` set, each event after the first waits for a permit: tests decide how far it gets.
     """
 
     def __init__(self, reply: str = ALPHABET, *, per_delta: int = 1, places: int = 1000) -> None:
         self.reply = ids_of(reply)
+        self.replies: list[list[int]] = []
         self.per_delta = per_delta
         self.places = places
         self.gate: asyncio.Semaphore | None = None
@@ -43,6 +46,7 @@ class FakeWorker:
         self.submits: list[wire.Submit] = []
         self.active: set[str] = set()
         self.aborted: set[str] = set()
+        self.ended: list[tuple[str, int]] = []  # choices that the ingress ended one by one
         self.quiet = asyncio.Condition()
         self.alive = True
         self.gang = "gang-1"
@@ -77,31 +81,47 @@ class FakeWorker:
         yield wire.Accepted(submit.id, len(submit.prompt))
         for event in self._prompt_logprobs(submit):
             yield event
-        out, reason, stop = self._tokens(submit)
-        last = wire.Finish(0, reason, len(submit.prompt), self.cached, len(out), stop)
-        for start in range(0, len(out), self.per_delta):
-            if gate is not None:
-                await gate.acquire()
-            if start and (failure := self.fail_after(submit)) is not None:
-                if isinstance(failure, Exception):
-                    raise failure
-                yield failure
-                return
-            part = out[start : start + self.per_delta]
-            started = None if start else wire.Started(0.25, self.cached)
-            scores = None if submit.params.logprobs is None else [self.score(t) for t in part]
-            if start + self.per_delta < len(out):
-                yield wire.Delta(0, part, scores, started)
-            else:
-                yield replace(last, tokens=part, logprobs=scores, started=started)
-        if not out:
-            yield last
+        running = list(range(len(submit.choices)))
+        start = 0
+        while running:
+            for choice in running[:]:
+                if gate is not None:
+                    await gate.acquire()
+                if start and (failure := self.fail_after(submit)) is not None:
+                    if isinstance(failure, Exception):
+                        raise failure
+                    yield failure
+                    return
+                event = self._event(submit, choice, start)
+                if isinstance(event, wire.Finish):
+                    running.remove(choice)
+                yield event
+            start += self.per_delta
 
-    def _tokens(self, submit: wire.Submit) -> tuple[list[int], str, int | None]:
+    def _event(self, submit: wire.Submit, choice: int, start: int) -> wire.Delta | wire.Finish:
+        """What a choice says from its token `start` on."""
+        out, reason, stop = self._tokens(submit, choice)
+        if submit.params.beam_width:
+            made = wire.Finish(choice, reason, len(submit.prompt), 0, len(out), stop, out)
+            return replace(made, score=-0.5 - choice)
+        cached = self.cached if choice == 0 else len(submit.prompt) - 1
+        if (submit.id, choice) in self.ended:
+            return wire.Finish(choice, "abort", len(submit.prompt), cached, start)
+        part = out[start : start + self.per_delta]
+        started = None if start or choice else wire.Started(0.25, self.cached)
+        scores = None if submit.params.logprobs is None else [self.score(t) for t in part]
+        if start + self.per_delta < len(out):
+            return wire.Delta(choice, part, scores, started)
+        last = wire.Finish(choice, reason, len(submit.prompt), cached, len(out), stop)
+        logprobs = scores if out else None
+        return replace(last, tokens=part, logprobs=logprobs, started=started)
+
+    def _tokens(self, submit: wire.Submit, choice: int) -> tuple[list[int], str, int | None]:
         params = submit.params
-        out = [*self.reply, tokens.EOS]
+        reply = self.replies[choice] if self.replies else self.reply
+        out = [*reply, tokens.EOS]
         if params.ignore_eos:
-            out = (self.reply * (1 + params.max_tokens))[: params.max_tokens]
+            out = (reply * (1 + params.max_tokens))[: params.max_tokens]
         ends = [i for i, t in enumerate(out) if t in (tokens.EOS, *params.stop_token_ids)]
         if ends and not params.ignore_eos and ends[0] < params.max_tokens:
             return out[: ends[0] + 1], "stop", out[ends[0]]
@@ -122,13 +142,15 @@ class FakeWorker:
             raise RuntimeError("the actor died")
         counters = (
             "steps rows batch_tokens prompt_tokens generated_tokens failed_steps schedule_s "
-            "build_s execute_s waiting preemptions violations evictions step_age_s"
+            "build_s execute_s waiting preemptions violations evictions step_age_s copies "
+            "saved_blocks unshared_blocks wasted_slots"
         )
         return {
             **dict.fromkeys(counters.split(), 0),
             "gang": self.gang,
             "model": MODEL,
             "running": len(self.active),
+            "prefix": {"queries_tokens": 0, "hit_tokens": 0, "swapped_blocks": 0},
             "blocks": {"free": 6, "owned": 3, "idle": 1, "leased": 0, "quarantined": 0},
             "failure": None,
             "pid": 4242,
@@ -140,11 +162,19 @@ class FakeWorker:
             "model": MODEL,
             "max_model_len": MAX_MODEL_LEN,
             "vocab_size": tokens.VOCAB,
+            "max_beam_width": 32,
             "block_size": 16,
             "dtype": "float32",
             "eos_token_ids": [tokens.EOS],
             "table": {"model": MODEL},
         }
+
+    async def abort(self, request_id: str, choice: int) -> bool:
+        self.ended.append((request_id, choice))
+        return request_id in self.active
+
+    async def flush(self) -> int:
+        return 7
 
     async def debug_kv(self) -> dict[str, Any]:
         return {"gang": self.gang, "degree": 1, "epoch": 0, "ranks": []}

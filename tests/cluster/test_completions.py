@@ -239,18 +239,183 @@ async def test_usage_in_a_stream_is_there_only_when_asked_for() -> None:
         assert (counts[0], counts[-1]) == (0, 3)
 
 
-async def test_cached_tokens_are_passed_on() -> None:
+@pytest.mark.parametrize("options", [{}, {"n": 3}, {"stop": "DE"}, {"stop": "DE", "n": 2}])
+async def test_cached_tokens_are_those_of_the_first_choice(options: dict[str, Any]) -> None:
     worker = FakeWorker()
     worker.cached = 2
     async with serving(worker) as served:
-        usage = (await served.post(CHAT, {"messages": USER})).json()["usage"]
+        usage = (await served.post(CHAT, {"messages": USER, **options})).json()["usage"]
         assert usage["prompt_tokens_details"] == {"cached_tokens": 2}
-        stopped = (await served.post(CHAT, {"messages": USER, "stop": "D"})).json()["usage"]
-        assert stopped["prompt_tokens_details"] == {"cached_tokens": 2}
+        stopped = {"messages": USER, "stop": "D", **options}
+        usage_stopped = (await served.post(CHAT, stopped)).json()["usage"]
+        assert usage_stopped["prompt_tokens_details"] == {"cached_tokens": 2}
         samples = (await served.http.get("/metrics")).text
         assert 'vllm:request_queue_time_seconds_sum{ingress="ingress-1",model_name="fake"} 0.5' in (
             samples
         )
+        body = {"messages": USER, **options, "stream_options": {"include_usage": True}}
+        *_, last, _ = await served.events(CHAT, body)
+        assert json.loads(last)["usage"] == usage
+
+
+THREE = ["ABCDEFG", "zz", "BBBBBBBBBB"]
+
+
+def three() -> FakeWorker:
+    """A worker whose choices end at different times, the last one likeliest."""
+    worker = FakeWorker()
+    worker.replies = [ids_of(said) for said in THREE]
+    return worker
+
+
+async def test_choices_of_one_prompt_are_one_request_to_the_engine() -> None:
+    async with serving(three()) as served, client(served) as sdk:
+        answer = await sdk.chat.completions.create(model=MODEL, messages=USER, n=3, seed=5)
+        assert [(c.index, c.message.content, c.finish_reason) for c in answer.choices] == [
+            (0, "ABCDEFG", "stop"),
+            (1, "zz", "stop"),
+            (2, THREE[2], "stop"),
+        ]
+        (submit,) = served.worker.submits
+        assert (submit.params.n, len(submit.choices), submit.params.seed) == (3, 3, 5)
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens == len(submit.prompt)
+        assert answer.usage.completion_tokens == 8 + 3 + 11
+        served.worker.gate = asyncio.Semaphore(3)  # one token of each, then no more
+        stream = await sdk.chat.completions.create(
+            model=MODEL, messages=USER, n=3, stream=True, stream_options={"include_usage": True}
+        )
+        texts, ended = ["", "", ""], []
+        async for chunk in stream:
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+                ended += [choice.index] if choice.finish_reason else []
+            if texts == ["A", "z", "B"]:
+                assert ended == []
+                for _ in range(20):
+                    served.worker.gate.release()
+        assert texts == THREE
+        assert sorted(ended) == [0, 1, 2]
+        assert chunk.usage == answer.usage
+
+
+async def test_prompts_and_choices_are_numbered_together() -> None:
+    async with serving(three()) as served:
+        body = {"prompt": ["hi", "hey"], "n": 3, "echo": True, "logprobs": 0}
+        answer = (await served.post(TEXT, body)).json()
+        texts = [f"{prompt}{reply}" for prompt in ("hi", "hey") for reply in ("ABCDEFG", "zz")]
+        assert [c["index"] for c in answer["choices"]] == [0, 1, 2, 3, 4, 5]
+        assert [c["text"] for c in answer["choices"] if c["index"] % 3 < 2] == texts
+        for choice in answer["choices"]:  # the prompt's are everyone's
+            prompt = choice["text"][: 2 + choice["index"] // 3]
+            assert choice["logprobs"]["tokens"][: len(prompt)] == list(prompt)
+        assert answer["usage"]["prompt_tokens"] == 5
+        assert answer["usage"]["completion_tokens"] == 2 * (8 + 3 + 11)
+        streamed: dict[int, str] = {}
+        *chunks, _ = await served.events(TEXT, body)
+        for chunk in chunks:
+            for choice in json.loads(chunk)["choices"]:
+                streamed[choice["index"]] = streamed.get(choice["index"], "") + choice["text"]
+        assert streamed == {c["index"]: c["text"] for c in answer["choices"]}
+
+
+async def test_the_best_have_the_highest_mean_log_probability() -> None:
+    async with serving(three()) as served:
+        scores = [
+            sum(served.worker.score(t).logprob for t in [*reply, tokens.EOS]) / (len(reply) + 1)
+            for reply in served.worker.replies
+        ]
+        order = sorted(range(3), key=lambda i: -scores[i])
+        assert order == [2, 0, 1]
+        for n in (1, 2, 3):
+            body = {"prompt": "hi", "n": n, "best_of": 3}
+            answer = (await served.post(TEXT, body)).json()
+            wanted = order[:n] if n < 3 else [0, 1, 2]
+            assert [c["text"] for c in answer["choices"]] == [THREE[i] for i in wanted]
+            assert [c["index"] for c in answer["choices"]] == list(range(n))
+            assert all(c["logprobs"] is None for c in answer["choices"])
+            assert answer["usage"]["completion_tokens"] == 8 + 3 + 11  # dropped ones were made too
+            assert served.worker.submits[-1].params.logprobs == (0 if n < 3 else None)
+        body = {"prompt": "hi", "n": 1, "best_of": 3, "logprobs": 1, "max_tokens": 2}
+        choice = (await served.post(TEXT, body)).json()["choices"][0]
+        assert choice["logprobs"]["tokens"] == ["A", "B"]
+
+
+async def test_beams_come_with_their_scores_best_first() -> None:
+    async with serving(three()) as served:
+        options = {"use_beam_search": True, "n": 2, "best_of": 5, "early_stopping": "never"}
+        for path, body in ((CHAT, {"messages": USER}), (TEXT, {"prompt": "hi"})):
+            answer = (await served.post(path, {**body, **options, "length_penalty": 2})).json()
+            choices = answer["choices"]
+            texts = [c["message"]["content"] if path == CHAT else c["text"] for c in choices]
+            assert texts == THREE[:2]
+            assert [(c["index"], c["score"]) for c in choices] == [(0, -0.5), (1, -1.5)]
+            assert answer["usage"]["completion_tokens"] == 8 + 3
+            submit = served.worker.submits[-1]
+            assert (submit.params.n, len(submit.choices), submit.params.beam_width) == (2, 2, 5)
+            assert submit.params.length_penalty == 2
+            assert submit.params.early_stopping == "never"
+            assert submit.params.logprobs is None
+        answer = (await served.post(TEXT, {"prompt": "hi"})).json()
+        assert "score" not in answer["choices"][0]
+        assert served.worker.submits[-1].params.early_stopping == "false"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_choice_that_is_complete_ends_in_the_engine_while_others_go_on(
+    stream: bool,
+) -> None:
+    worker = three()
+    worker.replies[1] = ids_of("AxB" * 20)
+    worker.gate = asyncio.Semaphore(0)
+    body = {"messages": USER, "n": 3, "stop": ["xB", "CDE"], "stream": stream}
+    async with serving(worker) as served:
+        request = asyncio.create_task(served.post(CHAT, body))
+        for choice, event in ((1, 9), (0, 6)):  # the second and the fifth token complete one
+            for _ in range(event):
+                worker.gate.release()
+            while (worker.active or not worker.submits) and len(worker.ended) < 2 - choice:
+                await asyncio.sleep(0)
+        (submit,) = worker.submits
+        assert worker.ended == [(submit.id, 1), (submit.id, 0)]
+        assert worker.active == {submit.id}
+        for _ in range(30):
+            worker.gate.release()
+        answer = await request
+        await worker.until_idle()
+        assert not worker.aborted  # the stream came to its own end
+    if not stream:
+        choices = answer.json()["choices"]
+        assert [c["message"]["content"] for c in choices] == ["AB", "A", THREE[2]]
+        assert [c["stop_reason"] for c in choices] == ["CDE", "xB", None]
+        assert answer.json()["usage"]["completion_tokens"] == 5 + 3 + 11
+
+
+async def test_a_worker_that_cannot_end_a_choice_costs_only_work(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def fail(*_: Any) -> bool:
+        raise RuntimeError("the actor died")
+
+    worker = three()
+    worker.abort = fail  # type: ignore[method-assign]
+    worker.gate = asyncio.Semaphore(4)
+    async with serving(worker) as served:
+        body = {"messages": USER, "n": 3, "stop": "z"}
+        request = asyncio.create_task(served.post(CHAT, body))
+        while "could not end choice 1" not in caplog.text:
+            await asyncio.sleep(0)
+        for _ in range(30):
+            worker.gate.release()
+        texts = [c["message"]["content"] for c in (await request).json()["choices"]]
+        assert texts == ["ABCDEFG", "", THREE[2]]
+
+
+async def test_a_salt_goes_to_the_engine() -> None:
+    async with serving(FakeWorker("A")) as served:
+        await served.post(CHAT, {"messages": USER, "cache_salt": "tenant é"})
+        await served.post(TEXT, {"prompt": "hi", "cache_salt": None})
+        assert [s.salt for s in served.worker.submits] == ["tenant é", ""]
 
 
 async def test_token_ids_stand_beside_the_text_where_asked() -> None:

@@ -87,6 +87,8 @@ async def test_debug_routes_show_what_the_worker_says() -> None:
     async with serving(worker) as served:
         gang = {"gang": "gang-1", "degree": 1, "epoch": 0, "ranks": []}
         assert (await served.http.get("/debug/kv")).json() == {"gangs": [gang]}
+        assert (await served.post("/debug/flush")).json() == {"flushed": 7}
+        assert (await served.http.get("/debug/flush")).status_code == 405
         worker.active.add("cmpl-1")
         requests = (await served.http.get("/debug/requests")).json()
         assert requests == {"requests": [{"request": "cmpl-1", "label": None}]}

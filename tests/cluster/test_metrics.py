@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -70,6 +72,14 @@ def test_large_deltas_say_nothing_of_the_first_token() -> None:
     assert value(metrics, "vllm:request_queue_time_seconds_count") == 1
 
 
+def test_the_time_of_a_token_is_that_of_one_choice() -> None:
+    metrics = Metrics("m", "i", dict)
+    metrics.started()
+    metrics.finished(record(finish_reasons=["stop"] * 4, generated_tokens=44))
+    name = "vllm:request_time_per_output_token_seconds_sum"
+    assert abs(value(metrics, name) - 0.15) < 1e-9
+
+
 def test_a_refused_request_is_no_latency() -> None:
     metrics = Metrics("m", "i", dict)
     metrics.started()
@@ -83,6 +93,9 @@ def test_a_refused_request_is_no_latency() -> None:
 async def _engines() -> Metrics:
     stats = await snapshot()
     stats["running"], stats["steps"] = 3, 12
+    stats["prefix"] = {"queries_tokens": 40, "hit_tokens": 32, "swapped_blocks": 1}
+    stats |= {"saved_blocks": 5, "unshared_blocks": 9, "wasted_slots": 4, "copies": 2}
+    stats["evictions"] = 6
     return Metrics("m", "i", lambda: {"g1": stats, "g2": {**stats, "running": 1}})
 
 
@@ -91,9 +104,31 @@ def test_engines_are_shown_from_their_snapshots() -> None:
     assert value(metrics, "vllm:num_requests_running", engine="g1") == 3
     assert value(metrics, "vllm:num_requests_running", engine="g2") == 1
     assert value(metrics, "kvatlas:steps_total", engine="g1") == 12
+    for name, wanted in (
+        ("vllm:prefix_cache_queries_total", 40),
+        ("vllm:prefix_cache_hits_total", 32),
+        ("kvatlas:kv_saved_blocks", 5),
+        ("kvatlas:kv_unshared_blocks", 9),
+        ("kvatlas:kv_wasted_slots", 4),
+        ("kvatlas:kv_copies_total", 2),
+        ("kvatlas:kv_swapped_blocks_total", 1),
+        ("kvatlas:kv_evictions_total", 6),
+    ):
+        assert value(metrics, name, engine="g1") == wanted
     assert value(metrics, "kvatlas:blocks", engine="g1", state="free") == 6
     assert abs(value(metrics, "vllm:kv_cache_usage_perc", engine="g1") - 0.3) < 1e-9
     assert value(metrics, "vllm:cache_config_info", engine="g1", num_gpu_blocks="10") == 1
+
+
+def test_the_pages_name_samples_that_are_there() -> None:
+    metrics = asyncio.run(_engines())
+    metrics.finished(record())
+    there = {name for name, _ in samples(metrics)}
+    pages = (Path(__file__).parents[2] / "docs").glob("*.md")
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    named = set(re.findall(r"`((?:kvatlas|vllm):\w+)`", text))
+    assert len(named) >= 8
+    assert named <= there
 
 
 def test_every_sample_says_whose_it_is() -> None:
@@ -112,6 +147,9 @@ def test_the_line_of_a_request_says_what_and_how_fast() -> None:
         "cmpl-1 [mine] /v1/completions 200 stop: 100 prompt (64 cached) + 16 new tokens, "
         "first after 500 ms, then 10.0 tokens/s, 2.00 s in all"
     )
+    several = record(finish_reasons=["stop", "length", "stop"], generated_tokens=33)
+    assert " 2 stop,length: 100 prompt (0 cached) + 33 new tokens" in several.line()
+    assert "then 20.0 tokens/s" in several.line()
     assert record(ttft_s=None).line().endswith("16 new tokens, 8.0 tokens/s, 2.00 s in all")
     refused = record(status=400, error="invalid_value", id="")
     assert refused.line() == "- /v1/completions 400 invalid_value after 2.00 s"

@@ -113,10 +113,43 @@ BAD: list[tuple[str, Any, int, str, str | None, str]] = [
     (CHAT, {"messages": [{"role": "user", "content": LONG}]}, 400, "context_length_exceeded",
      "messages", "fake holds 256"),
     (CHAT, {"max_tokens": MAX_MODEL_LEN}, 400, "context_length_exceeded", "messages", "together"),
-    (CHAT, {"n": 2}, 400, "unsupported_parameter", "n", "leave it out or send 1"),
-    (TEXT, {"best_of": 2}, 400, "unsupported_parameter", "best_of", "best_of"),
+    (CHAT, {"n": 0}, 400, "invalid_value", "n", "from 1 to 16, got 0"),
+    (CHAT, {"n": -1}, 400, "invalid_value", "n", "from 1 to 16"),
+    (CHAT, {"n": 17}, 400, "invalid_value", "n", "got 17 (the setting limits.max_n changes"),
+    (CHAT, {"n": 10**400}, 400, "invalid", "n", ""),
+    (CHAT, {"n": True}, 400, "invalid_value", "n", "valid integer"),
+    (CHAT, {"n": 1.0}, 400, "invalid_value", "n", "valid integer"),
+    (CHAT, {"best_of": True}, 400, "invalid_value", "best_of", "valid integer"),
+    (TEXT, {"best_of": 0}, 400, "invalid_value", "best_of", "from 1 to 16"),
+    (TEXT, {"n": 0, "best_of": 4}, 400, "invalid_value", "n", "from 1 to 16"),
+    (TEXT, {"best_of": 17}, 400, "invalid_value", "best_of", "from 1 to 16"),
+    (TEXT, {"n": 3, "best_of": 2}, 400, "invalid_value", "best_of", "at least n=3, got 2"),
+    (CHAT, {"cache_salt": 5}, 400, "invalid_value", "cache_salt", "valid string"),
+    (CHAT, {"cache_salt": "x" * 257}, 400, "invalid_value", "cache_salt", "at most 256"),
+    (TEXT, {"cache_salt": "x" * 1_000_000}, 400, "invalid_value", "cache_salt", "got 1000000"),
     (TEXT, {"suffix": "x"}, 400, "unsupported_parameter", "suffix", "suffix"),
-    (CHAT, {"use_beam_search": True}, 400, "unsupported_parameter", "use_beam_search", "false"),
+    (CHAT, {"use_beam_search": 1}, 400, "invalid_value", "use_beam_search", "valid boolean"),
+    (CHAT, {"use_beam_search": True, "n": 33}, 400, "invalid_value", "n",
+     "from 1 to 32, got 33 (the setting scheduler.max_num_seqs"),
+    (TEXT, {"use_beam_search": True, "best_of": 33}, 400, "invalid_value", "best_of", "to 32"),
+    (TEXT, {"use_beam_search": True, "best_of": 0}, 400, "invalid_value", "best_of", "to 32"),
+    (TEXT, {"use_beam_search": True, "n": 3, "best_of": 2}, 400, "invalid_value", "best_of",
+     "at least n=3, got 2"),
+    (TEXT, {"use_beam_search": True, "stop": "x", "stream": False}, 400, "invalid_value", "stop",
+     "left out with beam search"),
+    (CHAT, {"early_stopping": "maybe"}, 400, "invalid_value", "early_stopping", "early_stopping:"),
+    (CHAT, {"early_stopping": 1}, 400, "invalid_value", "early_stopping", "early_stopping:"),
+    (CHAT, {"early_stopping": "never"}, 400, "invalid_value", "early_stopping", "without beam"),
+    (CHAT, {"length_penalty": 2}, 400, "invalid_value", "length_penalty", "without beam search"),
+    (CHAT, {"length_penalty": "x"}, 400, "invalid_value", "length_penalty", "valid number"),
+    (CHAT, {"length_penalty": NAN}, 400, "invalid_value", "length_penalty", "nan"),
+    *((path, {"use_beam_search": True, "stream": False, **more}, 400, "invalid_value", name,
+       "left out with beam search")
+      for path, name, more in (
+          (CHAT, "temperature", {"temperature": 0.5}), (TEXT, "top_k", {"top_k": 3}),
+          (CHAT, "top_logprobs", {"logprobs": True}), (TEXT, "logprobs", {"logprobs": 1}),
+          (CHAT, "min_tokens", {"min_tokens": 1}), (TEXT, "logit_bias", {"logit_bias": {"1": 1}}),
+      )),
     (CHAT, {"response_format": {"type": "json_object"}}, 400, "unsupported_parameter",
      "response_format", '{"type":"text"}'),
     (CHAT, {"tools": [{"type": "function"}]}, 400, "unsupported_parameter", "tools", "tools"),
@@ -166,16 +199,19 @@ async def test_bad_input_is_a_4xx_in_openai_s_shape_and_touches_no_other_request
 
 def served(*overrides: str) -> openai.Served:
     made = config(*overrides)
-    return openai.Served(MODEL, MAX_MODEL_LEN, tokens.VOCAB, made.limits, made.server.strict_params)
+    strict = made.server.strict_params
+    return openai.Served(MODEL, MAX_MODEL_LEN, tokens.VOCAB, 32, made.limits, strict)
 
 
 @pytest.mark.parametrize(
     "body",
     [
-        {"n": 1, "best_of": 1, "use_beam_search": False, "length_penalty": 1.0},
+        {"n": 16, "best_of": 16, "use_beam_search": False, "length_penalty": 1.0},
+        {"n": 2, "best_of": 32, "use_beam_search": True, "early_stopping": "never"},
+        {"use_beam_search": True, "length_penalty": -1, "early_stopping": True, "temperature": 0},
         {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}},
         {"user": "me", "metadata": {"a": 1}, "parallel_tool_calls": True, "store": False},
-        {"modalities": ["text"], "service_tier": "auto", "priority": 0, "cache_salt": ""},
+        {"modalities": ["text"], "service_tier": "auto", "priority": 0, "cache_salt": "é" * 256},
         {"temperature": 2, "top_k": -1, "min_p": 1, "seed": -(2**63), "logit_bias": {"0": -100}},
         {"max_tokens": MAX_MODEL_LEN, "stop": ["x" * 256] * 16, "stop_token_ids": [0]},
     ],
@@ -188,8 +224,30 @@ def test_what_asks_for_nothing_or_is_at_a_bound_is_accepted(body: dict[str, Any]
 
 
 def test_values_equal_but_of_another_type_ask_for_something() -> None:
-    with pytest.raises(ApiError, match="n is not supported"):
-        openai.parse(openai.ChatRequest, b'{"messages": [], "n": true}')
+    with pytest.raises(ApiError, match="store is not supported"):
+        openai.parse(openai.ChatRequest, b'{"messages": [], "store": 0}')
+
+
+def test_the_best_are_not_known_before_the_end() -> None:
+    body = {"prompt": "hi", "n": 2, "best_of": 3, "stream": True}
+    request = openai.parse(openai.CompletionRequest, json.dumps(body).encode())
+    with pytest.raises(ApiError, match="leave stream out or send best_of=2") as error:
+        openai.check_common(request, served())
+    assert (error.value.status, error.value.param) == (400, "best_of")
+    beams = json.dumps({"messages": [], "use_beam_search": True, "stream": True}).encode()
+    with pytest.raises(ApiError, match="use_beam_search cannot be streamed") as error:
+        openai.check_common(openai.parse(openai.ChatRequest, beams), served())
+    assert (error.value.status, error.value.param) == (400, "use_beam_search")
+    body["best_of"] = 2
+    openai.check_common(openai.parse(openai.CompletionRequest, json.dumps(body).encode()), served())
+
+
+def test_a_setting_bounds_the_samples_of_a_prompt() -> None:
+    request = openai.parse(openai.ChatRequest, b'{"messages": [], "n": 3}')
+    openai.check_common(request, served("limits.max_n=3"))
+    assert openai.sampling(request, served("limits.max_n=3"), prompt_tokens=1).n == 3
+    with pytest.raises(ApiError, match="from 1 to 2, got 3"):
+        openai.check_common(request, served("limits.max_n=2"))
 
 
 def test_unknown_parameters_are_refused_where_the_server_is_strict() -> None:

@@ -56,6 +56,10 @@ class FakeRunner:
 
     def launch(self, plan: StepPlan) -> InFlight:
         self.fault("build", plan)
+        filled = {(copy.group, copy.dst) for copy in plan.copies}
+        assert not any((copy.group, copy.src) in filled for copy in plan.copies), (
+            "a chain of copies"
+        )
         moved = {}  # all at once, as on a device: a source is read before any copy is made
         for copy in plan.copies:
             for offset in range(self.block_size):

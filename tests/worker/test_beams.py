@@ -142,6 +142,16 @@ def test_sequences_and_scores_equal_transformers(models: Models, seed: int) -> N
     assert (engine.scheduler.preemptions > 0) == (shaken is not None)
 
 
+@pytest.mark.parametrize(("width", "block_size"), [(64, 16), (128, 8)])
+def test_wide_searches_equal_transformers(models: Models, width: int, block_size: int) -> None:
+    case = Case("llama", tuple(prompts()[1]), width, 5, (50, 120), 1.0, False)
+    launch, model = models.load(case.family, block_size, tokens=4096)
+    limits = replace(launch.limits, max_num_seqs=width, max_logit_rows=2 * width)
+    engine = build_engine(replace(launch, limits=limits), model, lambda: 0.0)
+    finishes = search(engine, [case.request("r", frozenset())], None)
+    assert_equal(finishes, case.expected())
+
+
 def test_the_cases_see_every_kind() -> None:
     """Enough of the cases end in each way; what they hold is not left to luck."""
     cases = [make(seed) for seed in range(CASES)]

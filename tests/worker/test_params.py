@@ -9,7 +9,12 @@ import pytest
 from worker.params import ParamError, ParamLimits, SamplingParams, check, row_bytes
 
 LIMITS = ParamLimits(
-    vocab_size=100, max_logprobs=5, max_logit_bias=3, max_stop_token_ids=2, max_n=4
+    vocab_size=100,
+    max_logprobs=5,
+    max_logit_bias=3,
+    max_stop_token_ids=2,
+    max_n=4,
+    max_beam_width=8,
 )
 
 GOOD: list[dict[str, Any]] = [
@@ -39,6 +44,31 @@ GOOD: list[dict[str, Any]] = [
     {"stop_token_ids": (0, 99)},
     {"stop_token_ids": [1]},
     {"logit_bias": {0: -100, 99: 100.0, 5: 0.5}},
+    {"beam_width": 8, "n": 8, "temperature": 0, "stop_token_ids": (3,), "ignore_eos": True},
+    {"beam_width": 1, "length_penalty": -1, "early_stopping": "never"},
+    {"beam_width": 2, "top_k": -1, "early_stopping": "true", "length_penalty": 0.5},
+]
+
+SEARCH: dict[str, Any] = {"beam_width": 4}
+BAD_WITH_BEAMS: list[tuple[str, Any]] = [
+    ("n", 0),
+    ("n", 5),
+    ("max_tokens", 0),
+    ("min_tokens", 1),
+    ("temperature", 0.5),
+    ("top_k", 3),
+    ("top_p", 0.5),
+    ("min_p", 0.5),
+    ("repetition_penalty", 1.5),
+    ("presence_penalty", 1.5),
+    ("frequency_penalty", 1.5),
+    ("logit_bias", {1: 1.0}),
+    ("logprobs", 0),
+    ("prompt_logprobs", 0),
+    ("length_penalty", 11),
+    ("length_penalty", math.nan),
+    ("early_stopping", True),
+    ("early_stopping", "maybe"),
 ]
 
 BAD: list[tuple[str, Any]] = [
@@ -106,6 +136,21 @@ def test_refused_by_name(name: str, value: Any) -> None:
     assert isinstance(caught.value, ValueError)
     assert caught.value.parameter == name
     assert caught.value.allowed in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "value"), BAD_WITH_BEAMS, ids=lambda x: str(x)[:30])
+def test_refused_with_beams(name: str, value: Any) -> None:
+    with pytest.raises(ParamError) as caught:
+        check(SamplingParams(**SEARCH, **{name: value}), LIMITS)
+    assert caught.value.parameter == name
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("length_penalty", 2.0), ("early_stopping", "true"), ("beam_width", 9)]
+)
+def test_options_of_a_search_without_one(name: str, value: Any) -> None:
+    with pytest.raises(ParamError, match=name):
+        check(SamplingParams(**{name: value}), LIMITS)
 
 
 @pytest.mark.parametrize("value", [100.5, -101, math.nan, math.inf, "much", True])
