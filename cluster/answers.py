@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,7 +47,7 @@ def usage(prompt_tokens: int, generated_tokens: int, cached_tokens: int) -> Json
     }
 
 
-class Answer:
+class Answer(ABC):
     """The frame of one answer; `ChatAnswer` and `CompletionAnswer` fill in the choices."""
 
     prefix = chunk_object = full_object = ""
@@ -79,17 +80,17 @@ class Answer:
         """Fields of a whole answer and of a stream's first chunk that are in no choice."""
         return {}
 
+    @abstractmethod
     def opening(self, index: int, prompt: Sequence[int]) -> Json | None:
         """The choice of a stream's first chunk, before any text."""
-        raise NotImplementedError
 
+    @abstractmethod
     def delta(self, index: int, piece: Piece) -> Json:
         """A choice in a chunk."""
-        raise NotImplementedError
 
+    @abstractmethod
     def whole(self, index: int, piece: Piece, prompt: Sequence[int]) -> Json:
         """A choice in a whole answer."""
-        raise NotImplementedError
 
     def _ending(self, choice: Json, piece: Piece) -> Json:
         choice["finish_reason"] = piece.finish_reason

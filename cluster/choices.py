@@ -138,7 +138,7 @@ class Choice:
         hidden = message.stop_token is not None and not self._include_stop and bool(tokens)
         shown = len(tokens) - hidden
         self.add(tokens[:shown], None if logprobs is None else logprobs[:shown])
-        self.score = message.score
+        self.cached_tokens, self.score = message.cached_tokens, message.score
         if self.finish_reason is not None:
             return
         if hidden:
