@@ -180,8 +180,9 @@ async def test_a_stop_string_ends_one_choice_in_the_engine(directory: Path) -> N
 async def test_beams_have_the_scores_of_their_tokens(directory: Path) -> None:
     async with served(directory) as running:
         asked = {"use_beam_search": True, "max_tokens": 7}
-        for penalty in (0.0, 2.0):
+        for penalty, hit in ((0.0, 0), (2.0, len(PROMPT) // BLOCK * BLOCK)):
             answer = await ask(running, **asked, n=3, best_of=4, length_penalty=penalty)
+            assert cached(answer) == hit
             scores = [choice["score"] for choice in answer["choices"]]
             assert scores == sorted(scores, reverse=True)
             prompt = answer["choices"][0]["prompt_token_ids"]
