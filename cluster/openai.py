@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
@@ -135,9 +136,9 @@ class Common(BaseModel):
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
     @property
+    @abstractmethod
     def alternatives(self) -> int | None:
         """Log-probabilities wanted beside the chosen token's; None is no log-probabilities."""
-        raise NotImplementedError
 
     @property
     def asked_tokens(self) -> int | None:
