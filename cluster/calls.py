@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import math
 from collections.abc import Awaitable
 from types import TracebackType
 from typing import Any, Protocol
@@ -43,13 +44,13 @@ class Reply(Awaitable[Any], Cancellable, Protocol):
 class Items(Cancellable, Protocol):
     """The future messages of a worker's stream."""
 
-    async def __anext__(self) -> bytes: ...
+    async def __anext__(self) -> Any: ...
 
 
 class Handle(Protocol):
     """A worker as an ingress sees it; `ServeHandle` is the real one."""
 
-    def generate(self, submit: bytes) -> Items: ...
+    def stream(self, method: str, *arguments: Any) -> Items: ...
 
     def ask(self, method: str, *arguments: Any) -> Reply: ...
 
@@ -61,8 +62,8 @@ class ServeHandle:
         self._handle = handle
         self._streaming = handle.options(stream=True)
 
-    def generate(self, submit: bytes) -> Items:
-        items: Items = self._streaming.generate.remote(submit)
+    def stream(self, method: str, *arguments: Any) -> Items:
+        items: Items = getattr(self._streaming, method).remote(*arguments)
         return items
 
     def ask(self, method: str, *arguments: Any) -> Reply:
@@ -93,12 +94,22 @@ async def ask(handle: Handle, method: str, *arguments: Any, deadline_s: float) -
 
 
 class Stream:
-    """One `generate` call: `next()` until the last message, then leave the `with` block."""
+    """A worker's method that speaks for long: `next()` until the last message, then leave `with`.
 
-    def __init__(self, handle: Handle, submit: bytes, *, deadline_s: float) -> None:
+    A worker that is killed ends it within milliseconds, one that is frozen after `silence_s`.
+    """
+
+    def __init__(
+        self,
+        handle: Handle,
+        method: str,
+        *arguments: Any,
+        deadline_s: float = math.inf,
+        silence_s: float = SILENCE_S,
+    ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._deadline = self._loop.time() + deadline_s
-        self._items = contextvars.Context().run(handle.generate, submit)
+        self._deadline, self._silence_s = self._loop.time() + deadline_s, silence_s
+        self._items = contextvars.Context().run(handle.stream, method, *arguments)
         self.finished = False
 
     def __enter__(self) -> Stream:
@@ -113,16 +124,16 @@ class Stream:
         if not self.finished:
             self._items.cancel()
 
-    async def next(self) -> bytes:
+    async def next(self) -> Any:
         """The next message. Raises EngineLost or DeadlinePassed."""
-        until = min(self._deadline, self._loop.time() + SILENCE_S)
+        until = min(self._deadline, self._loop.time() + self._silence_s)
         try:
             async with asyncio.timeout_at(until):
                 return await self._items.__anext__()
         except TimeoutError:
             if until == self._deadline:
                 raise DeadlinePassed from None
-            raise EngineLost(f"the worker said nothing for {SILENCE_S:g} s") from None
+            raise EngineLost(f"the worker said nothing for {self._silence_s:g} s") from None
         except StopAsyncIteration:
             raise EngineLost("the worker ended the stream before its last message") from None
         except asyncio.CancelledError:

@@ -114,7 +114,8 @@ class Generation:
     async def _follow(self, job: Job, admitted: asyncio.Future[None]) -> None:
         submit = job.submit
         try:
-            with Stream(self._handle, wire.encode(submit), deadline_s=submit.deadline_s) as stream:
+            encoded, deadline_s = wire.encode(submit), submit.deadline_s
+            with Stream(self._handle, "generate", encoded, deadline_s=deadline_s) as stream:
                 await self._admission(stream)
                 admitted.set_result(None)
                 self._news.set()

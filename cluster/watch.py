@@ -1,24 +1,25 @@
-"""Keeps asking the worker how it is, so that readiness and metrics never wait for it.
+"""Listens to how the worker is, so that readiness and metrics never wait for it.
 
-A worker that was killed raises; one that is frozen says nothing, and is not ready once its last
-answer is too old. The first answer of a new worker process brings the model's facts.
+One stream of the worker's statistics stays open. A worker that was killed breaks it at once, even
+where Serve has another one before any question would have gone unanswered; one that is frozen says
+nothing, and is not ready once its last word is too old. The first word of a new worker process
+brings the model's facts.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cluster.calls import EngineLost, Handle, Refused, ask
+from cluster.calls import EngineLost, Handle, Refused, Stream, ask
 
 log = logging.getLogger("kvatlas.ingress")
 
-FIRST_PERIOD_S = 0.2
-"""Between two questions while no worker has answered yet."""
+RETRY_S = 0.2
+"""Before the watch turns to a worker again after it lost one."""
 
 
 class Watch:
@@ -42,7 +43,6 @@ class Watch:
         self._stats: dict[str, Any] | None = None
         self._answered_s = clock()
         self._complaint = "no worker has answered yet"
-        self._hurry = asyncio.Event()
         self.info: dict[str, Any] | None = None
 
     @property
@@ -96,30 +96,31 @@ class Watch:
         }
 
     async def run(self) -> None:
-        """Ask for ever."""
+        """Listen for ever."""
         while True:
-            await self.turn()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._period_s if self._stats else FIRST_PERIOD_S):
-                    await self._hurry.wait()
-            self._hurry.clear()
+            await self.listen()
+            await asyncio.sleep(RETRY_S)
 
-    async def turn(self) -> None:
-        """One question; when it fails that is logged, counted and shows in readiness."""
+    async def listen(self) -> None:
+        """Follow one worker until it is lost; that is logged, counted and shows in readiness."""
+        silence_s = self._period_s + self._timeout_s
         try:
-            await self.look()
+            with Stream(self._handle, "beats", self._period_s, silence_s=silence_s) as beats:
+                while True:
+                    await self._heard(await beats.next(), self._timeout_s)
         except Exception as error:
             self.failed(error)
 
     def suspect(self, error: Exception) -> None:
-        """A stream was lost: the worker is not ready until it answers again, so ask it now."""
+        """A stream was lost: the worker is not ready until it says something again."""
         self.failed(error)
-        self._hurry.set()
 
     async def look(self, deadline_s: float | None = None) -> None:
         """One question. Raises EngineLost."""
         deadline_s = deadline_s or self._timeout_s
-        stats = await ask(self._handle, "stats", deadline_s=deadline_s)
+        await self._heard(await ask(self._handle, "stats", deadline_s=deadline_s), deadline_s)
+
+    async def _heard(self, stats: dict[str, Any], deadline_s: float) -> None:
         if self.info is None or self._stats is None or stats["gang"] != self._stats["gang"]:
             self.info = await ask(self._handle, "info", deadline_s=deadline_s)
             log.info("worker %s (process %s) answers", stats["gang"], stats["pid"])

@@ -147,6 +147,12 @@ class GPUWorker:
             "pid": os.getpid(),
         }
 
+    async def beats(self, period_s: float) -> AsyncIterator[dict[str, Any]]:
+        """`stats`, for as long as somebody listens: a listener hears when this process dies."""
+        while True:
+            yield await self.stats()
+            await asyncio.sleep(period_s)
+
     async def flush(self) -> int:
         """Forget all cached blocks that no request uses; how many they were."""
         self._start()

@@ -50,6 +50,7 @@ class FakeWorker:
         self.quiet = asyncio.Condition()
         self.alive = True
         self.gang = "gang-1"
+        self.beat = asyncio.Event()
         self.cached = 0
 
     async def generate(self, data: bytes) -> AsyncGenerator[bytes]:
@@ -156,6 +157,13 @@ class FakeWorker:
             "pid": 4242,
         }
 
+    async def beats(self, period_s: float) -> AsyncGenerator[dict[str, Any]]:
+        """Says how it is at once, then each time `beat` is set."""
+        while True:
+            yield await self.stats()
+            await self.beat.wait()
+            self.beat.clear()
+
     async def info(self) -> dict[str, Any]:
         return {
             "gang": self.gang,
@@ -218,6 +226,11 @@ class ServedFake(FakeWorker):
     async def stats(self) -> dict[str, Any]:
         return {**await super().stats(), "pid": os.getpid(), "failure": self.failure}
 
+    async def beats(self, period_s: float) -> AsyncGenerator[dict[str, Any]]:
+        while True:
+            yield await self.stats()
+            await asyncio.sleep(period_s)
+
     async def check_health(self) -> None:
         if self.failure is not None:
             raise RuntimeError(self.failure)
@@ -230,11 +243,11 @@ class DoesNotFit(Exception):
 class LocalItems:
     """A stream of a worker in this process, which runs on whether or not anybody reads."""
 
-    def __init__(self, events: AsyncGenerator[bytes]) -> None:
-        self._queue: asyncio.Queue[bytes | BaseException] = asyncio.Queue()
+    def __init__(self, events: AsyncGenerator[Any]) -> None:
+        self._queue: asyncio.Queue[Any] = asyncio.Queue()
         self._task = asyncio.ensure_future(self._pump(events))
 
-    async def _pump(self, events: AsyncGenerator[bytes]) -> None:
+    async def _pump(self, events: AsyncGenerator[Any]) -> None:
         try:
             async for event in events:
                 self._queue.put_nowait(event)
@@ -242,7 +255,7 @@ class LocalItems:
         except Exception as error:
             self._queue.put_nowait(error)
 
-    async def __anext__(self) -> bytes:
+    async def __anext__(self) -> Any:
         item = await self._queue.get()
         if isinstance(item, BaseException):
             raise item
@@ -271,8 +284,8 @@ class LocalHandle:
     def __init__(self, worker: FakeWorker) -> None:
         self.worker = worker
 
-    def generate(self, submit: bytes) -> LocalItems:
-        return LocalItems(self.worker.generate(submit))
+    def stream(self, method: str, *arguments: Any) -> LocalItems:
+        return LocalItems(getattr(self.worker, method)(*arguments))
 
     def ask(self, method: str, *arguments: Any) -> Awaitable[Any]:
         return LocalReply(getattr(self.worker, method)(*arguments))

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from cluster import calls
 from cluster.calls import DeadlinePassed, EngineLost, Refused, ServeHandle, Stream, ask
 
 pytestmark = pytest.mark.anyio
@@ -37,12 +36,12 @@ class Handle:
         self.work = work
         self.replies: list[Reply] = []
 
-    def generate(self, submit: bytes) -> Reply:
+    def stream(self, method: str, *arguments: Any) -> Reply:
         self.replies.append(Reply(self.work))
         return self.replies[-1]
 
     def ask(self, method: str, *arguments: Any) -> Reply:
-        return self.generate(b"")
+        return self.stream(method)
 
 
 async def forever() -> None:
@@ -64,7 +63,7 @@ async def test_calls_run_outside_the_request_s_context() -> None:
     token = request_id.set("http-1")
     handle = Handle(number)
     assert await ask(handle, "stats", deadline_s=5) == 7
-    with Stream(handle, b"", deadline_s=5):
+    with Stream(handle, "generate", b"", deadline_s=5):
         pass
     assert [reply.context_of_call for reply in handle.replies] == ["none", "none"]
     request_id.reset(token)
@@ -106,24 +105,27 @@ async def test_what_an_unanswered_call_raises(work: Any, kind: Any, message: str
         (forever, "said nothing for 0.01 s"),
     ],
 )
-async def test_a_stream_that_breaks_is_a_loss(
-    work: Any, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(calls, "SILENCE_S", 0.01)
+async def test_a_stream_that_breaks_is_a_loss(work: Any, message: str) -> None:
     handle = Handle(work)
-    with Stream(handle, b"", deadline_s=60) as stream, pytest.raises(EngineLost, match=message):
+    with (
+        Stream(handle, "generate", b"", silence_s=0.01) as stream,
+        pytest.raises(EngineLost, match=message),
+    ):
         await stream.next()
     assert handle.replies[0].cancelled
 
 
 async def test_a_stream_past_its_deadline_is_no_loss() -> None:
-    with Stream(Handle(forever), b"", deadline_s=0.0) as stream, pytest.raises(DeadlinePassed):
+    with (
+        Stream(Handle(forever), "generate", b"", deadline_s=0.0) as stream,
+        pytest.raises(DeadlinePassed),
+    ):
         await stream.next()
 
 
 async def test_a_finished_stream_is_left_alone() -> None:
     handle = Handle(number)
-    with Stream(handle, b"", deadline_s=5) as stream:
+    with Stream(handle, "generate", b"", deadline_s=5) as stream:
         assert await stream.next() == 7
         stream.finished = True
     assert not handle.replies[0].cancelled
@@ -143,7 +145,7 @@ async def test_a_cancelled_caller_stays_cancelled_and_cancels_its_call() -> None
 
 
 async def _read(handle: Handle) -> None:
-    with Stream(handle, b"", deadline_s=60) as stream:
+    with Stream(handle, "generate", b"", deadline_s=60) as stream:
         await stream.next()
 
 
@@ -170,5 +172,5 @@ def test_the_real_handle_streams_only_what_is_a_stream() -> None:
             return Method(self.prefix + name)
 
     handle: Any = ServeHandle(Deployment())
-    assert handle.generate(b"x") == ("stream generate", (b"x",))
+    assert handle.stream("generate", b"x") == ("stream generate", (b"x",))
     assert handle.ask("where", "id", 3) == ("where", ("id", 3))

@@ -193,6 +193,20 @@ def test_a_lost_worker_is_not_ready_until_serve_has_made_another(
     server.wait_until(lambda: not alive(lost))
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_lost_while_nobody_asks_is_not_ready(
+    server: Server, number: signal.Signals
+) -> None:
+    """Serve makes another one sooner than an unanswered question would tell."""
+    server.wait_until(server.ready)
+    lost = server.pid()
+    os.kill(lost, number)
+    server.wait_until(lambda: not server.ready(), 15.0)
+    server.wait_until(server.ready)
+    assert server.pid() != lost
+    server.wait_until(lambda: not alive(lost))
+
+
 def test_an_engine_that_stopped_is_replaced(server: Server) -> None:
     server.wait_until(server.ready)
     stopped = server.pid()

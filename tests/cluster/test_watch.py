@@ -13,6 +13,9 @@ from tests.cluster.fakes import MODEL, FakeWorker, LocalHandle
 pytestmark = pytest.mark.anyio
 
 
+BROKEN = "the stream broke: RuntimeError: the actor died"
+
+
 class Clock:
     now = 100.0
 
@@ -43,12 +46,26 @@ class Watched:
 async def test_a_lost_stream_makes_the_worker_suspect_until_it_answers() -> None:
     it = Watched()
     await it.watch.look()
-    watching = asyncio.create_task(it.watch.run())
+    listening = asyncio.create_task(it.watch.listen())
     it.watch.suspect(EngineLost("broke"))
     assert not it.watch.ready
-    while not it.watch.ready:  # the watch does not wait for its period
+    it.worker.beat.set()
+    while not it.watch.ready:
         await asyncio.sleep(0)
-    watching.cancel()
+    listening.cancel()
+
+
+async def test_a_worker_that_dies_is_not_ready_at_once() -> None:
+    """Nobody asks it anything, and no time passes."""
+    it = Watched()
+    listening = asyncio.create_task(it.watch.listen())
+    while not it.watch.ready:
+        await asyncio.sleep(0)
+    it.worker.alive = False
+    it.worker.beat.set()
+    await listening
+    assert not it.watch.ready
+    assert it.watch.complaint == f"the worker does not answer: {BROKEN}"
 
 
 async def test_ready_follows_the_answers() -> None:
@@ -132,11 +149,16 @@ async def test_failures_are_logged_once_counted_and_seen(
 ) -> None:
     it = Watched()
     caplog.set_level(logging.INFO)
-    for alive in (True, False, False, True, False):
-        it.worker.alive = alive
-        await it.watch.turn()
+    for lives in (True, False, True):
+        it.worker.alive = lives
+        listening = asyncio.create_task(it.watch.listen())
+        while lives and not it.watch.ready:
+            await asyncio.sleep(0)
+        it.worker.alive = False
+        it.worker.beat.set()
+        await listening
     messages = [r.getMessage() for r in caplog.records]
-    lost = "the worker does not answer: stats failed: RuntimeError: the actor died"
+    lost = f"the worker does not answer: {BROKEN}"
     back = "worker gang-1 (process 4242) answers"
     assert messages == [back, lost, back, lost]
     assert it.failures == 2
