@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import math
 import os
 import re
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 from ray import serve
+from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
+from cluster import gangs
+from cluster.calls import Misrouted
+from cluster.delivery import ANYONE, Delivery
 from cluster.errors import UserError
 from configs.schema import Config
 
@@ -39,7 +45,10 @@ class StartError(UserError):
 
 
 class Worker:
-    """Stands for the real worker class, so that only its own process imports torch."""
+    """Stands for the real worker class, so that only its own process imports torch.
+
+    `call` and `stream` name the gang they are meant for (`delivery.ANYONE` for any) and a method.
+    """
 
     def __init__(self, kind: str, config: Config, directory: str) -> None:
         from cluster.ingress import configure_logging
@@ -54,10 +63,25 @@ class Worker:
                 raise
             raise RuntimeError(_MARK + json.dumps(str(error))) from None
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "_worker":  # the constructor failed
-            raise AttributeError(name)
-        return getattr(self._worker, name)
+    async def call(self, gang: str, method: str, *arguments: Any) -> Any:
+        """What a method answers. Raises Misrouted."""
+        return await self._method(gang, method)(*arguments)
+
+    async def stream(self, gang: str, method: str, *arguments: Any) -> AsyncIterator[Any]:
+        """What a method says as time goes by. Raises Misrouted."""
+        async with contextlib.aclosing(self._method(gang, method)(*arguments)) as items:
+            async for item in items:
+                yield item
+
+    def _method(self, gang: str, method: str) -> Any:
+        own = self._worker.gang
+        if gang not in (ANYONE, own):
+            raise Misrouted(f"this is {own}, not {gang}")
+        return getattr(self._worker, method)
+
+    async def check_health(self) -> None:
+        """Raises where Serve should make another worker."""
+        await self._worker.check_health()
 
 
 class Ingress:
@@ -71,7 +95,14 @@ class Ingress:
         configure_logging(config.server.log_level, as_json=config.server.log_json)
         tokenizer = load_tokenizer(Path(directory))
         name = serve.get_replica_context().replica_id.unique_id
-        self._api = Api(config, model, ServeHandle(worker), tokenizer, name=name)
+        self._api = Api(
+            config,
+            model,
+            ServeHandle(worker),
+            tokenizer,
+            name=name,
+            listed=lambda: gangs.listed.get(WORKER, frozenset()),
+        )
 
     def __serve_build_asgi_app__(self) -> Any:
         from cluster.ingress import build_app
@@ -117,12 +148,14 @@ def build(
     if on_gpu:
         resources["num_gpus"] = cluster.gpus_per_worker
     deployment: Any = serve.deployment  # its annotations do not know that it makes deployments
+    delivery: Any = Delivery
     workers = deployment(
         Worker,
         name=WORKER,
         num_replicas=cluster.workers,
         ray_actor_options=resources,
         graceful_shutdown_timeout_s=5.0,
+        request_router_config=RequestRouterConfig(request_router_class=delivery),
         **common,
     ).bind(worker, config, directory)
     ingress = deployment(

@@ -25,6 +25,14 @@ class EngineLost(Exception):
     """The worker did not answer: dead, frozen, or cut off."""
 
 
+class Undelivered(EngineLost):
+    """The worker that was meant is not there any more: it has seen nothing of this call."""
+
+
+class Misrouted(Exception):
+    """What a worker answers to a call that is meant for another one."""
+
+
 class Refused(Exception):
     """The worker answered that it cannot do what was asked."""
 
@@ -48,7 +56,9 @@ class Items(Cancellable, Protocol):
 
 
 class Handle(Protocol):
-    """A worker as an ingress sees it; `ServeHandle` is the real one."""
+    """A worker as an ingress sees it, or any of them; `ServeHandle` is the real one."""
+
+    def to(self, gang: str) -> Handle: ...
 
     def stream(self, method: str, *arguments: Any) -> Items: ...
 
@@ -56,18 +66,23 @@ class Handle(Protocol):
 
 
 class ServeHandle:
-    """A `Handle` over Serve's deployment handle."""
+    """A `Handle` over Serve's handle of the deployment `app.Worker`, whose router is `Delivery`."""
 
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle
-        self._streaming = handle.options(stream=True)
+    def __init__(self, handle: Any, gang: str = "") -> None:
+        self._handle, self._gang = handle, gang
+        self._call = handle.options(method_name="call")
+        self._stream = handle.options(method_name="stream", stream=True)
+
+    def to(self, gang: str) -> ServeHandle:
+        """The same for one gang."""
+        return ServeHandle(self._handle, gang)
 
     def stream(self, method: str, *arguments: Any) -> Items:
-        items: Items = getattr(self._streaming, method).remote(*arguments)
+        items: Items = self._stream.remote(self._gang, method, *arguments)
         return items
 
     def ask(self, method: str, *arguments: Any) -> Reply:
-        reply: Reply = getattr(self._handle, method).remote(*arguments)
+        reply: Reply = self._call.remote(self._gang, method, *arguments)
         return reply
 
 
@@ -87,6 +102,8 @@ async def ask(handle: Handle, method: str, *arguments: Any, deadline_s: float) -
         raise
     except ValueError as error:
         raise Refused(str(getattr(error, "cause", error))) from None
+    except Misrouted as error:
+        raise Undelivered(f"{method} was not delivered: {_shown(error)}") from None
     except Exception as error:
         raise EngineLost(f"{method} failed: {_shown(error)}") from error
     finally:
@@ -139,6 +156,8 @@ class Stream:
         except asyncio.CancelledError:
             _unless_ours("the worker cancelled the stream")
             raise
+        except Misrouted as error:
+            raise Undelivered(f"the call was not delivered: {_shown(error)}") from None
         except Exception as error:
             raise EngineLost(f"the stream broke: {_shown(error)}") from error
 

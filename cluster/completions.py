@@ -136,9 +136,7 @@ class Completion(Response):
         self._timed = all(job.submit.stream for job in jobs)
         names = dict.fromkeys((job.submit.id for job in jobs), record.label)
         api.labels.update(names)
-        async with Generation(
-            api.handle, jobs, metrics=api.metrics, on_lost=api.watch.suspect
-        ) as generation:
+        async with Generation(api.dispatcher, jobs, metrics=api.metrics) as generation:
             try:
                 await generation.admit()
                 if request.stream:

@@ -2,7 +2,8 @@
 
 Each prompt is one stream for all its choices, with a task that reads it. The tasks fold what
 arrives into the choices and say that there is news; whoever answers takes from the choices when it
-can send. Leaving the block ends everything, however it is left.
+can send. When an engine is lost another one goes on after the tokens that have come, so a client
+sees one unbroken answer. Leaving the block ends everything, however it is left.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 
-from cluster.calls import DeadlinePassed, EngineLost, Handle, Refused, Stream, ask
+from cluster.calls import DeadlinePassed, EngineLost, Refused, Stream, Undelivered, ask
 from cluster.choices import Choice
+from cluster.dispatch import Dispatcher, Target
 from cluster.errors import ApiError
 from cluster.metrics import Metrics, Times
 from worker import wire
@@ -28,12 +30,52 @@ ABORT_S = 5.0
 """How long a worker has to end one choice of several; it runs to its own end otherwise."""
 
 
-@dataclass(frozen=True, slots=True)
+LOSSES_MAX = 2
+"""Engines that may be lost under a request: it may be what kills them."""
+
+UNDELIVERED_MAX = 8
+"""Times that a request may find its worker gone before it got there."""
+
+MORE_GANGS = 2
+"""Gangs that are tried after one whose queue is full."""
+
+FAILOVER_S = 60.0
+"""How long a request that has begun waits for a worker to go on."""
+
+
+class QueueFull(Exception):
+    """A gang takes no more; `answer` is what the client is told if no other does."""
+
+    def __init__(self, answer: ApiError) -> None:
+        super().__init__(answer)
+        self.answer = answer
+
+
+@dataclass(slots=True)
 class Job:
-    """One prompt: what the engine is asked, and the choices that its answer goes into."""
+    """One prompt: what the engine is asked, and the choices that its answer goes into.
+
+    `generated` and `scored` remember what came, so that another engine can go on after it: the
+    token ids of each choice, and the prompt's log-probabilities by their number.
+    """
 
     submit: wire.Submit
     choices: Sequence[Choice]
+    generated: list[list[int]] = field(default_factory=list)
+    scored: int = 0
+
+    def __post_init__(self) -> None:
+        self.generated = [[] for _ in self.choices]
+
+    def again(self, attempt: int, deadline_s: float) -> wire.Submit:
+        """What another engine is asked: to go on where the last one was lost."""
+        inputs = self.submit.choices  # a beam search starts again
+        if not self.submit.params.beam_width:
+            inputs = [
+                wire.ChoiceInput(ids, finished=choice.finish_reason is not None)
+                for ids, choice in zip(self.generated, self.choices, strict=True)
+            ]
+        return replace(self.submit, attempt=attempt, deadline_s=deadline_s, choices=inputs)
 
     @property
     def finished(self) -> bool:
@@ -49,19 +91,10 @@ class Job:
 class Generation:
     """All streams of one request, used as `async with Generation(...)`."""
 
-    def __init__(
-        self,
-        handle: Handle,
-        jobs: Sequence[Job],
-        *,
-        metrics: Metrics,
-        on_lost: Callable[[EngineLost], None],
-    ) -> None:
-        """`on_lost` is told of a stream that broke."""
-        self._handle = handle
+    def __init__(self, dispatcher: Dispatcher, jobs: Sequence[Job], *, metrics: Metrics) -> None:
+        self._dispatcher = dispatcher
         self._jobs = jobs
         self._metrics = metrics
-        self._on_lost = on_lost
         self._news = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._failure: ApiError | None = None
@@ -112,29 +145,73 @@ class Generation:
         return True
 
     async def _follow(self, job: Job, admitted: asyncio.Future[None]) -> None:
-        submit = job.submit
         try:
-            encoded, deadline_s = wire.encode(submit), submit.deadline_s
-            with Stream(self._handle, "generate", encoded, deadline_s=deadline_s) as stream:
-                await self._admission(stream)
-                admitted.set_result(None)
-                self._news.set()
-                times = Times(time.monotonic(), each_token=job.submit.stream)
-                await self._tokens(stream, job, times)
-                self._metrics.followed(times)
+            await self._serve(job, admitted)
         except ApiError as error:
             self._fail(error)
-        except EngineLost as error:
-            log.warning("lost the worker of %s: %s", submit.id, error)
-            self._on_lost(error)
-            message = f"the worker was lost: {error}"
-            self._fail(ApiError(503, "worker_lost", message, retry_after_s=1))
         except DeadlinePassed:
-            message = f"no complete answer in {submit.deadline_s:g} s (limits.request_timeout_s)"
+            message = (
+                f"no complete answer in {job.submit.deadline_s:g} s (limits.request_timeout_s)"
+            )
             self._fail(ApiError(408, "timeout", message))
         except Exception as error:
-            log.exception("could not follow %s", submit.id)
+            log.exception("could not follow %s", job.submit.id)
             self._fail(ApiError(500, "internal_error", f"{type(error).__name__}: {error}"))
+
+    async def _serve(self, job: Job, admitted: asyncio.Future[None]) -> None:
+        """Try gangs until one has answered all. Raises ApiError, DeadlinePassed."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + job.submit.deadline_s
+        target = self._dispatcher.choose(job.submit, ())
+        losses, undelivered, full = 0, 0, set[str]()
+        while True:
+            if target is None:
+                raise ApiError(503, "worker_lost", "no worker is ready", retry_after_s=1)
+            submit = job.submit
+            if losses:
+                submit = job.again(losses, until_s - loop.time())
+            try:
+                with self._dispatcher.opened(target, submit):
+                    return await self._attempt(submit, job, target, admitted)
+            except QueueFull as refused:
+                full.add(target.gang)
+                target = self._dispatcher.choose(job.submit, full)
+                if target is None or len(full) > MORE_GANGS:
+                    raise refused.answer from None
+            except EngineLost as error:
+                if isinstance(error, Undelivered):
+                    undelivered += 1
+                else:
+                    losses += 1
+                log.warning("lost the worker %s of %s: %s", target.gang, job.submit.id, error)
+                self._dispatcher.gangs.suspect(target.gang, error)
+                if losses == LOSSES_MAX or undelivered > UNDELIVERED_MAX:
+                    message = f"this request lost its worker {losses} times: {error}"
+                    raise ApiError(500, "worker_lost", message) from None
+                target = await self._another(job, target, until_s - loop.time())
+
+    async def _another(self, job: Job, lost: Target, left_s: float) -> Target:
+        """Where to go on; waits for a worker to come back. Raises ApiError."""
+        try:
+            return await self._dispatcher.wait(job.submit, {lost.gang}, min(FAILOVER_S, left_s))
+        except EngineLost as error:
+            message = f"the worker was lost: {error}"
+            raise ApiError(503, "worker_lost", message, retry_after_s=1) from None
+
+    async def _attempt(
+        self, submit: wire.Submit, job: Job, target: Target, admitted: asyncio.Future[None]
+    ) -> None:
+        """One engine's work. Raises ApiError, QueueFull, EngineLost, DeadlinePassed."""
+        encoded, deadline_s = wire.encode(submit), submit.deadline_s
+        with Stream(target.handle, "generate", encoded, deadline_s=deadline_s) as stream:
+            await self._admission(stream)
+            if not admitted.done():
+                admitted.set_result(None)
+            self._news.set()
+            times = Times(time.monotonic(), each_token=submit.stream)
+            await self._tokens(stream, job, target, times)
+            if not submit.attempt:
+                self._metrics.followed(times)
 
     def _fail(self, error: ApiError) -> None:
         self._failure = self._failure or error
@@ -146,31 +223,36 @@ class Generation:
             stream.finished = True
             status, code = _REJECTED.get(first.reason, (503, first.reason))
             retry_after_s = None if status == 400 else first.retry_after_s
-            raise ApiError(status, code, first.message, retry_after_s=retry_after_s)
+            answer = ApiError(status, code, first.message, retry_after_s=retry_after_s)
+            raise QueueFull(answer) if status == 429 else answer
         if isinstance(first, wire.Error):
             stream.finished = True
             raise ApiError(first.status, first.code, first.message)
         if not isinstance(first, wire.Accepted):
             raise wire.WireError(f"a stream began with {type(first).__name__}")
 
-    async def _tokens(self, stream: Stream, job: Job, times: Times) -> None:
-        running = set(range(len(job.choices)))  # in the engine
+    async def _tokens(self, stream: Stream, job: Job, target: Target, times: Times) -> None:
+        running = {i for i, c in enumerate(job.choices) if c.finish_reason is None}  # in the engine
         while not job.finished:
             event = wire.decode(await stream.next())
             match event:
                 case wire.Delta():
-                    self._add(event, job)
-                case wire.Finish():
+                    job.generated[event.choice] += event.tokens
+                    self._add(event, job, target)
+                case wire.Finish() if event.choice in running:
                     job.choices[event.choice].finish(event)
                     running.discard(event.choice)
                     stream.finished = not running
                 case wire.PromptLogprobs():
+                    known = min(len(event.entries), max(0, job.scored - event.start))
+                    event = wire.PromptLogprobs(event.start + known, event.entries[known:])
+                    job.scored = max(job.scored, event.start + len(event.entries))
                     for choice in job.choices:
                         choice.echo_scored(event)
                 case wire.Error():
                     stream.finished = True
                     raise ApiError(event.status, event.code, event.message)
-                case wire.Mark():
+                case wire.Mark() | wire.Finish():
                     continue
                 case _:
                     raise wire.WireError(f"{type(event).__name__} in the middle of a stream")
@@ -193,18 +275,18 @@ class Generation:
             times.choices[event.choice] = now_s
         times.last_s = now_s
 
-    def _add(self, delta: wire.Delta, job: Job) -> None:
+    def _add(self, delta: wire.Delta, job: Job, target: Target) -> None:
         choice = job.choices[delta.choice]
         if choice.finish_reason is not None:
             return  # the engine has not heard of it yet
         choice.add(delta.tokens, delta.logprobs)
         if choice.finish_reason is not None and not job.finished:
-            ending = self._end(job.submit.id, delta.choice)
+            ending = self._end(target, job.submit.id, delta.choice)
             self._tasks.append(asyncio.get_running_loop().create_task(ending))
 
-    async def _end(self, request_id: str, choice: int) -> None:
+    async def _end(self, target: Target, request_id: str, choice: int) -> None:
         """Tell the engine that a choice is complete while others of its prompt go on."""
         try:
-            await ask(self._handle, "abort", request_id, choice, deadline_s=ABORT_S)
+            await ask(target.handle, "abort", request_id, choice, deadline_s=ABORT_S)
         except (EngineLost, Refused) as error:
             log.warning("could not end choice %d of %s: %s", choice, request_id, error)

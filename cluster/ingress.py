@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -18,13 +17,14 @@ from starlette.responses import Response
 
 from cluster import openai, prompts
 from cluster.answers import dumps
-from cluster.calls import EngineLost, Handle, Refused, ask
+from cluster.calls import Handle, Refused
 from cluster.completions import Completion
+from cluster.dispatch import Dispatcher
 from cluster.errors import ApiError, invalid
+from cluster.gangs import Gangs
 from cluster.limits import BodyLimit, label_of
 from cluster.metrics import CONTENT_TYPE, Metrics, Record
 from cluster.text import TextService
-from cluster.watch import Watch
 from configs.schema import Config
 
 log = logging.getLogger("kvatlas.ingress")
@@ -34,32 +34,42 @@ DEBUG_DEADLINE_S = 2.0
 
 
 class Api:
-    """What one ingress has: the worker's handle, the tokenizer, metrics, the watch."""
+    """What one ingress has: the workers' handle, those that Serve lists, the tokenizer, metrics."""
 
     def __init__(
-        self, config: Config, model: str, handle: Handle, tokenizer: Any, *, name: str
+        self,
+        config: Config,
+        model: str,
+        handle: Handle,
+        tokenizer: Any,
+        *,
+        name: str,
+        listed: Callable[[], frozenset[str]],
     ) -> None:
         self.config = config
         self.model = model
         self.handle = handle
         self.text = TextService(tokenizer)
-        self.watch = Watch(
+        self.gangs = Gangs(
             handle,
+            listed,
+            model=model,
             period_s=config.cluster.health_period_s,
             timeout_s=config.cluster.health_timeout_s,
             step_timeout_s=config.cluster.step_timeout_s,
             on_failure=lambda: self.metrics.background_failure("watch"),
         )
-        self.metrics = Metrics(model, name, self.watch.snapshots)
+        self.dispatcher = Dispatcher(self.gangs, handle)
+        self.metrics = Metrics(model, name, self.gangs.snapshots)
         self.created = int(time.time())
         self.labels: dict[str, str] = {}  # the clients' names of what the engine is working on
 
     def served(self) -> openai.Served:
         """What is served. Raises 503 while no worker can take a request."""
-        info = self.watch.info
-        if info is None or not self.watch.ready:
+        info = self.gangs.info
+        if info is None or not self.gangs.ready():
             code = "no_capacity" if info is None else "worker_lost"
-            message = f"{self.model} is not ready: {self.watch.complaint}"
+            message = f"{self.model} is not ready: {self.gangs.complaint}"
             raise ApiError(503, code, message, retry_after_s=1)
         return openai.Served(
             model=self.model,
@@ -75,14 +85,20 @@ class Api:
         self.metrics.finished(record)
         requests_log.info(record.line(), extra={"record": record})
 
-    async def debug(self, method: str, *arguments: Any) -> Any:
-        """The answer of a worker's debug method. Raises 503 when there is none in time."""
-        try:
-            return await ask(self.handle, method, *arguments, deadline_s=DEBUG_DEADLINE_S)
-        except Refused as error:
-            raise invalid(str(error)) from None
-        except EngineLost as error:
-            raise ApiError(503, "worker_lost", str(error), retry_after_s=1) from None
+    async def debug(self, method: str, *arguments: Any) -> tuple[list[Any], dict[str, Any]]:
+        """What each worker answers, and a `missing` entry where some do not in time.
+
+        Raises 400 where a worker refused, 503 where none answered.
+        """
+        answers, errors = await self.gangs.ask_all(method, *arguments, deadline_s=DEBUG_DEADLINE_S)
+        for error in errors.values():
+            if isinstance(error, Refused):
+                raise invalid(str(error)) from None
+        if not answers:
+            message = "; ".join(map(str, errors.values())) or self.gangs.complaint
+            raise ApiError(503, "worker_lost", message, retry_after_s=1)
+        missing = {gang: str(error) for gang, error in errors.items()}
+        return list(answers.values()), {"missing": missing} if missing else {}
 
 
 def build_app(api: Api, *, echo_label: bool = True) -> FastAPI:
@@ -91,10 +107,8 @@ def build_app(api: Api, *, echo_label: bool = True) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        watching = asyncio.create_task(api.watch.run())
-        yield
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
+        async with api.gangs.followed():
+            yield
         api.text.close()
 
     app = FastAPI(title="kvatlas", lifespan=lifespan)
@@ -158,7 +172,7 @@ def _add_completions(app: FastAPI, api: Api) -> None:
     )
 
     def card() -> dict[str, Any]:
-        info = api.watch.info or {}
+        info = api.gangs.info or {}
         return {
             "id": api.model,
             "object": "model",
@@ -218,28 +232,31 @@ def _add_state(app: FastAPI, api: Api) -> None:
 
     @app.get("/health/ready")
     async def ready() -> Response:
-        return _json(api.watch.report(), 200 if api.watch.ready else 503)
+        report = api.gangs.report()
+        return _json(report, 200 if report["ready"] else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        with suppress(EngineLost):  # then the engine's samples are missing, which is the message
-            await api.watch.look(deadline_s=DEBUG_DEADLINE_S)
+        await api.gangs.refresh(DEBUG_DEADLINE_S)
         return Response(api.metrics.text(), media_type=CONTENT_TYPE)
 
     @app.get("/debug/kv")
     async def debug_kv() -> Response:
-        return _json({"gangs": [await api.debug("debug_kv")]})
+        gangs, missing = await api.debug("debug_kv")
+        return _json({"gangs": gangs, **missing})
 
     @app.post("/debug/flush")
     async def debug_flush() -> Response:
-        return _json({"flushed": await api.debug("flush")})
+        flushed, missing = await api.debug("flush")
+        return _json({"flushed": sum(flushed), **missing})
 
     @app.get("/debug/requests")
     async def debug_requests() -> Response:
-        found = await api.debug("debug_requests")
-        return _json(
-            {"requests": [{**entry, "label": api.labels.get(entry["request"])} for entry in found]}
-        )
+        found, missing = await api.debug("debug_requests")
+        entries = [
+            {**entry, "label": api.labels.get(entry["request"])} for some in found for entry in some
+        ]
+        return _json({"requests": entries, **missing})
 
     @app.get("/debug/where")
     async def debug_where(request: Request) -> Response:
@@ -247,11 +264,11 @@ def _add_state(app: FastAPI, api: Api) -> None:
         name, token = query.get("request", ""), query.get("token", "")
         if not name or not token.isascii() or not token.isdigit() or len(token) > 12:
             raise invalid("ask with ?request=ID&token=N, N counted from 0", "token")
-        found = await api.debug("where", name, int(token))
-        if found is None:
+        found, _ = await api.debug("where", name, int(token))
+        if not any(found):
             message = f"no request {name[:80]!r} is being served now (/debug/requests lists them)"
             raise ApiError(404, "request_not_found", message, param="request")
-        return _json(found)
+        return _json(next(filter(None, found)))
 
 
 class JsonLines(logging.Formatter):

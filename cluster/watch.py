@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from cluster.calls import EngineLost, Handle, Refused, Stream, ask
@@ -43,6 +43,7 @@ class Watch:
         self._stats: dict[str, Any] | None = None
         self._answered_s = clock()
         self._complaint = "no worker has answered yet"
+        self._asking: asyncio.Task[None] | None = None
         self.info: dict[str, Any] | None = None
 
     @property
@@ -67,32 +68,22 @@ class Watch:
             return f"a step has run for {self._stats['step_age_s']:.0f} s: the device hangs"
         return ""
 
-    def snapshots(self) -> Mapping[str, dict[str, Any]]:
-        """The last statistics of each gang that is ready."""
-        if self._stats is None or self.info is None or not self.ready:
-            return {}
-        return {self._stats["gang"]: {**self._stats, "block_size": self.info["block_size"]}}
+    def snapshot(self) -> dict[str, Any]:
+        """The last statistics; only of one that is ready."""
+        assert self._stats is not None
+        assert self.info is not None
+        return {**self._stats, "block_size": self.info["block_size"]}
 
-    def report(self) -> dict[str, Any]:
-        """The body of `/health/ready`."""
-        gangs = []
-        if self._stats is not None:
-            gangs.append(
-                {
-                    "gang": self._stats["gang"],
-                    "ready": self.ready,
-                    "reason": self.complaint,
-                    "pid": self._stats["pid"],
-                    "step_age_s": round(self._stats["step_age_s"], 3),
-                    "answer_age_s": round(self._clock() - self._answered_s, 3),
-                }
-            )
-        info = self.info or {"model": None, "table": {}}
-        model = {"model": info["model"], "ready": self.ready, "table": info["table"]}
+    def report(self, gang: str) -> dict[str, Any]:
+        """Its entry in `/health/ready`."""
+        entry = {"gang": gang, "ready": self.ready, "reason": self.complaint}
+        if self._stats is None:
+            return {**entry, "pid": None, "step_age_s": None, "answer_age_s": None}
         return {
-            "ready": self.ready,
-            "reason": self.complaint,
-            "models": [{**model, "gangs": gangs}],
+            **entry,
+            "pid": self._stats["pid"],
+            "step_age_s": round(self._stats["step_age_s"], 3),
+            "answer_age_s": round(self._clock() - self._answered_s, 3),
         }
 
     async def run(self) -> None:
@@ -112,8 +103,15 @@ class Watch:
             self.failed(error)
 
     def suspect(self, error: Exception) -> None:
-        """A stream was lost: the worker is not ready until it says something again."""
+        """A stream was lost: the worker is not ready until it answers again, so ask it now."""
         self.failed(error)
+        self._asking = asyncio.create_task(self._ask())
+
+    async def _ask(self) -> None:
+        try:
+            await self.look()
+        except Exception as error:
+            self.failed(error)
 
     async def look(self, deadline_s: float | None = None) -> None:
         """One question. Raises EngineLost."""

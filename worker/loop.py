@@ -161,7 +161,7 @@ class EngineLoop:
             return
         self._boxes[request.id] = box
         self._choices += request.choices
-        choices_open = set(range(request.choices))
+        choices_open = set(range(request.choices)) - request.ended
         self._post(lambda: self._submit(request))
         try:
             sent_at_s = self.now()

@@ -82,6 +82,8 @@ class GPUWorker:
             raise ValueError(f"token ids must be between 0 and {limits.vocab_size - 1}")
         if len(message.choices) != message.params.n:
             raise ValueError(f"{len(message.choices)} choices were sent for n={message.params.n}")
+        if all(choice.finished for choice in message.choices):
+            raise ValueError("all choices are finished already")
         room = longest - len(message.prompt)
         if room < (message.params.max_tokens > 0):
             raise ValueError(
@@ -98,6 +100,7 @@ class GPUWorker:
             attempt=message.attempt,
             stream=message.stream,
             generated=tuple(tuple(choice.generated) for choice in message.choices),
+            ended=frozenset(i for i, choice in enumerate(message.choices) if choice.finished),
         )
 
     async def abort(self, request_id: str, choice: int | None = None) -> bool:

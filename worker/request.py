@@ -103,6 +103,7 @@ class Request:
     label: str = ""
     salt: bytes = b""
     generated: tuple[tuple[int, ...], ...] = ((),)
+    ended: frozenset[int] = frozenset()  # choices that had come to their end in an earlier attempt
     order: int = 0  # of submission; breaks ties of arrival
     admitted_s: float | None = None
     first_token_s: float | None = None
@@ -114,6 +115,8 @@ class Request:
         # A search has no choices before its end; it starts with one beam and never in its middle.
         generated = ((),) if self.params.beam_width else self.generated
         self.sequences = [Sequence(self, i, done) for i, done in enumerate(generated)]
+        for choice in self.ended:
+            self.sequences[choice].finish_reason = "earlier"
 
     @property
     def choices(self) -> int:
@@ -121,9 +124,10 @@ class Request:
         return self.params.n if self.params.beam_width else len(self.sequences)
 
     @property
-    def rank(self) -> tuple[int, float, int]:
-        """Smaller is served first and preempted last."""
-        return (self.priority, self.arrival_s, self.order)
+    def rank(self) -> tuple[bool, int, float, int]:
+        """Smaller is served first and preempted last: who was served already and lost his engine,
+        then by priority and arrival."""
+        return (self.attempt == 0, self.priority, self.arrival_s, self.order)
 
     @property
     def finished(self) -> bool:

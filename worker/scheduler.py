@@ -115,7 +115,8 @@ class Scheduler:
         self._orders += 1
         request.order = self._orders
         for sequence in request.sequences:
-            self.wait(sequence)
+            if sequence.finish_reason is None:
+                self.wait(sequence)
 
     def wait(self, sequence: Sequence) -> None:
         """Put a sequence that has neither table nor slot at its place in the queue."""
@@ -220,7 +221,7 @@ class Scheduler:
             pool.step_ended(before - 1)
 
 
-def _rank(sequence: Sequence) -> tuple[int, float, int, int]:
+def _rank(sequence: Sequence) -> tuple[bool, int, float, int, int]:
     return (*sequence.request.rank, sequence.choice)
 
 

@@ -26,9 +26,10 @@ class WireError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ChoiceInput:
-    """What one choice has generated in earlier attempts; empty on the first."""
+    """What one choice has generated in earlier attempts, and whether that was all of it."""
 
     generated: list[int] = field(default_factory=list)
+    finished: bool = False
 
 
 @dataclass(frozen=True, slots=True)

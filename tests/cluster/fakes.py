@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import httpx
 import uvicorn
 
+from cluster.calls import Misrouted
 from cluster.ingress import Api, build_app
 from configs.schema import Config, load
 from tests.cluster import tokens
@@ -82,7 +84,7 @@ class FakeWorker:
         yield wire.Accepted(submit.id, len(submit.prompt))
         for event in self._prompt_logprobs(submit):
             yield event
-        running = list(range(len(submit.choices)))
+        running = [i for i, choice in enumerate(submit.choices) if not choice.finished]
         start = 0
         while running:
             for choice in running[:]:
@@ -100,8 +102,9 @@ class FakeWorker:
             start += self.per_delta
 
     def _event(self, submit: wire.Submit, choice: int, start: int) -> wire.Delta | wire.Finish:
-        """What a choice says from its token `start` on."""
+        """What a choice says from its token `start` on, after those of earlier attempts."""
         out, reason, stop = self._tokens(submit, choice)
+        start += len(submit.choices[choice].generated)
         if submit.params.beam_width:
             made = wire.Finish(choice, reason, len(submit.prompt), 0, len(out), stop, out)
             return replace(made, score=-0.5 - choice)
@@ -229,7 +232,9 @@ class ServedFake(FakeWorker):
     async def beats(self, period_s: float) -> AsyncGenerator[dict[str, Any]]:
         while True:
             yield await self.stats()
-            await asyncio.sleep(period_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(period_s):
+                    await self.beat.wait()
 
     async def check_health(self) -> None:
         if self.failure is not None:
@@ -238,6 +243,17 @@ class ServedFake(FakeWorker):
 
 class DoesNotFit(Exception):
     """As the real worker refuses."""
+
+
+class GoneWorker(FakeWorker):
+    """Whoever is asked when the one that was meant is not there."""
+
+    async def generate(self, data: bytes) -> AsyncGenerator[bytes]:
+        raise Misrouted("this is another")
+        yield b""
+
+    async def stats(self) -> dict[str, Any]:
+        raise Misrouted("this is another")
 
 
 class LocalItems:
@@ -265,6 +281,9 @@ class LocalItems:
         self._task.cancel()
 
 
+GONE = GoneWorker()
+
+
 class LocalReply:
     """A worker's method in this process."""
 
@@ -279,10 +298,26 @@ class LocalReply:
 
 
 class LocalHandle:
-    """A `calls.Handle` on a worker in this process. `worker` may be replaced by another."""
+    """A `calls.Handle` on workers in this process, which may come and go."""
 
-    def __init__(self, worker: FakeWorker) -> None:
-        self.worker = worker
+    def __init__(self, *workers: FakeWorker, gang: str = "") -> None:
+        self.workers = list(workers)
+        self.gang = gang
+
+    def to(self, gang: str) -> LocalHandle:
+        made = LocalHandle(gang=gang)
+        made.workers = self.workers
+        return made
+
+    def listed(self) -> frozenset[str]:
+        return frozenset(worker.gang for worker in self.workers)
+
+    @property
+    def worker(self) -> FakeWorker:
+        for worker in self.workers:
+            if self.gang in ("", worker.gang):
+                return worker
+        return GONE
 
     def stream(self, method: str, *arguments: Any) -> LocalItems:
         return LocalItems(getattr(self.worker, method)(*arguments))
@@ -319,21 +354,29 @@ def config(*overrides: str) -> Config:
 
 
 def make_api(handle: LocalHandle, *overrides: str) -> Api:
-    return Api(config(*overrides), MODEL, handle, tokens.wrapped(), name="ingress-1")  # type: ignore[arg-type]
+    return Api(
+        config(*overrides),
+        MODEL,
+        handle,  # type: ignore[arg-type]
+        tokens.wrapped(),
+        name="ingress-1",
+        listed=handle.listed,
+    )
 
 
 @asynccontextmanager
-async def serving(worker: FakeWorker, *overrides: str) -> AsyncIterator[Served]:
-    """An HTTP server on a free port around `worker`, ready to be asked."""
-    handle = LocalHandle(worker)
+async def serving(
+    worker: FakeWorker, *overrides: str, others: Sequence[FakeWorker] = ()
+) -> AsyncIterator[Served]:
+    """An HTTP server on a free port around `worker` and others, ready to be asked."""
+    handle = LocalHandle(worker, *others)
     api = make_api(handle, *overrides)
     app = build_app(api)
-    await api.watch.look()
     settings = uvicorn.Config(app, port=0, log_level="critical", lifespan="on", ws="none")
     server = uvicorn.Server(settings)
     server.install_signal_handlers = lambda: None  # type: ignore[method-assign]
     serving = asyncio.create_task(server.serve())
-    while not server.started:
+    while not (server.started and len(api.gangs.ready()) == len(handle.workers)):
         await asyncio.sleep(0)
     port = server.servers[0].sockets[0].getsockname()[1]
     url = f"http://127.0.0.1:{port}"

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
+from cluster.calls import Misrouted
 from cluster.errors import UserError
 from tests.cluster.fakes import config
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of pydantic, about Ray Serve
     from cluster import app
+    from cluster.delivery import ANYONE
 
 
 @pytest.fixture(autouse=True)
@@ -90,8 +93,20 @@ class Working:
     def __init__(self, settings: Any, directory: str) -> None:
         self.directory = directory
 
-    def info(self) -> str:
+        self.gang, self.left = "gang-1", False
+
+    async def info(self) -> str:
         return self.directory
+
+    async def count(self, n: int) -> AsyncIterator[int]:
+        try:
+            for i in range(n):
+                yield i
+        finally:
+            self.left = True
+
+    async def check_health(self) -> None:
+        self.healthy = True
 
 
 def make(kind: type[Any]) -> app.Worker:
@@ -113,7 +128,24 @@ def test_other_faults_of_a_worker_keep_their_trace() -> None:
         make(Broken)
 
 
-def test_the_worker_s_methods_are_those_of_the_real_one() -> None:
+@pytest.mark.anyio
+async def test_a_call_reaches_the_method_of_the_worker_it_names() -> None:
     worker = make(Working)
-    assert worker.info() == "/models/m"
-    assert not hasattr(worker, "nothing")
+    for gang in (ANYONE, "gang-1"):
+        assert await worker.call(gang, "info") == "/models/m"
+        assert [item async for item in worker.stream(gang, "count", 3)] == [0, 1, 2]
+    await worker.check_health()
+    assert worker._worker.healthy
+    with pytest.raises(Misrouted, match="this is gang-1, not gang-2"):
+        await worker.call("gang-2", "info")
+    with pytest.raises(Misrouted):
+        await anext(worker.stream("gang-2", "count", 3))
+
+
+@pytest.mark.anyio
+async def test_who_leaves_a_stream_leaves_the_worker_s_too() -> None:
+    worker = make(Working)
+    items = worker.stream(ANYONE, "count", 3)
+    assert await anext(items) == 0
+    await items.aclose()
+    assert worker._worker.left

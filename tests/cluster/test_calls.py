@@ -162,15 +162,9 @@ def test_the_real_handle_streams_only_what_is_a_stream() -> None:
             return self.name, arguments
 
     class Deployment:
-        def __init__(self, prefix: str = "") -> None:
-            self.prefix = prefix
-
-        def options(self, *, stream: bool) -> Deployment:
-            return Deployment("stream " if stream else "")
-
-        def __getattr__(self, name: str) -> Method:
-            return Method(self.prefix + name)
+        def options(self, *, method_name: str, stream: bool = False) -> Method:
+            return Method(f"{method_name} {stream}")
 
     handle: Any = ServeHandle(Deployment())
-    assert handle.stream("generate", b"x") == ("stream generate", (b"x",))
-    assert handle.ask("where", "id", 3) == ("where", ("id", 3))
+    assert handle.stream("generate", b"x") == ("stream True", ("", "generate", b"x"))
+    assert handle.to("gang-1").ask("where", "id", 3) == ("call False", ("gang-1", "where", "id", 3))

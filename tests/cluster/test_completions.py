@@ -492,12 +492,15 @@ async def test_a_silent_engine_is_bridged_by_comments(monkeypatch: pytest.Monkey
     ("failure", "status", "code"),
     [
         (wire.Error("engine_error", "the model failed", 500), 500, "engine_error"),
-        (RuntimeError("the actor died"), 503, "worker_lost"),
+        (RuntimeError("the actor died"), 500, "worker_lost"),
         (wire.Accepted("x", 1), 500, "internal_error"),
     ],
 )
 async def test_a_failure_on_the_way(failure: Any, status: int, code: str) -> None:
-    """In a stream an error event and no [DONE]; otherwise the status. The next request is fine."""
+    """In a stream an error event and no [DONE]; otherwise the status. The next request is fine.
+
+    One that kills its worker is tried on one more, and never on a third.
+    """
     worker = FakeWorker()
     worker.fail_after = lambda _: failure
     worker.gate = asyncio.Semaphore(1)
@@ -513,9 +516,7 @@ async def test_a_failure_on_the_way(failure: Any, status: int, code: str) -> Non
             worker.gate.release()
         answer = await served.post(CHAT, {"messages": USER})
         assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
-        retry = {503: ("1", None), 500: (None, "false")}[status]
-        headers = answer.headers
-        assert (headers.get("retry-after"), headers.get("x-should-retry")) == retry
+        assert answer.headers["x-should-retry"] == "false"
         worker.fail_after = lambda _: None
         assert (await served.post(CHAT, {"messages": USER})).status_code == 200
 

@@ -111,34 +111,27 @@ async def test_a_worker_that_does_not_answer_is_a_503_everywhere_but_in_health()
     async with serving(worker) as served:
         ready = await served.http.get("/health/ready")
         assert (ready.status_code, ready.json()["ready"]) == (200, True)
+        assert 'engine="gang-1"' in (await served.http.get("/metrics")).text
         worker.alive = False
-        samples = (await served.http.get("/metrics")).text
-        served.handle.worker = _Dead()  # type: ignore[assignment]
-        with pytest.raises(Exception, match="gone"):
-            await served.api.watch.look()
-        served.api.watch.failed(RuntimeError("gone"))
-        assert 'engine="gang-1"' in samples
+        worker.beat.set()
+        while served.api.gangs.ready():
+            await asyncio.sleep(0)
         assert 'engine="gang-1"' not in (await served.http.get("/metrics")).text
         ready = await served.http.get("/health/ready")
         assert (ready.status_code, ready.json()["ready"]) == (503, False)
-        assert "gone" in ready.json()["reason"]
+        assert "the actor died" in ready.json()["reason"]
         assert (await served.http.get("/health")).status_code == 200
         answer = await served.post("/v1/chat/completions", {"messages": USER})
         assert error_of(answer) == (503, "worker_lost", None)
         assert answer.headers["retry-after"] == "1"
+        served.handle.workers.clear()
+        while served.api.gangs.all():
+            await asyncio.sleep(0)
         assert error_of(await served.http.get("/debug/kv")) == (503, "worker_lost", None)
-        served.handle.worker = worker
-        worker.alive = True
-        await served.api.watch.look()
+        served.handle.workers.append(FakeWorker())
+        while not served.api.gangs.ready():
+            await asyncio.sleep(0)
         assert (await served.http.get("/health/ready")).status_code == 200
-
-
-class _Dead:
-    def __getattr__(self, method: str) -> Any:
-        async def gone(*_: Any) -> None:
-            raise RuntimeError("gone")
-
-        return gone
 
 
 async def test_before_the_first_answer_there_is_no_capacity() -> None:
