@@ -210,15 +210,17 @@ def _states(status: Any) -> str:
 
 
 def _ready(config: Config) -> dict[str, Any] | None:
-    """What the worker says of itself, once the whole way from HTTP to the engine answers."""
+    """What a worker says of itself, once the whole way from HTTP to every engine answers."""
     connection = http.client.HTTPConnection(_reachable(config), config.server.port, timeout=2)
     try:
         connection.request("GET", "/health/ready")
         response = connection.getresponse()
         if response.status != 200:
             return None
-        rows: dict[str, Any] = json.loads(response.read())["models"][0]["table"]
-        return rows
+        model = json.loads(response.read())["models"][0]
+        ready = sum(gang["ready"] for gang in model["gangs"])
+        rows: dict[str, Any] = model["table"]
+        return rows if ready >= config.cluster.workers else None
     except (OSError, http.client.HTTPException):
         return None
     finally:
