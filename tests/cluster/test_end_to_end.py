@@ -12,9 +12,9 @@ from typing import Any
 import openai
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
-from tests.cluster import tokens
+from tests.cluster import tiny, tokens
 from tests.cluster.fakes import MODEL, Served, config, ids_of, serving
 from worker import replica
 
@@ -35,27 +35,7 @@ PROMPT = "The pages of this book are scattered."
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A seeded Llama whose words are bytes, loud enough to say different things."""
-    path = tokens.save(tmp_path_factory.mktemp("model"))
-    torch.manual_seed(5)
-    made = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=tokens.VOCAB,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=512,
-            initializer_range=0.3,
-            tie_word_embeddings=False,
-            eos_token_id=tokens.EOS,
-            bos_token_id=None,
-            pad_token_id=None,
-        )
-    )
-    made.save_pretrained(path)
-    return path
+    return tiny.save(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(autouse=True)

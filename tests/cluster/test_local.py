@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
-import sys
-import time
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import openai
@@ -24,99 +19,17 @@ from cluster.errors import UserError
 from cluster.local import serve_here
 from tests.cluster import tokens
 from tests.cluster.fakes import ALPHABET, BREAKING, ENDLESS, MODEL, config
+from tests.cluster.processes import HEALTH, Server, alive, below, free_port, running, start
 
-ROOT = Path(__file__).parents[2]
 USER = [{"role": "user", "content": "hi"}]
 CHAT = "/v1/chat/completions"
-# Faster than what is shipped, so that the tests are: 2 s and 5 s.
-HEALTH = ("cluster.health_period_s=0.5", "cluster.health_timeout_s=1.5")
-START = """
-import sys
-from cluster.cli import run
-from cluster.local import serve_here
-from tests.cluster.fakes import config
-
-def serve():
-    settings = config(*sys.argv[2:])
-    return serve_here(settings, sys.argv[1], say=print, worker="tests.cluster.fakes:ServedFake")
-
-sys.exit(run(serve))
-"""
-
-
-@dataclass
-class Server:
-    process: subprocess.Popen[bytes]
-    log: Path
-    url: str
-
-    def wait_until(self, condition: Callable[[], Any], limit_s: float = 60.0) -> Any:
-        """What `condition` gives once it is true; the server must live all the while."""
-        deadline = time.monotonic() + limit_s
-        while not (value := condition()):
-            if time.monotonic() > deadline:
-                pytest.fail(f"not within {limit_s} s:\n{self.log.read_text()}")
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(0.05)
-                pytest.fail(f"the server ended:\n{self.log.read_text()}")
-        return value
-
-    def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=30)
-
-    def ready(self) -> bool:
-        return self.get("/health/ready").status_code == 200
-
-    def pid(self) -> int:
-        (gang,) = self.get("/health/ready").json()["models"][0]["gangs"]
-        return int(gang["pid"])
-
-    def running(self) -> list[str]:
-        return [r["request"] for r in self.get("/debug/requests").json()["requests"]]
-
-
-def start(directory: Path, log: Path, *overrides: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", START, str(directory), *overrides]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    with log.open("wb") as out:
-        return subprocess.Popen(command, stdout=out, stderr=out, env=environment, cwd=ROOT)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def below(pid: int) -> set[int]:
-    """The processes under a process."""
-    found: set[int] = set()
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, task.read_text().split()):
-            found |= {child} | below(child)
-    return found
-
-
-def alive(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tokens.save(tmp_path_factory.mktemp("model"))
-    log = tmp_path_factory.mktemp("log") / "log"
-    port = free_port()
-    process = start(directory, log, f"server.port={port}", *HEALTH)
-    made = Server(process, log, f"http://127.0.0.1:{port}")
-    try:
-        made.wait_until(lambda: "ready after" in log.read_text(), 120)
-        yield made
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(30)
+    with running(directory, tmp_path_factory.mktemp("log") / "log", *HEALTH) as server:
+        yield server
 
 
 def test_the_start_says_what_is_served_and_how_to_ask(server: Server) -> None:
@@ -186,7 +99,7 @@ def test_a_lost_worker_is_not_ready_until_serve_has_made_another(
 ) -> None:
     """What it was answering goes on then, what comes meanwhile is refused."""
     server.wait_until(server.ready)
-    lost = server.pid()
+    lost = server.pids()[0]
     body = {"messages": USER, "seed": ENDLESS, "stream": True}
     with httpx.stream("POST", server.url + CHAT, json=body, timeout=60) as answer:
         lines = answer.iter_lines()
@@ -198,7 +111,7 @@ def test_a_lost_worker_is_not_ready_until_serve_has_made_another(
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "worker_lost")
         assert [next(texts) for _ in "DEF"] == ["D", "E", "F"]  # the new one goes on
     server.wait_until(server.ready)
-    assert server.pid() != lost
+    assert server.pids()[0] != lost
     assert httpx.post(server.url + CHAT, json={"messages": USER}).status_code == 200
     server.wait_until(lambda: not alive(lost))
 
@@ -209,24 +122,24 @@ def test_a_worker_lost_while_nobody_asks_is_not_ready(
 ) -> None:
     """Serve makes another one sooner than an unanswered question would tell."""
     server.wait_until(server.ready)
-    lost = server.pid()
+    lost = server.pids()[0]
     os.kill(lost, number)
     server.wait_until(lambda: not server.ready(), 15.0)
     server.wait_until(server.ready)
-    assert server.pid() != lost
+    assert server.pids()[0] != lost
     server.wait_until(lambda: not alive(lost))
 
 
 def test_an_engine_that_stopped_is_replaced(server: Server) -> None:
     server.wait_until(server.ready)
-    stopped = server.pid()
+    stopped = server.pids()[0]
     body = {"messages": USER, "seed": BREAKING, "stream": True}
     with httpx.stream("POST", server.url + CHAT, json=body, timeout=60) as answer:
         assert answer.status_code == 200
         server.wait_until(lambda: not server.ready(), 15.0)
         assert "device lost" in server.get("/health/ready").json()["reason"]
         server.wait_until(server.ready)
-    assert server.pid() != stopped
+    assert server.pids()[0] != stopped
 
 
 def test_each_request_has_left_a_line_on_the_console_and_no_trace(server: Server) -> None:

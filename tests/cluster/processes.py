@@ -1,0 +1,113 @@
+"""`kvatlas serve` as a process of its own, for the tests that need a real Ray Serve."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FAKE, REAL = "tests.cluster.fakes:ServedFake", "worker.replica:GPUWorker"
+# Faster than what is shipped, so that the tests are: 2 s and 5 s.
+HEALTH = ("cluster.health_period_s=0.5", "cluster.health_timeout_s=1.5")
+START = """
+import sys
+from cluster.cli import run
+from cluster.local import serve_here
+from tests.cluster.fakes import config
+
+def serve():
+    worker, directory, *settings = sys.argv[1:]
+    return serve_here(config(*settings), directory, say=print, worker=worker)
+
+sys.exit(run(serve))
+"""
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[bytes]
+    log: Path
+    url: str
+
+    def wait_until(self, condition: Callable[[], Any], limit_s: float = 60.0) -> Any:
+        """What `condition` gives once it is true; the server must live all the while."""
+        deadline = time.monotonic() + limit_s
+        while not (value := condition()):
+            if time.monotonic() > deadline:
+                pytest.fail(f"not within {limit_s} s:\n{self.log.read_text()}")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(0.05)
+                pytest.fail(f"the server ended:\n{self.log.read_text()}")
+        return value
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=30)
+
+    def ready(self) -> bool:
+        return self.get("/health/ready").status_code == 200
+
+    def pids(self) -> list[int]:
+        """Of the workers that are ready."""
+        gangs = self.get("/health/ready").json()["models"][0]["gangs"]
+        return [int(gang["pid"]) for gang in gangs if gang["ready"]]
+
+    def running(self) -> list[str]:
+        return [r["request"] for r in self.get("/debug/requests").json()["requests"]]
+
+
+def start(
+    directory: Path, log: Path, *overrides: str, worker: str = FAKE
+) -> subprocess.Popen[bytes]:
+    """Starts a server; `log` gets what it prints."""
+    command = [sys.executable, "-c", START, worker, str(directory), *overrides]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    with log.open("wb") as out:
+        return subprocess.Popen(command, stdout=out, stderr=out, env=environment, cwd=ROOT)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def below(pid: int) -> set[int]:
+    """The processes under a process."""
+    found: set[int] = set()
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, task.read_text().split()):
+            found |= {child} | below(child)
+    return found
+
+
+def alive(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+@contextlib.contextmanager
+def running(directory: Path, log: Path, *overrides: str, worker: str = FAKE) -> Iterator[Server]:
+    """A server that is ready, on a free port."""
+    port = free_port()
+    process = start(directory, log, f"server.port={port}", *overrides, worker=worker)
+    made = Server(process, log, f"http://127.0.0.1:{port}")
+    try:
+        made.wait_until(lambda: "ready after" in log.read_text(), 120)
+        yield made
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(30)

@@ -1,0 +1,113 @@
+"""Two workers with a real model behind two ingresses, and what happens when one is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.cluster import tiny
+from tests.cluster.processes import HEALTH, REAL, Server, alive, running
+
+SETTINGS = (
+    "model.dtype=float32",
+    "model.max_model_len=256",
+    "kv.block_size=8",
+    "kv.blocks=1024",
+    "cluster.workers=2",
+    "cluster.ingresses=2",
+    *HEALTH,
+)
+STREAMS = 64
+TOKENS = 120
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    directory = tiny.save(tmp_path_factory.mktemp("model"))
+    log = tmp_path_factory.mktemp("log") / "log"
+    with running(directory, log, *SETTINGS, worker=REAL) as server:
+        yield server
+
+
+async def stream(http: httpx.AsyncClient, number: int, on_chunk: Callable[[], None]) -> str:
+    """The text of one request. Raises where it fails."""
+    body = {
+        "prompt": f"request {number} says",
+        "max_tokens": TOKENS,
+        "ignore_eos": True,
+        "temperature": 0 if number % 2 else 1,
+        "seed": number,
+        "stream": True,
+    }
+    text = ""
+    async with http.stream("POST", "/v1/completions", json=body) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line[6:])
+                assert "error" not in event, event
+                text += "".join(choice["text"] for choice in event["choices"])
+                on_chunk()
+        assert line == "" or line == "data: [DONE]"
+    return text
+
+
+async def streams(server: Server, after: int = 0, then: Callable[[], None] | None = None) -> Any:
+    """All texts; calls `then` once, after some chunks of all together."""
+    chunks = 0
+
+    def on_chunk() -> None:
+        nonlocal chunks
+        chunks += 1
+        if chunks == after and then is not None:
+            then()
+
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as http:
+        return await asyncio.gather(*(stream(http, i, on_chunk) for i in range(STREAMS)))
+
+
+def all_ready(server: Server) -> list[int]:
+    return server.wait_until(lambda: len(pids := server.pids()) == 2 and pids)  # type: ignore[no-any-return]
+
+
+def nothing_held(server: Server) -> bool:
+    ranks = [r for gang in server.get("/debug/kv").json()["gangs"] for r in gang["ranks"]]
+    return len(ranks) == 2 and all(rank["owned"] == rank["leased"] == 0 for rank in ranks)
+
+
+def lose(server: Server, number: signal.Signals, undisturbed: list[str]) -> None:
+    """One of the workers, in the middle of all streams: each goes on, and another one comes."""
+    lost = all_ready(server)[0]
+    texts = asyncio.run(streams(server, STREAMS * 5, lambda: os.kill(lost, number)))
+    assert texts == undisturbed
+    assert lost not in all_ready(server)
+    server.wait_until(lambda: not alive(lost))
+    server.wait_until(lambda: nothing_held(server))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: Server) -> list[str]:
+    texts: list[str] = asyncio.run(streams(server))
+    assert len(set(texts)) == STREAMS
+    return texts
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_no_stream_is_broken_by_the_loss_of_a_worker(
+    server: Server, undisturbed: list[str], number: signal.Signals
+) -> None:
+    lose(server, number, undisturbed)
+
+
+@pytest.mark.full
+def test_ten_workers_are_killed(server: Server, undisturbed: list[str]) -> None:
+    for _ in range(10):
+        lose(server, signal.SIGKILL, undisturbed)
