@@ -223,6 +223,7 @@ class Completion(Response):
             stream=request.stream or bool(stops),
             choices=[wire.ChoiceInput() for _ in choices],
             salt=request.cache_salt,
+            ingress=self._api.dispatcher.name,
         )
         return Job(submit, choices)
 

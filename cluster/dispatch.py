@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from cluster.calls import EngineLost, Handle
+from cluster.calls import EngineLost, Handle, Refused, ask
 from cluster.gangs import LOOK_S, Gangs
 from worker import wire
+
+log = logging.getLogger("kvatlas.ingress")
+
+ALIVE_S = 3.0
+"""How often the gangs are told which requests are alive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +29,8 @@ class Target:
 class Dispatcher:
     """One ingress's view of where its requests are."""
 
-    def __init__(self, gangs: Gangs, handle: Handle) -> None:
-        self.gangs, self._handle = gangs, handle
+    def __init__(self, gangs: Gangs, handle: Handle, *, name: str) -> None:
+        self.gangs, self._handle, self.name = gangs, handle, name
         self._open: dict[str, dict[str, int]] = {}  # by gang: attempts by request
 
     def choose(self, submit: wire.Submit, avoid: Collection[str]) -> Target | None:
@@ -47,6 +53,18 @@ class Dispatcher:
                 return chosen
         except TimeoutError:
             raise EngineLost(f"no worker was ready for {wait_s:g} s") from None
+
+    async def tell(self) -> None:
+        """After a while, tell the gangs which requests are alive."""
+        await asyncio.sleep(ALIVE_S)
+        await asyncio.gather(*map(self._tell, self.gangs.ready()))
+
+    async def _tell(self, gang: str) -> None:
+        alive = list(self._open.get(gang, ()))
+        try:
+            await ask(self._handle.to(gang), "still_wanted", self.name, alive, deadline_s=ALIVE_S)
+        except (EngineLost, Refused) as error:
+            log.warning("could not tell worker %s which requests are alive: %s", gang, error)
 
     @contextlib.contextmanager
     def opened(self, target: Target, submit: wire.Submit) -> Iterator[None]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from cluster.calls import EngineLost, Handle, Refused, ask
@@ -43,25 +42,17 @@ class Gangs:
         self._watches: dict[str, Watch] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    @contextlib.asynccontextmanager
-    async def followed(self) -> AsyncIterator[None]:
-        """Follows them while the block runs."""
-        updating = asyncio.create_task(self._keep_looking())
-        try:
-            yield
-        finally:
-            tasks = [updating, *self._tasks.values()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    async def update(self) -> None:
+        """Follow who is new, forget who is gone; then wait a little."""
+        self._follow()
+        await asyncio.sleep(LOOK_S)
 
-    async def _keep_looking(self) -> None:
-        while True:
-            self.update()
-            await asyncio.sleep(LOOK_S)
+    def close(self) -> None:
+        """Follow nobody any more."""
+        for task in self._tasks.values():
+            task.cancel()
 
-    def update(self) -> None:
-        """Follow who is new, forget who is gone."""
+    def _follow(self) -> None:
         listed = self._listed()
         for gang in listed - self._watches.keys():
             watch = self._watches[gang] = Watch(

@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from cluster import openai, prompts
 from cluster.answers import dumps
+from cluster.background import background
 from cluster.calls import Handle, Refused
 from cluster.completions import Completion
 from cluster.dispatch import Dispatcher
@@ -59,7 +60,7 @@ class Api:
             step_timeout_s=config.cluster.step_timeout_s,
             on_failure=lambda: self.metrics.background_failure("watch"),
         )
-        self.dispatcher = Dispatcher(self.gangs, handle)
+        self.dispatcher = Dispatcher(self.gangs, handle, name=name)
         self.metrics = Metrics(model, name, self.gangs.snapshots)
         self.created = int(time.time())
         self.labels: dict[str, str] = {}  # the clients' names of what the engine is working on
@@ -107,8 +108,10 @@ def build_app(api: Api, *, echo_label: bool = True) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        async with api.gangs.followed():
+        works = {"following gangs": api.gangs.update, "telling who lives": api.dispatcher.tell}
+        async with background(works, api.metrics.background_failure):
             yield
+        api.gangs.close()
         api.text.close()
 
     app = FastAPI(title="kvatlas", lifespan=lifespan)

@@ -169,7 +169,9 @@ class ServerConfig:
 class ClusterConfig:
     """The Ray side: how many processes, and how long they may take."""
 
-    workers: int = _setting(1, rules.integer(1, 512), "Engines, each with its own copy of the model.")
+    workers: int = _setting(
+        1, rules.integer(1, 512), "Engines, each with its own copy of the model."
+    )
     ingresses: int = _setting(1, rules.integer(1, 64), "Processes that speak HTTP and tokenise.")
     start_timeout_s: float = _setting(
         600.0, rules.number(0, above=True), "Longest start before it is given up, weights included."

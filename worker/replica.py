@@ -19,12 +19,16 @@ from kvpaging.report import sharing, snapshot
 from worker import wire
 from worker.device import keep_freed_memory
 from worker.engine import Engine
+from worker.live import LiveLists
 from worker.loop import EngineLoop
 from worker.params import ParamError, check
 from worker.request import NO_SLOT, Request
 from worker.startup import resolve, start
 
 log = logging.getLogger("kvatlas.worker")
+
+ORPHANS_S = 3.0
+"""How often requests are looked for whose ingress is gone."""
 
 
 class GPUWorker:
@@ -41,6 +45,7 @@ class GPUWorker:
             self._make, now=time.monotonic, messages_per_s=config.server.stream_messages_per_s
         )
         self.started = False
+        self.live = LiveLists()
 
     def _make(self) -> Engine:
         cluster = self.config.cluster
@@ -57,6 +62,7 @@ class GPUWorker:
         if not self.started:
             self.started = True
             self.loop.start(asyncio.get_running_loop())
+            self._orphans = asyncio.create_task(self._end_orphans())
 
     async def generate(self, submit: bytes) -> AsyncIterator[bytes]:
         """One request (a `wire.Submit`); yields encoded events, the first accepted or rejected."""
@@ -67,8 +73,12 @@ class GPUWorker:
         except (wire.WireError, ParamError, ValueError) as error:
             yield wire.encode(wire.Rejected("invalid", 0.0, str(error)))
             return
-        async for event in self.loop.stream(request):
-            yield wire.encode(event)
+        self.live.began(message.id, message.ingress, time.monotonic())
+        try:
+            async for event in self.loop.stream(request):
+                yield wire.encode(event)
+        finally:
+            self.live.ended(message.id)
 
     def _request(self, message: wire.Submit) -> Request:
         """Check again what the ingress checked. Raises ValueError."""
@@ -107,6 +117,24 @@ class GPUWorker:
         """End a request, or one choice of it while others go on; False when it is not here."""
         self._start()
         return await self.loop.abort(request_id, choice)
+
+    async def still_wanted(self, ingress: str, requests: list[str]) -> None:
+        """An ingress names its requests; what it has forgotten is ended."""
+        self._start()
+        await self._end_all(self.live.heard(ingress, requests, time.monotonic()))
+
+    async def _end_orphans(self) -> None:
+        while True:
+            await asyncio.sleep(ORPHANS_S)
+            await self._end_all(self.live.orphans(time.monotonic()))
+
+    async def _end_all(self, requests: list[str]) -> None:
+        for request in requests:
+            log.warning("request %s ended: its ingress is gone", request)
+            try:
+                await self.loop.abort(request)
+            except (RuntimeError, TimeoutError) as error:  # the engine hangs or has stopped
+                log.warning("request %s could not be ended: %s", request, error)
 
     async def info(self) -> dict[str, Any]:
         """What the ingress must know of the model, and the rows of the start-up table."""

@@ -46,6 +46,7 @@ class Submit:
     choices: list[ChoiceInput] = field(default_factory=lambda: [ChoiceInput()])
     salt: str = ""
     priority: int = 0
+    ingress: str = ""
 
 
 class TokenLogprob(NamedTuple):

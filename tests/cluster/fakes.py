@@ -54,6 +54,7 @@ class FakeWorker:
         self.gang = "gang-1"
         self.beat = asyncio.Event()
         self.cached = 0
+        self.told: list[tuple[str, list[str]]] = []
 
     async def generate(self, data: bytes) -> AsyncGenerator[bytes]:
         submit = wire.decode_as(wire.Submit, data)
@@ -183,6 +184,9 @@ class FakeWorker:
     async def abort(self, request_id: str, choice: int) -> bool:
         self.ended.append((request_id, choice))
         return request_id in self.active
+
+    async def still_wanted(self, ingress: str, requests: list[str]) -> None:
+        self.told.append((ingress, requests))
 
     async def flush(self) -> int:
         return 7

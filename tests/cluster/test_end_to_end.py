@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.cluster import tiny, tokens
 from tests.cluster.fakes import MODEL, Served, config, ids_of, serving
-from worker import replica
+from worker import replica, wire
+from worker.live import SILENCE_S
+from worker.params import SamplingParams
 
 pytestmark = pytest.mark.anyio
 
@@ -214,4 +218,25 @@ async def test_bad_input_costs_a_good_request_nothing(directory: Path) -> None:
         first, *others = await asyncio.gather(*posts)
         assert first.json()["choices"][0]["text"] == alone
         assert [a.status_code for a in others] == [400, 400, 400, 400, 400, 404, 400]
+        await nothing_held(served)
+
+
+async def test_what_its_ingress_has_forgotten_is_ended(directory: Path) -> None:
+    """As after the kill of an ingress that no transport tells of."""
+    async with running(directory, "model.max_model_len=512") as served:
+        worker: Any = served.worker
+        for forget in ("names others", "says nothing"):
+            submit = wire.Submit(
+                "lost", MODEL, [1, 2], SamplingParams(max_tokens=500, ignore_eos=True), 60.0
+            )
+            events = worker.generate(wire.encode(replace(submit, ingress=forget)))
+            assert isinstance(wire.decode(await anext(events)), wire.Accepted)
+            if forget == "names others":
+                await worker.still_wanted(forget, ["another"])
+                await worker.still_wanted(forget, ["another"])
+            else:
+                await worker._end_all(worker.live.orphans(time.monotonic() + SILENCE_S + 1))
+            *_, last = [wire.decode(event) async for event in events]
+            assert isinstance(last, wire.Finish)
+            assert last.reason == "abort"
         await nothing_held(served)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cluster import generation
+from cluster import dispatch, generation
 from cluster.calls import Misrouted
 from tests.cluster.fakes import ALPHABET, FakeWorker, Served, serving
 from worker import wire
@@ -182,3 +182,15 @@ async def test_workers_that_come_and_go_are_followed() -> None:
             assert 'engine="gang-2"' not in samples
         served.handle.workers.remove(second)
         await until(lambda: served.api.gangs.all() == ["gang-1"])
+
+
+async def test_workers_are_told_who_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "ALIVE_S", 0.01)
+    worker = FakeWorker()
+    worker.gate = asyncio.Semaphore(1)
+    async with serving(worker) as served:
+        async with served.http.stream("POST", TEXT, json={"prompt": "a", "stream": True}):
+            await until(lambda: ("ingress-1", [worker.submits[0].id]) in worker.told)
+            assert worker.submits[0].ingress == "ingress-1"
+        worker.told.clear()
+        await until(lambda: ("ingress-1", []) in worker.told)

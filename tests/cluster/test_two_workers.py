@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.cluster import tiny
-from tests.cluster.processes import HEALTH, REAL, Server, alive, running
+from tests.cluster.processes import HEALTH, REAL, Server, alive, below, running
 
 SETTINGS = (
     "model.dtype=float32",
@@ -105,6 +107,26 @@ def test_no_stream_is_broken_by_the_loss_of_a_worker(
     server: Server, undisturbed: list[str], number: signal.Signals
 ) -> None:
     lose(server, number, undisturbed)
+
+
+def ingresses(server: Server) -> set[int]:
+    """The processes that answer HTTP, by the names that Ray gives them."""
+    found = set()
+    for pid in below(server.process.pid):
+        with contextlib.suppress(OSError):
+            if b":ingress" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.add(pid)
+    return found
+
+
+def test_a_killed_ingress_costs_no_new_request(server: Server) -> None:
+    lost, _ = server.wait_until(lambda: len(found := ingresses(server)) == 2 and found)
+    os.kill(lost, signal.SIGKILL)
+    body = {"prompt": "hi", "max_tokens": 4}
+    with httpx.Client(base_url=server.url, timeout=60) as http:
+        while lost in (there := ingresses(server)) or len(there) < 2:
+            assert http.post("/v1/completions", json=body).status_code == 200
+    server.wait_until(lambda: nothing_held(server))
 
 
 @pytest.mark.full

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+from worker.live import SILENCE_S, LiveLists
+
+
+def test_what_two_lists_in_a_row_lack_was_forgotten() -> None:
+    lists = LiveLists()
+    for request, ingress in (("a", "one"), ("b", "one"), ("c", "two")):
+        lists.began(request, ingress, 0.0)
+    assert lists.heard("one", ["a"], 1.0) == []  # the list may be older than the request
+    assert lists.heard("one", ["a", "b"], 2.0) == []
+    assert lists.heard("one", ["a"], 3.0) == []
+    assert lists.heard("two", [], 3.0) == []
+    assert lists.heard("one", ["a"], 4.0) == ["b"]
+    assert lists.heard("one", ["a"], 5.0) == ["b"]  # until it has ended
+    lists.ended("b")
+    assert lists.heard("one", ["a"], 6.0) == []
+
+
+def test_a_request_that_comes_again_is_new() -> None:
+    lists = LiveLists()
+    lists.began("a", "one", 0.0)
+    assert lists.heard("one", [], 1.0) == []
+    lists.ended("a")
+    lists.began("a", "one", 2.0)
+    assert lists.heard("one", [], 3.0) == []
+    assert lists.heard("one", [], 4.0) == ["a"]
+
+
+def test_the_requests_of_a_silent_ingress_are_orphans() -> None:
+    lists = LiveLists()
+    lists.began("a", "one", 0.0)
+    lists.began("b", "two", 0.0)
+    lists.heard("two", ["b"], SILENCE_S)
+    assert lists.orphans(SILENCE_S) == []
+    assert lists.orphans(SILENCE_S + 0.1) == ["a"]
+    assert lists.orphans(SILENCE_S + 0.2) == ["a"]
+    lists.ended("a")
+    assert lists.orphans(SILENCE_S + 0.3) == []
+    lists.began("c", "one", SILENCE_S + 0.4)  # it was only slow
+    assert lists.orphans(SILENCE_S + 0.5) == []
+    assert lists.orphans(3 * SILENCE_S) == ["b", "c"]
+
+
+def test_nothing_is_kept_of_who_is_gone() -> None:
+    lists = LiveLists()
+    for i in range(50):
+        lists.began("a", f"ingress-{i}", float(i))
+        lists.ended("a")
+        lists.heard(f"ingress-{i}", [], float(i))
+    lists.orphans(100.0)
+    assert not any(vars(lists).values())
