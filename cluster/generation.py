@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 from cluster.calls import DeadlinePassed, EngineLost, Handle, Refused, Stream, ask
@@ -23,6 +23,9 @@ from worker import wire
 log = logging.getLogger("kvatlas.ingress")
 
 _REJECTED = {"queue_full": (429, "queue_full"), "invalid": (400, "invalid_value")}
+
+MIN_WAIT_S, MAX_WAIT_S = 0.05, 5.0
+"""Between two attempts of a later prompt of a request to get into a full queue."""
 
 ABORT_S = 5.0
 """How long a worker has to end one choice of several; it runs to its own end otherwise."""
@@ -56,10 +59,17 @@ class Generation:
         *,
         metrics: Metrics,
         on_lost: Callable[[EngineLost], None],
+        at_once: int,
+        limit: str = "limits.request_timeout_s",
     ) -> None:
-        """`on_lost` is told of a stream that broke."""
+        """`on_lost` is told of a stream that broke, `limit` is where the deadline comes from. The
+        engine has at most `at_once` of the prompts at a time: one request does not fill its queue.
+        """
         self._handle = handle
         self._jobs = jobs
+        self._at_once = at_once
+        self._places = asyncio.Semaphore(at_once)
+        self._limit = limit
         self._metrics = metrics
         self._on_lost = on_lost
         self._news = asyncio.Event()
@@ -86,13 +96,16 @@ class Generation:
         return all(job.finished for job in self._jobs)
 
     async def admit(self) -> None:
-        """Send the prompts. Returns once the engine has accepted all, raises ApiError otherwise."""
+        """Send the prompts. Returns once the engine has accepted as many as it may have at once,
+        raises ApiError otherwise."""
         loop = asyncio.get_running_loop()
-        admitted: list[asyncio.Future[None]] = [loop.create_future() for _ in self._jobs]
+        first, later = self._jobs[: self._at_once], self._jobs[self._at_once :]
+        admitted: list[asyncio.Future[None]] = [loop.create_future() for _ in first]
         self._tasks = [
             loop.create_task(self._follow(job, future))
-            for job, future in zip(self._jobs, admitted, strict=True)
+            for job, future in zip(first, admitted, strict=True)
         ]
+        self._tasks += [loop.create_task(self._follow(job, None)) for job in later]
         while not all(future.done() for future in admitted):
             await self.news()
         if self._failure is not None:
@@ -111,16 +124,15 @@ class Generation:
             raise self._failure
         return True
 
-    async def _follow(self, job: Job, admitted: asyncio.Future[None]) -> None:
+    async def _follow(self, job: Job, admitted: asyncio.Future[None] | None) -> None:
         submit = job.submit
+        until_s = time.monotonic() + submit.deadline_s
         try:
-            with Stream(self._handle, wire.encode(submit), deadline_s=submit.deadline_s) as stream:
-                await self._admission(stream)
-                admitted.set_result(None)
-                self._news.set()
-                times = Times(time.monotonic(), each_token=job.submit.stream)
-                await self._tokens(stream, job, times)
-                self._metrics.followed(times)
+            async with asyncio.timeout(submit.deadline_s):
+                await self._places.acquire()
+            while not await self._attempt(job, admitted, until_s):
+                pass
+            self._places.release()
         except ApiError as error:
             self._fail(error)
         except EngineLost as error:
@@ -128,12 +140,37 @@ class Generation:
             self._on_lost(error)
             message = f"the worker was lost: {error}"
             self._fail(ApiError(503, "worker_lost", message, retry_after_s=1))
-        except DeadlinePassed:
-            message = f"no complete answer in {submit.deadline_s:g} s (limits.request_timeout_s)"
+        except (DeadlinePassed, TimeoutError):
+            message = f"no complete answer in {round(submit.deadline_s, 2):g} s ({self._limit})"
             self._fail(ApiError(408, "timeout", message))
         except Exception as error:
             log.exception("could not follow %s", submit.id)
             self._fail(ApiError(500, "internal_error", f"{type(error).__name__}: {error}"))
+
+    async def _attempt(
+        self, job: Job, admitted: asyncio.Future[None] | None, until_s: float
+    ) -> bool:
+        """Follow one prompt to its end; False when the queue was full and it may be sent again."""
+        left_s = max(0.0, until_s - time.monotonic())
+        submit = replace(job.submit, deadline_s=left_s)
+        with Stream(self._handle, wire.encode(submit), deadline_s=left_s) as stream:
+            try:
+                await self._admission(stream)
+            except ApiError as error:
+                if admitted is not None or error.code != "queue_full":
+                    raise
+                wait_s = min(max(MIN_WAIT_S, error.retry_after_s or 0.0), MAX_WAIT_S)
+            else:
+                if admitted is not None:
+                    admitted.set_result(None)
+                    self._news.set()
+                times = Times(time.monotonic(), each_token=submit.stream)
+                await self._tokens(stream, job, times)
+                self._metrics.followed(times)
+                return True
+        async with asyncio.timeout(left_s):
+            await asyncio.sleep(wait_s)
+        return False
 
     def _fail(self, error: ApiError) -> None:
         self._failure = self._failure or error

@@ -5,23 +5,25 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from cluster import openai, prompts
+from cluster import bodies, openai, prompts
 from cluster.answers import dumps
 from cluster.calls import EngineLost, Handle, Refused, ask
 from cluster.completions import Completion
 from cluster.errors import ApiError, invalid
-from cluster.limits import BodyLimit, label_of
+from cluster.keys import Access
+from cluster.limits import BodyLimit, label_of, printable
 from cluster.metrics import CONTENT_TYPE, Metrics, Record
 from cluster.text import TextService
 from cluster.watch import Watch
@@ -32,6 +34,9 @@ requests_log = logging.getLogger("kvatlas.requests")
 
 DEBUG_DEADLINE_S = 2.0
 
+REREAD_S = 5.0
+"""How often files of keys are read again."""
+
 
 class Api:
     """What one ingress has: the worker's handle, the tokenizer, metrics, the watch."""
@@ -40,6 +45,7 @@ class Api:
         self, config: Config, model: str, handle: Handle, tokenizer: Any, *, name: str
     ) -> None:
         self.config = config
+        self.access = Access(config.server, os.environ)
         self.model = model
         self.handle = handle
         self.text = TextService(tokenizer)
@@ -75,6 +81,21 @@ class Api:
         self.metrics.finished(record)
         requests_log.info(record.line(), extra={"record": record})
 
+    async def reread_keys(self) -> None:
+        """Use what the files of keys hold now; what is wrong with them is logged and counted."""
+        before = self.access.problem
+        if await asyncio.to_thread(self.access.reread):
+            log.info("the keys have changed")
+        if problem := self.access.problem:
+            self.metrics.background_failure("keys")
+            if problem != before:
+                log.warning("the keys of before stay in use: %s", problem)
+
+    def report(self) -> dict[str, Any]:
+        """The body of `/health/ready`."""
+        problem = "files of keys have changed and cannot be used, the log says why"
+        return {**self.watch.report(), "problems": [problem] if self.access.problem else []}
+
     async def debug(self, method: str, *arguments: Any) -> Any:
         """The answer of a worker's debug method. Raises 503 when there is none in time."""
         try:
@@ -91,10 +112,13 @@ def build_app(api: Api, *, echo_label: bool = True) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        watching = asyncio.create_task(api.watch.run())
+        background = [asyncio.create_task(api.watch.run())]
+        if api.access.from_files:
+            background.append(asyncio.create_task(_reread_keys(api)))
         yield
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
+        for task in background:
+            task.cancel()
+        await asyncio.gather(*background, return_exceptions=True)
         api.text.close()
 
     app = FastAPI(title="kvatlas", lifespan=lifespan)
@@ -102,7 +126,7 @@ def build_app(api: Api, *, echo_label: bool = True) -> FastAPI:
     app.add_middleware(
         BodyLimit, max_bytes=limits.max_body_bytes, timeout_s=limits.body_timeout_s, echo=echo_label
     )
-    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(ApiError, _on_api_error(api))
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_any_error)
@@ -116,9 +140,19 @@ def _json(body: object, status: int = 200, headers: Mapping[str, str] | None = N
     return Response(dumps(body), status, headers, media_type="application/json")
 
 
-async def _on_api_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return _json(error.body(), error.status, error.headers())
+async def _reread_keys(api: Api) -> None:
+    while True:
+        await asyncio.sleep(REREAD_S)
+        await api.reread_keys()
+
+
+def _on_api_error(api: Api) -> Callable[[Request, Exception], Awaitable[Response]]:
+    async def answer(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        api.metrics.answered(request.scope["route"].path, error.status)
+        return _json(error.body(), error.status, error.headers())
+
+    return answer
 
 
 async def _on_http_error(_: Request, error: Exception) -> Response:
@@ -147,8 +181,11 @@ def _body_docs(kind: type[Any]) -> dict[str, Any]:
 def _add_completions(app: FastAPI, api: Api) -> None:
     def answering(chat: bool) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
+            tenant = api.access.tenant(request)
             record = Record(request.url.path, time.monotonic(), label=label_of(request.headers))
-            return Completion(api, await request.body(), record, chat=chat)
+            timeout = request.headers.get(openai.TIMEOUT_HEADER, "")
+            body = await request.body()
+            return Completion(api, body, record, chat=chat, tenant=tenant, timeout=timeout)
 
         return answer
 
@@ -167,11 +204,11 @@ def _add_completions(app: FastAPI, api: Api) -> None:
             "max_model_len": info.get("max_model_len"),
         }
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", dependencies=[Depends(api.access.tenant)])
     async def models() -> Response:
         return _json({"object": "list", "data": [card()]})
 
-    @app.get("/v1/models/{model:path}")
+    @app.get("/v1/models/{model:path}", dependencies=[Depends(api.access.tenant)])
     async def model(model: str) -> Response:
         if model != api.model:
             message = f"the model {model[:80]!r} is not served here, served is {api.model!r}"
@@ -180,9 +217,11 @@ def _add_completions(app: FastAPI, api: Api) -> None:
 
 
 def _add_text(app: FastAPI, api: Api) -> None:
-    @app.post("/tokenize", openapi_extra=_body_docs(openai.TokenizeRequest))
+    keyed: dict[str, Any] = {"dependencies": [Depends(api.access.tenant)]}
+
+    @app.post("/tokenize", openapi_extra=_body_docs(openai.TokenizeRequest), **keyed)
     async def tokenize(request: Request) -> Response:
-        asked = openai.parse(openai.TokenizeRequest, await request.body())
+        asked = bodies.parse(openai.TokenizeRequest, await request.body())
         served = api.served()
         openai.check_model(asked.model, served)
         if (asked.prompt is None) == (asked.messages is None):
@@ -191,24 +230,24 @@ def _add_text(app: FastAPI, api: Api) -> None:
             ids = (await api.text.encode([asked.prompt], special=asked.add_special_tokens))[0]
         else:
             ids = await api.text.encode_chat(
-                prompts.conversation(asked.messages or []),
+                prompts.conversation(asked.messages or [], served),
                 add_generation_prompt=asked.add_generation_prompt,
                 continue_final_message=asked.continue_final_message,
-                variables=prompts.template_variables(asked.chat_template_kwargs),
+                variables=asked.chat_template_kwargs,
             )
         body = {"count": len(ids), "max_model_len": served.max_model_len, "tokens": ids}
         if asked.return_token_strs:
             body["token_strs"] = [api.text.token(token)[0] for token in ids]
         return _json(body)
 
-    @app.post("/detokenize", openapi_extra=_body_docs(openai.DetokenizeRequest))
+    @app.post("/detokenize", openapi_extra=_body_docs(openai.DetokenizeRequest), **keyed)
     async def detokenize(request: Request) -> Response:
-        asked = openai.parse(openai.DetokenizeRequest, await request.body())
+        asked = bodies.parse(openai.DetokenizeRequest, await request.body())
         served = api.served()
         openai.check_model(asked.model, served)
-        prompts.check_ids(asked.tokens, served, "tokens")
-        decode = api.text.decoder(skip_special=asked.skip_special_tokens)
-        return _json({"prompt": decode(asked.tokens)})
+        prompts.check_ids(asked.tokens, served, "tokens", "tokens must be a list of token ids")
+        skip = asked.skip_special_tokens
+        return _json({"prompt": await api.text.decode(asked.tokens, skip_special=skip)})
 
 
 def _add_state(app: FastAPI, api: Api) -> None:
@@ -218,30 +257,34 @@ def _add_state(app: FastAPI, api: Api) -> None:
 
     @app.get("/health/ready")
     async def ready() -> Response:
-        return _json(api.watch.report(), 200 if api.watch.ready else 503)
+        return _json(api.report(), 200 if api.watch.ready else 503)
 
-    @app.get("/metrics")
+    inside: dict[str, Any] = {"dependencies": [Depends(api.access.admin)]}
+
+    @app.get("/metrics", **inside)
     async def metrics() -> Response:
         with suppress(EngineLost):  # then the engine's samples are missing, which is the message
             await api.watch.look(deadline_s=DEBUG_DEADLINE_S)
         return Response(api.metrics.text(), media_type=CONTENT_TYPE)
 
-    @app.get("/debug/kv")
+    @app.get("/debug/kv", **inside)
     async def debug_kv() -> Response:
         return _json({"gangs": [await api.debug("debug_kv")]})
 
-    @app.post("/debug/flush")
+    @app.post("/debug/flush", **inside)
     async def debug_flush() -> Response:
         return _json({"flushed": await api.debug("flush")})
 
-    @app.get("/debug/requests")
-    async def debug_requests() -> Response:
+    @app.get("/debug/requests", **inside)
+    async def debug_requests(request: Request) -> Response:
+        label = request.query_params.get("label")
         found = await api.debug("debug_requests")
-        return _json(
-            {"requests": [{**entry, "label": api.labels.get(entry["request"])} for entry in found]}
-        )
+        named = [{**entry, "label": api.labels.get(entry["request"])} for entry in found]
+        if label is not None:
+            named = [entry for entry in named if entry["label"] == printable(label)]
+        return _json({"requests": named})
 
-    @app.get("/debug/where")
+    @app.get("/debug/where", **inside)
     async def debug_where(request: Request) -> Response:
         query = request.query_params
         name, token = query.get("request", ""), query.get("token", "")
