@@ -42,6 +42,9 @@ log = logging.getLogger("kvatlas.ingress")
 KEEP_ALIVE_S = 5.0
 """A stream with nothing to say sends a comment this often."""
 
+SEND_S = 5.0
+"""How much longer than a request may take its client may take to read the rest of the answer."""
+
 _GONE = 499  # nobody is left to read a status; this one stands in logs and metrics
 _SSE = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -102,8 +105,17 @@ class Completion(Response):
             self._api.finished(record)
 
     async def _run(self, send: Send) -> None:
+        most_s = self._api.config.limits.request_timeout_s + SEND_S
         try:
-            await self._answer(send)
+            async with asyncio.timeout(most_s):
+                await self._answer(send)
+        except TimeoutError:  # the engine's own deadline is earlier
+            if not self._record.status:
+                message = f"no answer in {most_s:g} s (limits.request_timeout_s)"
+                await self._refuse(send, ApiError(408, "timeout", message))
+                return
+            self._record.error = "client_too_slow"
+            log.warning("%s was not read in %g s: cut off", self._record.id, most_s)
         except ApiError as error:
             await self._refuse(send, error)
         except Exception as error:

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
 
@@ -160,6 +161,8 @@ class Generation:
                 if admitted is not None or error.code != "queue_full":
                     raise
                 wait_s = min(max(MIN_WAIT_S, error.retry_after_s or 0.0), MAX_WAIT_S)
+                with suppress(EngineLost):  # its end: only now the worker has forgotten the id
+                    await stream.next()
             else:
                 if admitted is not None:
                     admitted.set_result(None)

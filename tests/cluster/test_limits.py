@@ -64,6 +64,27 @@ async def test_a_body_that_does_not_come_is_a_408() -> None:
         assert "0.05 s (limits.body_timeout_s)" in body["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    "setting", ["limits.body_timeout_s=0.05", f"limits.max_body_bytes={LIMIT}"]
+)
+async def test_the_rest_of_a_refused_body_is_not_waited_for(setting: str) -> None:
+    """The connection closes, so nobody holds it with a byte now and then."""
+    async with serving(FakeWorker(), setting) as served:
+        host, _, port = served.url.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        body = b"%x\r\n%b\r\n" % (LIMIT + 1, b" " * (LIMIT + 1)) if "bytes" in setting else b""
+        writer.write(head("Transfer-Encoding: chunked") + body)
+        answer = await reader.read()  # to the end of the connection
+        assert b"connection: close" in answer.partition(b"\r\n\r\n")[0].lower()
+        writer.close()
+        for path in ("/health", "/v1/models"):
+            assert "connection" not in (await served.http.get(path)).headers
+        assert "connection" not in (await served.post(PATH, {"prompt": "hi"})).headers
+        samples = (await served.http.get("/metrics")).text
+        status = "408" if "timeout" in setting else "413"
+        assert f'route="{PATH}",status="{status}"}} 1.0' in samples
+
+
 async def test_the_time_for_the_body_is_not_a_limit_of_the_answer() -> None:
     worker = FakeWorker()
     worker.gate = asyncio.Semaphore(0)
