@@ -11,18 +11,23 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cluster.answers import dumps
 from cluster.errors import ApiError
 
+MAX_BODIES = 64
+"""As many bodies of the largest size may be there at once, or more that are smaller."""
+
 _LABEL_MAX = 128
 _CLOSE = (b"connection", b"close")
 
 
 class BodyLimit:
     """Refuses a body that is larger than `max_bytes` (413), by what its header announces or by what
-    was counted, and one that takes longer than `timeout_s` to arrive (408)."""
+    was counted, one that takes longer than `timeout_s` to arrive (408), and one that is too much
+    with all others that are being answered (429)."""
 
     def __init__(self, app: ASGIApp, *, max_bytes: int, timeout_s: float, echo: bool) -> None:
         self._app = app
-        self._max_bytes = max_bytes
-        self._timeout_s = timeout_s
+        self.max_bytes = max_bytes
+        self.timeout_s = timeout_s
+        self.held_bytes = 0  # of all requests that are not answered yet
         self._echo = echo
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -33,40 +38,52 @@ class BodyLimit:
         label = label_of(headers)
         if self._echo and label:
             send = _with(send, lambda: [(b"x-request-id", label.encode())])
-        if _announced(headers) > self._max_bytes:
-            await _answer(send, _too_large(self._max_bytes))
+        if _announced(headers) > self.max_bytes:
+            await _answer(send, _too_large(self.max_bytes))
             return
-        body = _Body(receive, self._max_bytes, self._timeout_s)
-        # What would still come of a refused body is not waited for.
-        await self._app(scope, body, _with(send, lambda: [_CLOSE] if body.refused else []))
+        body = _Body(self, receive)
+        try:
+            # What would still come of a refused body is not waited for.
+            await self._app(scope, body, _with(send, lambda: [_CLOSE] if body.refused else []))
+        finally:
+            self.held_bytes -= body.received
 
 
 class _Body:
     """The messages of a request; raises ApiError for a body that breaks a bound."""
 
-    def __init__(self, receive: Receive, max_bytes: int, timeout_s: float) -> None:
-        self._receive = receive
-        self._max_bytes, self._timeout_s = max_bytes, timeout_s
-        self._deadline = asyncio.get_running_loop().time() + timeout_s
-        self._received, self._complete = 0, False
+    def __init__(self, limit: BodyLimit, receive: Receive) -> None:
+        self._limit, self._receive = limit, receive
+        self._deadline = asyncio.get_running_loop().time() + limit.timeout_s
+        self._complete = False
+        self.received = 0
         self.refused = False
 
     async def __call__(self) -> Message:
         if self._complete:
             return await self._receive()
+        limit = self._limit
         try:
             async with asyncio.timeout_at(self._deadline):
                 message = await self._receive()
         except TimeoutError:
-            allowed = f"{self._timeout_s:g} s (limits.body_timeout_s)"
+            allowed = f"{limit.timeout_s:g} s (limits.body_timeout_s)"
+            raise self._refusal(408, "timeout", f"the body took more than {allowed}") from None
+        size = len(message.get("body", b""))
+        self.received += size
+        limit.held_bytes += size
+        if self.received > limit.max_bytes:
             self.refused = True
-            raise ApiError(408, "timeout", f"the body took more than {allowed}") from None
-        self._received += len(message.get("body", b""))
-        if self._received > self._max_bytes:
-            self.refused = True
-            raise _too_large(self._max_bytes)
+            raise _too_large(limit.max_bytes)
+        if limit.held_bytes > MAX_BODIES * limit.max_bytes:
+            raise self._refusal(429, "queue_full", "the server holds too many large bodies")
         self._complete = not message.get("more_body", False)
         return message
+
+    def _refusal(self, status: int, code: str, message: str) -> ApiError:
+        self.refused = True
+        retry_after_s = 1.0 if status == 429 else None
+        return ApiError(status, code, message, retry_after_s=retry_after_s)
 
 
 def _too_large(max_bytes: int) -> ApiError:
