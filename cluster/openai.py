@@ -23,6 +23,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 MAX_SALT = 256  # characters
 MAX_PRIORITY = 1000
 TIMEOUT_HEADER = "x-request-timeout"
+_FAR = 10**6  # beyond what any number of a bias may be
 
 # Served in effect, or without an effect on the answer by design.
 HARMLESS = frozenset(
@@ -235,7 +236,7 @@ def check_common(request: Common, served: Served) -> None:
     check_model(request.model, served)
     if served.strict and request.ignored:
         name = request.ignored[0]
-        message = f"unknown parameter {name!r} (server.strict_params is on)"
+        message = f"unknown parameter {name[:80]!r} (server.strict_params is on)"
         raise invalid(message, name[:64], code="unknown_parameter")
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options needs stream: true", "stream_options")
@@ -383,5 +384,7 @@ def _bias(raw: Mapping[str, Any]) -> dict[int, float]:
             raise invalid(f"logit_bias: {token[:80]!r} needs a valid number", "logit_bias")
         if not token.isascii() or not token.isdigit() or len(token) > 12:
             raise invalid(f"logit_bias: {token[:80]!r} is not a token id", "logit_bias")
-        bias[int(token)] = value
+        if isinstance(value, int):  # of any length, and no float holds all
+            value = max(-_FAR, min(_FAR, value))
+        bias[int(token)] = float(value)
     return bias

@@ -89,6 +89,8 @@ BAD: list[tuple[str, Any, int, str, str | None, str]] = [
     (CHAT, {"logit_bias": {"9" * 400: 1}}, 400, "invalid_value", "logit_bias", "not a token id"),
     (CHAT, {"logit_bias": {"1": "x"}}, 400, "invalid_value", "logit_bias", "valid number"),
     (CHAT, {"logit_bias": {"1": 101}}, 400, "invalid_value", "logit_bias[1]", "-100 to 100"),
+    (CHAT, {"logit_bias": {"1": -(10**400)}}, 400, "invalid_value", "logit_bias[1]", "to 100"),
+    (CHAT, {"logit_bias": {"1": True}}, 400, "invalid_value", "logit_bias", "valid number"),
     (CHAT, {"logit_bias": {"1": NAN}}, 400, "invalid_value", "logit_bias[1]", "nan"),
     (CHAT, {"logit_bias": [1]}, 400, "invalid_value", "logit_bias", "dictionary"),
     (CHAT, {"stop": ["x"] * 17}, 400, "invalid_value", "stop", "at most 16"),
@@ -323,6 +325,21 @@ def test_unknown_parameters_are_refused_where_the_server_is_strict() -> None:
     with pytest.raises(ApiError, match="unknown parameter 'colour'") as error:
         openai.check_common(request, served("server.strict_params=true"))
     assert (error.value.status, error.value.code) == (400, "unknown_parameter")
+    request = bodies.parse(openai.ChatRequest, b'{"messages": [], "%b": 1}' % (b"x" * 100_000))
+    with pytest.raises(ApiError) as error:
+        openai.check_common(request, served("server.strict_params=true"))
+    assert len(error.value.message) < 200
+
+
+def test_a_bias_is_a_number_of_one_kind() -> None:
+    request = bodies.parse(
+        openai.ChatRequest, b'{"messages": [], "logit_bias": {"1": 2, "3": -4.5}}'
+    )
+    bias = openai.sampling(request, served(), prompt_tokens=1).logit_bias
+    assert {token: (type(value), value) for token, value in bias.items()} == {
+        1: (float, 2.0),
+        3: (float, -4.5),
+    }
 
 
 def test_a_prompt_may_fill_the_sequence_only_where_nothing_follows() -> None:
