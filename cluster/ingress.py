@@ -38,6 +38,9 @@ DEBUG_DEADLINE_S = 2.0
 SWITCH_S = 0.001
 """How long a thread of an ingress may keep the interpreter when another wants it."""
 
+STAYS = "x-request-disconnect-disabled"
+"""Tells Serve's proxy not to say when the client has gone."""
+
 REREAD_S = 5.0
 """How often files of keys are read again."""
 
@@ -186,6 +189,8 @@ def _add_completions(app: FastAPI, api: Api) -> None:
     def answering(chat: bool) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             tenant = api.access.tenant(request)
+            if "?1" in request.headers.getlist(STAYS):
+                raise invalid(f"{STAYS} is not supported: a request ends with its client", STAYS)
             record = Record(request.url.path, time.monotonic(), label=label_of(request.headers))
             timeout = request.headers.get(openai.TIMEOUT_HEADER, "")
             body = await request.body()

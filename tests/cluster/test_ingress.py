@@ -169,6 +169,18 @@ async def test_the_client_s_label_is_echoed_and_the_id_is_ours() -> None:
         assert "x-request-id" not in (await served.http.get("/health")).headers
 
 
+async def test_nobody_may_stay_when_the_client_has_gone() -> None:
+    async with serving(FakeWorker()) as served:
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            name = "X-Request-Disconnect-Disabled"
+            headers = [(name, "?0"), (name, "?1")]
+            answer = await served.http.post(path, json={"prompt": "hi"}, headers=headers)
+            assert error_of(answer) == (400, "invalid_value", "x-request-disconnect-disabled")
+        assert served.worker.submits == []
+        answer = await served.http.post(path, json={"messages": USER}, headers=headers[:1])
+        assert answer.status_code == 200
+
+
 async def test_a_label_is_no_key() -> None:
     """Requests with one label, whatever else they send as such, are requests of their own."""
     worker = FakeWorker()
