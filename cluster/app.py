@@ -89,7 +89,7 @@ class Ingress:
 
     def __init__(self, config: Config, model: str, directory: str, worker: Any) -> None:
         from cluster.calls import ServeHandle
-        from cluster.ingress import Api, configure_logging
+        from cluster.ingress import Api, configure_logging, keep_turning
         from cluster.text import load_tokenizer
 
         configure_logging(config.server.log_level, as_json=config.server.log_json)
@@ -103,6 +103,7 @@ class Ingress:
             name=name,
             listed=lambda: gangs.listed.get(WORKER, frozenset()),
         )
+        keep_turning()
 
     def __serve_build_asgi_app__(self) -> Any:
         from cluster.ingress import build_app

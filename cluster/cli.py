@@ -14,6 +14,7 @@ from urllib.parse import quote, urlsplit
 
 from cluster import capacity_command, quickstart
 from cluster.errors import UserError
+from cluster.keys import ADMIN_KEY, Access
 from configs.schema import Config, ConfigError, load
 
 USAGE_ERROR, INTERRUPTED = 2, 130
@@ -66,9 +67,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _config(options: argparse.Namespace) -> Config:
     try:
-        return load(options.config or getattr(options, "file", None), options.set)
+        config = load(options.config or getattr(options, "file", None), options.set)
     except ConfigError as error:
         raise UserError(str(error)) from None
+    Access(config.server, os.environ)  # raises where its keys cannot be used
+    return config
 
 
 def _model(config: Config) -> Path:
@@ -108,7 +111,8 @@ def _where(options: argparse.Namespace) -> int:
     address = urlsplit(options.url)
     connection = http.client.HTTPConnection(address.hostname or "127.0.0.1", address.port or 80)
     try:
-        connection.request("GET", path)
+        key = os.environ.get(ADMIN_KEY)
+        connection.request("GET", path, headers={"Authorization": f"Bearer {key}"} if key else {})
         response = connection.getresponse()
         body = json.loads(response.read())
     except (OSError, ValueError, http.client.HTTPException) as error:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from cluster import openai, prompts
+from cluster import bodies, keys, openai, prompts
 from cluster.answers import (
     DONE,
     KEEP_ALIVE,
@@ -41,6 +41,9 @@ log = logging.getLogger("kvatlas.ingress")
 
 KEEP_ALIVE_S = 5.0
 """A stream with nothing to say sends a comment this often."""
+
+SEND_S = 5.0
+"""How much longer than a request may take its client may take to read the rest of the answer."""
 
 _GONE = 499  # nobody is left to read a status; this one stands in logs and metrics
 _SSE = [
@@ -74,12 +77,17 @@ async def _disconnect(receive: Receive) -> None:
 class Completion(Response):
     """The response to a completion request: it does all the work when it is sent."""
 
-    def __init__(self, api: Api, body: bytes, record: Record, *, chat: bool) -> None:
+    def __init__(
+        self, api: Api, body: bytes, record: Record, *, chat: bool, tenant: str, timeout: str
+    ) -> None:
+        """`tenant` is whose key the request carried, `timeout` what its header says of that."""
         super().__init__()
         self._api = api
         self._body = body
         self._chat = chat
         self._record = record
+        self._tenant = tenant
+        self._timeout = timeout
         self._beside: list[tuple[bytes, bytes]] = []
         self._timed = False  # tokens come one by one, so their times mean something
 
@@ -97,8 +105,17 @@ class Completion(Response):
             self._api.finished(record)
 
     async def _run(self, send: Send) -> None:
+        most_s = self._api.config.limits.request_timeout_s + SEND_S
         try:
-            await self._answer(send)
+            async with asyncio.timeout(most_s):
+                await self._answer(send)
+        except TimeoutError:  # the engine's own deadline is earlier
+            if not self._record.status:
+                message = f"no answer in {most_s:g} s (limits.request_timeout_s)"
+                await self._refuse(send, ApiError(408, "timeout", message))
+                return
+            self._record.error = "client_too_slow"
+            log.warning("%s was not read in %g s: cut off", self._record.id, most_s)
         except ApiError as error:
             await self._refuse(send, error)
         except Exception as error:
@@ -117,10 +134,11 @@ class Completion(Response):
     async def _answer(self, send: Send) -> None:
         api, record = self._api, self._record
         kind = openai.ChatRequest if self._chat else openai.CompletionRequest
-        request: openai.Common = openai.parse(kind, self._body)
+        request: openai.Common = bodies.parse(kind, self._body)
         self._body = b""
         served = api.served()
         openai.check_common(request, served)
+        timeout_s, limit = openai.patience(request, self._timeout, served)
         self._ignored(request)
         texts, tokens = await self._tokens(request, served)
         answer = (ChatAnswer if self._chat else CompletionAnswer)(
@@ -131,12 +149,19 @@ class Completion(Response):
         )
         record.id = answer.id
         jobs = [
-            self._job(request, served, answer, i, ids, texts[i]) for i, ids in enumerate(tokens)
+            self._job(request, served, answer, i, ids, texts[i], timeout_s)
+            for i, ids in enumerate(tokens)
         ]
         self._timed = all(job.submit.stream for job in jobs)
         names = dict.fromkeys((job.submit.id for job in jobs), record.label)
         api.labels.update(names)
-        async with Generation(api.dispatcher, jobs, metrics=api.metrics) as generation:
+        async with Generation(
+            api.dispatcher,
+            jobs,
+            metrics=api.metrics,
+            at_once=served.limits.prompts_at_once,
+            limit=limit,
+        ) as generation:
             try:
                 await generation.admit()
                 if request.stream:
@@ -157,29 +182,31 @@ class Completion(Response):
 
     async def _tokens(
         self, request: openai.Common, served: openai.Served
-    ) -> tuple[Sequence[str | None], Sequence[list[int]]]:
-        """The text of each prompt, where it came as one, and its tokens."""
+    ) -> tuple[Sequence[str], Sequence[list[int]]]:
+        """What the answer repeats of each prompt as it is, and its tokens."""
         text = self._api.text
         if isinstance(request, openai.ChatRequest):
             ids = await text.encode_chat(
-                prompts.conversation(request.messages),
+                prompts.conversation(request.messages, served),
                 add_generation_prompt=request.add_generation_prompt,
                 continue_final_message=request.continue_final_message,
-                variables=prompts.template_variables(request.chat_template_kwargs),
+                variables=request.chat_template_kwargs,
             )
-            return [None], [ids]
+            return [""], [ids]
         assert isinstance(request, openai.CompletionRequest)
         given = prompts.prompts(request.prompt, served)
-        texts = [part if isinstance(part, str) else None for part in given]
-        encoded = iter(
-            await text.encode(
-                [part for part in texts if part is not None], special=request.add_special_tokens
-            )
-        )
+        texts = [part for part in given if isinstance(part, str)]
+        encoded = iter(await text.encode(texts, special=request.add_special_tokens))
         tokens = [next(encoded) if isinstance(part, str) else part for part in given]
         if not all(tokens):
             raise invalid("prompt must have at least one token", "prompt")
-        return texts, tokens
+        if not request.echo or request.alternatives is not None:
+            return [""] * len(tokens), tokens
+        skip = request.skip_special_tokens
+        return [
+            part if isinstance(part, str) else await text.decode(part, skip_special=skip)
+            for part in given
+        ], tokens
 
     def _job(
         self,
@@ -188,7 +215,8 @@ class Completion(Response):
         answer: Answer,
         index: int,
         tokens: list[int],
-        text: str | None,
+        text: str,
+        timeout_s: float,
     ) -> Job:
         """What the engine is asked for one prompt, and the choices that its answer goes into."""
         params = openai.sampling(request, served, prompt_tokens=len(tokens))
@@ -207,22 +235,19 @@ class Completion(Response):
             )
             for sample in range(params.n)
         ]
-        echo = isinstance(request, openai.CompletionRequest) and request.echo
-        if echo and request.alternatives is None:
-            shown = decode(tokens) if text is None else text
-            for choice in choices:
-                choice.echo(shown)
-        elapsed_s = time.monotonic() - self._record.started_s
+        for choice in choices:
+            choice.echo(text)
         submit = wire.Submit(
             id=answer.id if index == 0 else f"{answer.id}-{index}",
             model=served.model,
             prompt=tokens,
             params=params,
-            deadline_s=max(0.0, served.limits.request_timeout_s - elapsed_s),
+            deadline_s=max(0.0, timeout_s - (time.monotonic() - self._record.started_s)),
             # A stop string must be seen early; otherwise large deltas cost less.
             stream=request.stream or bool(stops),
             choices=[wire.ChoiceInput() for _ in choices],
-            salt=request.cache_salt,
+            salt=keys.salt(self._tenant, request.cache_salt),
+            priority=request.priority,
             ingress=self._api.dispatcher.name,
         )
         return Job(submit, choices)

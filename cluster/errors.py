@@ -37,7 +37,9 @@ class ApiError(Exception):
         return {"error": error}
 
     def headers(self) -> dict[str, str]:
-        """What tells a client whether and when to try again."""
+        """What tells a client whether and when to try again, or how to prove who it is."""
+        if self.status == 401:
+            return {"www-authenticate": "Bearer"}
         if self.retry_after_s is not None:
             return {"retry-after": str(max(1, math.ceil(self.retry_after_s)))}
         return {"x-should-retry": "false"} if self.status in _FINAL_BY_DEFAULT else {}

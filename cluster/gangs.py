@@ -44,7 +44,7 @@ class Gangs:
 
     async def update(self) -> None:
         """Follow who is new, forget who is gone; then wait a little."""
-        self._follow()
+        self.follow()
         await asyncio.sleep(LOOK_S)
 
     def close(self) -> None:
@@ -52,7 +52,8 @@ class Gangs:
         for task in self._tasks.values():
             task.cancel()
 
-    def _follow(self) -> None:
+    def follow(self) -> None:
+        """Follow who is new, forget who is gone."""
         listed = self._listed()
         for gang in listed - self._watches.keys():
             watch = self._watches[gang] = Watch(

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 
@@ -25,6 +26,9 @@ from worker import wire
 log = logging.getLogger("kvatlas.ingress")
 
 _REJECTED = {"queue_full": (429, "queue_full"), "invalid": (400, "invalid_value")}
+
+MIN_WAIT_S, MAX_WAIT_S = 0.05, 5.0
+"""Between two attempts of a later prompt of a request to get into a full queue."""
 
 ABORT_S = 5.0
 """How long a worker has to end one choice of several; it runs to its own end otherwise."""
@@ -49,6 +53,7 @@ class QueueFull(Exception):
     def __init__(self, answer: ApiError) -> None:
         super().__init__(answer)
         self.answer = answer
+        self.wait_s = min(max(MIN_WAIT_S, answer.retry_after_s or 0.0), MAX_WAIT_S)
 
 
 @dataclass(slots=True)
@@ -91,9 +96,23 @@ class Job:
 class Generation:
     """All streams of one request, used as `async with Generation(...)`."""
 
-    def __init__(self, dispatcher: Dispatcher, jobs: Sequence[Job], *, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        jobs: Sequence[Job],
+        *,
+        metrics: Metrics,
+        at_once: int,
+        limit: str = "limits.request_timeout_s",
+    ) -> None:
+        """`limit` is where the deadline comes from. The engines have at most `at_once` of the
+        prompts at a time: one request does not fill their queues.
+        """
         self._dispatcher = dispatcher
         self._jobs = jobs
+        self._at_once = at_once
+        self._places = asyncio.Semaphore(at_once)
+        self._limit = limit
         self._metrics = metrics
         self._news = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -119,13 +138,16 @@ class Generation:
         return all(job.finished for job in self._jobs)
 
     async def admit(self) -> None:
-        """Send the prompts. Returns once the engine has accepted all, raises ApiError otherwise."""
+        """Send the prompts. Returns once the engine has accepted as many as it may have at once,
+        raises ApiError otherwise."""
         loop = asyncio.get_running_loop()
-        admitted: list[asyncio.Future[None]] = [loop.create_future() for _ in self._jobs]
+        first, later = self._jobs[: self._at_once], self._jobs[self._at_once :]
+        admitted: list[asyncio.Future[None]] = [loop.create_future() for _ in first]
         self._tasks = [
             loop.create_task(self._follow(job, future))
-            for job, future in zip(self._jobs, admitted, strict=True)
+            for job, future in zip(first, admitted, strict=True)
         ]
+        self._tasks += [loop.create_task(self._follow(job, None)) for job in later]
         while not all(future.done() for future in admitted):
             await self.news()
         if self._failure is not None:
@@ -144,32 +166,31 @@ class Generation:
             raise self._failure
         return True
 
-    async def _follow(self, job: Job, admitted: asyncio.Future[None]) -> None:
+    async def _follow(self, job: Job, admitted: asyncio.Future[None] | None) -> None:
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + job.submit.deadline_s
         try:
-            await self._serve(job, admitted)
+            async with asyncio.timeout_at(until_s), self._places:
+                await self._serve(job, admitted, until_s)
         except ApiError as error:
             self._fail(error)
-        except DeadlinePassed:
-            message = (
-                f"no complete answer in {job.submit.deadline_s:g} s (limits.request_timeout_s)"
-            )
+        except (DeadlinePassed, TimeoutError):
+            deadline_s = round(job.submit.deadline_s, 2)
+            message = f"no complete answer in {deadline_s:g} s ({self._limit})"
             self._fail(ApiError(408, "timeout", message))
         except Exception as error:
             log.exception("could not follow %s", job.submit.id)
             self._fail(ApiError(500, "internal_error", f"{type(error).__name__}: {error}"))
 
-    async def _serve(self, job: Job, admitted: asyncio.Future[None]) -> None:
+    async def _serve(self, job: Job, admitted: asyncio.Future[None] | None, until_s: float) -> None:
         """Try gangs until one has answered all. Raises ApiError, DeadlinePassed."""
         loop = asyncio.get_running_loop()
-        until_s = loop.time() + job.submit.deadline_s
         target = self._dispatcher.choose(job.submit, ())
         losses, undelivered, full = 0, 0, set[str]()
         while True:
             if target is None:
                 raise ApiError(503, "worker_lost", "no worker is ready", retry_after_s=1)
-            submit = job.submit
-            if losses:
-                submit = job.again(losses, until_s - loop.time())
+            submit = job.again(losses, until_s - loop.time())
             try:
                 with self._dispatcher.opened(target, submit):
                     return await self._attempt(submit, job, target, admitted)
@@ -177,7 +198,11 @@ class Generation:
                 full.add(target.gang)
                 target = self._dispatcher.choose(job.submit, full)
                 if target is None or len(full) > MORE_GANGS:
-                    raise refused.answer from None
+                    if admitted is not None:
+                        raise refused.answer from None
+                    await asyncio.sleep(refused.wait_s)
+                    full.clear()
+                    target = self._dispatcher.choose(job.submit, ())
             except EngineLost as error:
                 if isinstance(error, Undelivered):
                     undelivered += 1
@@ -188,24 +213,24 @@ class Generation:
                 if losses == LOSSES_MAX or undelivered > UNDELIVERED_MAX:
                     message = f"this request lost its worker {losses} times: {error}"
                     raise ApiError(500, "worker_lost", message) from None
-                target = await self._another(job, target, until_s - loop.time())
+                target = await self._another(job, target)
 
-    async def _another(self, job: Job, lost: Target, left_s: float) -> Target:
+    async def _another(self, job: Job, lost: Target) -> Target:
         """Where to go on; waits for a worker to come back. Raises ApiError."""
         try:
-            return await self._dispatcher.wait(job.submit, {lost.gang}, min(FAILOVER_S, left_s))
+            return await self._dispatcher.wait(job.submit, {lost.gang}, FAILOVER_S)
         except EngineLost as error:
             message = f"the worker was lost: {error}"
             raise ApiError(503, "worker_lost", message, retry_after_s=1) from None
 
     async def _attempt(
-        self, submit: wire.Submit, job: Job, target: Target, admitted: asyncio.Future[None]
+        self, submit: wire.Submit, job: Job, target: Target, admitted: asyncio.Future[None] | None
     ) -> None:
         """One engine's work. Raises ApiError, QueueFull, EngineLost, DeadlinePassed."""
         encoded, deadline_s = wire.encode(submit), submit.deadline_s
         with Stream(target.handle, "generate", encoded, deadline_s=deadline_s) as stream:
             await self._admission(stream)
-            if not admitted.done():
+            if admitted is not None and not admitted.done():
                 admitted.set_result(None)
             self._news.set()
             times = Times(time.monotonic(), each_token=submit.stream)
@@ -224,7 +249,11 @@ class Generation:
             status, code = _REJECTED.get(first.reason, (503, first.reason))
             retry_after_s = None if status == 400 else first.retry_after_s
             answer = ApiError(status, code, first.message, retry_after_s=retry_after_s)
-            raise QueueFull(answer) if status == 429 else answer
+            if status != 429:
+                raise answer
+            with suppress(EngineLost):  # its end: only now the worker has forgotten the id
+                await stream.next()
+            raise QueueFull(answer)
         if isinstance(first, wire.Error):
             stream.finished = True
             raise ApiError(first.status, first.code, first.message)

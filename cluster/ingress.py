@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from cluster import openai, prompts
+from cluster import bodies, openai, prompts
 from cluster.answers import dumps
 from cluster.background import background
 from cluster.calls import Handle, Refused
@@ -23,7 +27,8 @@ from cluster.completions import Completion
 from cluster.dispatch import Dispatcher
 from cluster.errors import ApiError, invalid
 from cluster.gangs import Gangs
-from cluster.limits import BodyLimit, label_of
+from cluster.keys import Access
+from cluster.limits import BodyLimit, label_of, printable
 from cluster.metrics import CONTENT_TYPE, Metrics, Record
 from cluster.text import TextService
 from configs.schema import Config
@@ -32,6 +37,15 @@ log = logging.getLogger("kvatlas.ingress")
 requests_log = logging.getLogger("kvatlas.requests")
 
 DEBUG_DEADLINE_S = 2.0
+
+SWITCH_S = 0.001
+"""How long a thread of an ingress may keep the interpreter when another wants it."""
+
+STAYS = "x-request-disconnect-disabled"
+"""Tells Serve's proxy not to say when the client has gone."""
+
+REREAD_S = 5.0
+"""How often files of keys are read again."""
 
 
 class Api:
@@ -48,6 +62,7 @@ class Api:
         listed: Callable[[], frozenset[str]],
     ) -> None:
         self.config = config
+        self.access = Access(config.server, os.environ)
         self.model = model
         self.handle = handle
         self.text = TextService(tokenizer)
@@ -86,6 +101,21 @@ class Api:
         self.metrics.finished(record)
         requests_log.info(record.line(), extra={"record": record})
 
+    async def reread_keys(self) -> None:
+        """Use what the files of keys hold now; what is wrong with them is logged and counted."""
+        before = self.access.problem
+        if await asyncio.to_thread(self.access.reread):
+            log.info("the keys have changed")
+        if problem := self.access.problem:
+            self.metrics.background_failure("keys")
+            if problem != before:
+                log.warning("the keys of before stay in use: %s", problem)
+
+    def report(self) -> dict[str, Any]:
+        """The body of `/health/ready`."""
+        problem = "files of keys have changed and cannot be used, the log says why"
+        return {**self.gangs.report(), "problems": [problem] if self.access.problem else []}
+
     async def debug(self, method: str, *arguments: Any) -> tuple[list[Any], dict[str, Any]]:
         """What each worker answers, and a `missing` entry where some do not in time.
 
@@ -109,6 +139,8 @@ def build_app(api: Api, *, echo_label: bool = True) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         works = {"following gangs": api.gangs.update, "telling who lives": api.dispatcher.tell}
+        if api.access.from_files:
+            works["reading keys"] = partial(_reread_keys, api)
         async with background(works, api.metrics.background_failure):
             yield
         api.gangs.close()
@@ -119,7 +151,7 @@ def build_app(api: Api, *, echo_label: bool = True) -> FastAPI:
     app.add_middleware(
         BodyLimit, max_bytes=limits.max_body_bytes, timeout_s=limits.body_timeout_s, echo=echo_label
     )
-    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(ApiError, _on_api_error(api))
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_any_error)
@@ -133,9 +165,18 @@ def _json(body: object, status: int = 200, headers: Mapping[str, str] | None = N
     return Response(dumps(body), status, headers, media_type="application/json")
 
 
-async def _on_api_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return _json(error.body(), error.status, error.headers())
+async def _reread_keys(api: Api) -> None:
+    await asyncio.sleep(REREAD_S)
+    await api.reread_keys()
+
+
+def _on_api_error(api: Api) -> Callable[[Request, Exception], Awaitable[Response]]:
+    async def answer(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        api.metrics.answered(request.scope["route"].path, error.status)
+        return _json(error.body(), error.status, error.headers())
+
+    return answer
 
 
 async def _on_http_error(_: Request, error: Exception) -> Response:
@@ -164,8 +205,13 @@ def _body_docs(kind: type[Any]) -> dict[str, Any]:
 def _add_completions(app: FastAPI, api: Api) -> None:
     def answering(chat: bool) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
+            tenant = api.access.tenant(request)
+            if "?1" in request.headers.getlist(STAYS):
+                raise invalid(f"{STAYS} is not supported: a request ends with its client", STAYS)
             record = Record(request.url.path, time.monotonic(), label=label_of(request.headers))
-            return Completion(api, await request.body(), record, chat=chat)
+            timeout = request.headers.get(openai.TIMEOUT_HEADER, "")
+            body = await request.body()
+            return Completion(api, body, record, chat=chat, tenant=tenant, timeout=timeout)
 
         return answer
 
@@ -184,11 +230,11 @@ def _add_completions(app: FastAPI, api: Api) -> None:
             "max_model_len": info.get("max_model_len"),
         }
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", dependencies=[Depends(api.access.tenant)])
     async def models() -> Response:
         return _json({"object": "list", "data": [card()]})
 
-    @app.get("/v1/models/{model:path}")
+    @app.get("/v1/models/{model:path}", dependencies=[Depends(api.access.tenant)])
     async def model(model: str) -> Response:
         if model != api.model:
             message = f"the model {model[:80]!r} is not served here, served is {api.model!r}"
@@ -197,9 +243,11 @@ def _add_completions(app: FastAPI, api: Api) -> None:
 
 
 def _add_text(app: FastAPI, api: Api) -> None:
-    @app.post("/tokenize", openapi_extra=_body_docs(openai.TokenizeRequest))
+    keyed: dict[str, Any] = {"dependencies": [Depends(api.access.tenant)]}
+
+    @app.post("/tokenize", openapi_extra=_body_docs(openai.TokenizeRequest), **keyed)
     async def tokenize(request: Request) -> Response:
-        asked = openai.parse(openai.TokenizeRequest, await request.body())
+        asked = bodies.parse(openai.TokenizeRequest, await request.body())
         served = api.served()
         openai.check_model(asked.model, served)
         if (asked.prompt is None) == (asked.messages is None):
@@ -208,24 +256,24 @@ def _add_text(app: FastAPI, api: Api) -> None:
             ids = (await api.text.encode([asked.prompt], special=asked.add_special_tokens))[0]
         else:
             ids = await api.text.encode_chat(
-                prompts.conversation(asked.messages or []),
+                prompts.conversation(asked.messages or [], served),
                 add_generation_prompt=asked.add_generation_prompt,
                 continue_final_message=asked.continue_final_message,
-                variables=prompts.template_variables(asked.chat_template_kwargs),
+                variables=asked.chat_template_kwargs,
             )
         body = {"count": len(ids), "max_model_len": served.max_model_len, "tokens": ids}
         if asked.return_token_strs:
             body["token_strs"] = [api.text.token(token)[0] for token in ids]
         return _json(body)
 
-    @app.post("/detokenize", openapi_extra=_body_docs(openai.DetokenizeRequest))
+    @app.post("/detokenize", openapi_extra=_body_docs(openai.DetokenizeRequest), **keyed)
     async def detokenize(request: Request) -> Response:
-        asked = openai.parse(openai.DetokenizeRequest, await request.body())
+        asked = bodies.parse(openai.DetokenizeRequest, await request.body())
         served = api.served()
         openai.check_model(asked.model, served)
-        prompts.check_ids(asked.tokens, served, "tokens")
-        decode = api.text.decoder(skip_special=asked.skip_special_tokens)
-        return _json({"prompt": decode(asked.tokens)})
+        prompts.check_ids(asked.tokens, served, "tokens", "tokens must be a list of token ids")
+        skip = asked.skip_special_tokens
+        return _json({"prompt": await api.text.decode(asked.tokens, skip_special=skip)})
 
 
 def _add_state(app: FastAPI, api: Api) -> None:
@@ -235,33 +283,38 @@ def _add_state(app: FastAPI, api: Api) -> None:
 
     @app.get("/health/ready")
     async def ready() -> Response:
-        report = api.gangs.report()
+        report = api.report()
         return _json(report, 200 if report["ready"] else 503)
 
-    @app.get("/metrics")
+    inside: dict[str, Any] = {"dependencies": [Depends(api.access.admin)]}
+
+    @app.get("/metrics", **inside)
     async def metrics() -> Response:
         await api.gangs.refresh(DEBUG_DEADLINE_S)
         return Response(api.metrics.text(), media_type=CONTENT_TYPE)
 
-    @app.get("/debug/kv")
+    @app.get("/debug/kv", **inside)
     async def debug_kv() -> Response:
         gangs, missing = await api.debug("debug_kv")
         return _json({"gangs": gangs, **missing})
 
-    @app.post("/debug/flush")
+    @app.post("/debug/flush", **inside)
     async def debug_flush() -> Response:
         flushed, missing = await api.debug("flush")
         return _json({"flushed": sum(flushed), **missing})
 
-    @app.get("/debug/requests")
-    async def debug_requests() -> Response:
+    @app.get("/debug/requests", **inside)
+    async def debug_requests(request: Request) -> Response:
+        label = request.query_params.get("label")
         found, missing = await api.debug("debug_requests")
-        entries = [
+        named = [
             {**entry, "label": api.labels.get(entry["request"])} for some in found for entry in some
         ]
-        return _json({"requests": entries, **missing})
+        if label is not None:
+            named = [entry for entry in named if entry["label"] == printable(label)]
+        return _json({"requests": named, **missing})
 
-    @app.get("/debug/where")
+    @app.get("/debug/where", **inside)
     async def debug_where(request: Request) -> Response:
         query = request.query_params
         name, token = query.get("request", ""), query.get("token", "")
@@ -272,6 +325,17 @@ def _add_state(app: FastAPI, api: Api) -> None:
             message = f"no request {name[:80]!r} is being served now (/debug/requests lists them)"
             raise ApiError(404, "request_not_found", message, param="request")
         return _json(next(filter(None, found)))
+
+
+def keep_turning() -> None:
+    """Tell this process to stop its event loop as briefly as it can, once all is loaded.
+
+    Left alone, a collection looks at all that was ever imported (123 ms with a tokenizer), and a
+    thread that renders a chat template keeps the interpreter for 5 ms each time it has it.
+    """
+    gc.collect()
+    gc.freeze()
+    sys.setswitchinterval(SWITCH_S)
 
 
 class JsonLines(logging.Formatter):

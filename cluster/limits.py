@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -10,17 +11,23 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cluster.answers import dumps
 from cluster.errors import ApiError
 
+MAX_BODIES = 64
+"""As many bodies of the largest size may be there at once, or more that are smaller."""
+
 _LABEL_MAX = 128
+_CLOSE = (b"connection", b"close")
 
 
 class BodyLimit:
     """Refuses a body that is larger than `max_bytes` (413), by what its header announces or by what
-    was counted, and one that takes longer than `timeout_s` to arrive (408)."""
+    was counted, one that takes longer than `timeout_s` to arrive (408), and one that is too much
+    with all others that are being answered (429)."""
 
     def __init__(self, app: ASGIApp, *, max_bytes: int, timeout_s: float, echo: bool) -> None:
         self._app = app
-        self._max_bytes = max_bytes
-        self._timeout_s = timeout_s
+        self.max_bytes = max_bytes
+        self.timeout_s = timeout_s
+        self.held_bytes = 0  # of all requests that are not answered yet
         self._echo = echo
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -30,38 +37,58 @@ class BodyLimit:
         headers = Headers(scope=scope)
         label = label_of(headers)
         if self._echo and label:
-            send = _labelled(send, label)
-        if _announced(headers) > self._max_bytes:
-            await _answer(send, self._too_large())
+            send = _with(send, lambda: [(b"x-request-id", label.encode())])
+        if _announced(headers) > self.max_bytes:
+            await _answer(send, _too_large(self.max_bytes))
             return
-        await self._app(scope, self._bounded(receive), send)
+        body = _Body(self, receive)
+        try:
+            # What would still come of a refused body is not waited for.
+            await self._app(scope, body, _with(send, lambda: [_CLOSE] if body.refused else []))
+        finally:
+            self.held_bytes -= body.received
 
-    def _too_large(self) -> ApiError:
-        allowed = f"{self._max_bytes} bytes (limits.max_body_bytes)"
-        return ApiError(413, "body_too_large", f"the body may have {allowed}")
 
-    def _bounded(self, receive: Receive) -> Receive:
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._timeout_s
-        received, complete = 0, False
+class _Body:
+    """The messages of a request; raises ApiError for a body that breaks a bound."""
 
-        async def bounded() -> Message:
-            nonlocal received, complete
-            if complete:
-                return await receive()
-            try:
-                async with asyncio.timeout_at(deadline):
-                    message = await receive()
-            except TimeoutError:
-                allowed = f"{self._timeout_s:g} s (limits.body_timeout_s)"
-                raise ApiError(408, "timeout", f"the body took more than {allowed}") from None
-            received += len(message.get("body", b""))
-            if received > self._max_bytes:
-                raise self._too_large()
-            complete = not message.get("more_body", False)
-            return message
+    def __init__(self, limit: BodyLimit, receive: Receive) -> None:
+        self._limit, self._receive = limit, receive
+        self._deadline = asyncio.get_running_loop().time() + limit.timeout_s
+        self._complete = False
+        self.received = 0
+        self.refused = False
 
-        return bounded
+    async def __call__(self) -> Message:
+        if self._complete:
+            return await self._receive()
+        limit = self._limit
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                message = await self._receive()
+        except TimeoutError:
+            allowed = f"{limit.timeout_s:g} s (limits.body_timeout_s)"
+            raise self._refusal(408, "timeout", f"the body took more than {allowed}") from None
+        size = len(message.get("body", b""))
+        self.received += size
+        limit.held_bytes += size
+        if self.received > limit.max_bytes:
+            self.refused = True
+            raise _too_large(limit.max_bytes)
+        if limit.held_bytes > MAX_BODIES * limit.max_bytes:
+            raise self._refusal(429, "queue_full", "the server holds too many large bodies")
+        self._complete = not message.get("more_body", False)
+        return message
+
+    def _refusal(self, status: int, code: str, message: str) -> ApiError:
+        self.refused = True
+        retry_after_s = 1.0 if status == 429 else None
+        return ApiError(status, code, message, retry_after_s=retry_after_s)
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    allowed = f"{max_bytes} bytes (limits.max_body_bytes)"
+    return ApiError(413, "body_too_large", f"the body may have {allowed}")
 
 
 def _announced(headers: Headers) -> int:
@@ -70,21 +97,25 @@ def _announced(headers: Headers) -> int:
 
 
 def label_of(headers: Headers) -> str:
-    """The client's own name for a request: at most 128 printable characters, never a key."""
-    raw = headers.get("x-request-id", "")[:_LABEL_MAX]
-    return "".join(c for c in raw if c.isascii() and c.isprintable())
+    """The client's own name for a request: at most 128 printable characters, never a key. Of
+    several the first counts."""
+    return printable(headers.get("x-request-id", ""))
 
 
-def _labelled(send: Send, label: str) -> Send:
-    async def labelled(message: Message) -> None:
+def printable(raw: str) -> str:
+    """As much of a text as may stand as a label in a header and a log line."""
+    return "".join(c for c in raw[:_LABEL_MAX] if c.isascii() and c.isprintable())
+
+
+def _with(send: Send, more: Callable[[], list[tuple[bytes, bytes]]]) -> Send:
+    """`send` with more headers on the answer, whatever they are when it starts."""
+
+    async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":
-            message = {
-                **message,
-                "headers": [*message["headers"], (b"x-request-id", label.encode())],
-            }
+            message = {**message, "headers": [*message["headers"], *more()]}
         await send(message)
 
-    return labelled
+    return sending
 
 
 async def _answer(send: Send, error: ApiError) -> None:
@@ -92,7 +123,7 @@ async def _answer(send: Send, error: ApiError) -> None:
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
-        (b"connection", b"close"),
+        _CLOSE,
     ]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -1,4 +1,4 @@
-"""Requests of the OpenAI API: from a body to a checked record, or an error that says what is wrong.
+"""Requests of the OpenAI API: their types, and the checks that need to know what is served.
 
 Known parameters are typed by pydantic and bounded by the worker's own rules. `null` means default.
 A known parameter that is not served is a 400 unless it asks for what happens anyway; an unknown one
@@ -7,15 +7,13 @@ is ignored and counted, or a 400 with `server.strict_params`.
 
 from __future__ import annotations
 
-import re
 import secrets
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-import pydantic_core
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from cluster.errors import ApiError, invalid
 from configs.schema import LimitsConfig
@@ -23,6 +21,9 @@ from worker.params import ParamError, ParamLimits, SamplingParams, check
 
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_SALT = 256  # characters
+MAX_PRIORITY = 1000
+TIMEOUT_HEADER = "x-request-timeout"
+_FAR = 10**6  # beyond what any number of a bias may be
 
 # Served in effect, or without an effect on the answer by design.
 HARMLESS = frozenset(
@@ -37,7 +38,6 @@ _COMMON: dict[str, tuple[Any, ...]] = {
     "guided_json": (),
     "guided_regex": (),
     "logits_processors": ([],),
-    "priority": (0,),
     "prompt_logprobs": (),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
@@ -110,7 +110,7 @@ class Common(BaseModel):
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict[str, float] = {}
+    logit_bias: dict[str, Any] = {}
     seed: int | None = None
     stop: str | list[str] = []
     stop_token_ids: list[int] = []
@@ -119,6 +119,8 @@ class Common(BaseModel):
     skip_special_tokens: bool = True
     return_token_ids: bool = False
     cache_salt: str = ""
+    priority: int = 0
+    timeout: float | None = None
 
     @property
     def width(self) -> int:
@@ -164,7 +166,7 @@ class Common(BaseModel):
 class ChatRequest(Common):
     """POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]]
+    messages: list[Any]
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int = 0
@@ -206,7 +208,7 @@ class TokenizeRequest(BaseModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: list[Any] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -220,51 +222,13 @@ class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = None
-    tokens: list[int]
+    tokens: list[Any]
     skip_special_tokens: bool = False
 
 
-_R = TypeVar("_R", bound=BaseModel)
-
-
-def parse(kind: type[_R], body: bytes) -> _R:
-    """A body as a request, its types checked. Raises ApiError for the first thing wrong with it."""
-    try:
-        raw = pydantic_core.from_json(body)
-    except ValueError as error:
-        raise invalid(f"the body is not JSON: {error}", code="invalid_json") from None
-    if not isinstance(raw, dict):
-        raise invalid("the body must be a JSON object", code="invalid_json")
-    given = {name: value for name, value in raw.items() if value is not None}
-    known = {ChatRequest: _COMMON | _CHAT, CompletionRequest: _COMMON | _COMPLETION}.get(kind, {})
-    for name, harmless in known.items():
-        if name in given and not _same_as_any(given.pop(name), harmless):
-            wanted = " or ".join(pydantic_core.to_json(v).decode() for v in harmless)
-            advice = f"leave it out or send {wanted}" if harmless else "leave it out"
-            message = f"{name} is not supported: {advice}"
-            raise invalid(message, name, code="unsupported_parameter")
-    try:
-        return kind.model_validate({k: v for k, v in given.items() if k not in HARMLESS})
-    except ValidationError as error:
-        raise _complaint(error) from None
-
-
-def _same_as_any(value: Any, allowed: Sequence[Any]) -> bool:
-    return any(type(value) is type(other) and value == other for other in allowed)
-
-
-def _complaint(error: ValidationError) -> ApiError:
-    first = error.errors(include_url=False)[0]
-    name = str(first["loc"][0])
-    if first["type"] == "missing":
-        return invalid(f"{name} is missing", name, code="missing_required_parameter")
-    # The branches of a union are in the path as well, as "str" and "list[str]".
-    path = [str(part) for part in first["loc"]]
-    branch = re.compile(r"(str|bool)$|(list|literal)\[")
-    where = ".".join(part for part in path if not branch.match(part))
-    shown = repr(first["input"])
-    reason = first["msg"][:1].lower() + first["msg"][1:]
-    return invalid(f"{where}: {reason}, got {shown[:80]}", name)
+def known(kind: type[BaseModel]) -> Mapping[str, tuple[Any, ...]]:
+    """The parameters of this kind of request that are known but not served."""
+    return {ChatRequest: _COMMON | _CHAT, CompletionRequest: _COMMON | _COMPLETION}.get(kind, {})
 
 
 def check_common(request: Common, served: Served) -> None:
@@ -272,7 +236,7 @@ def check_common(request: Common, served: Served) -> None:
     check_model(request.model, served)
     if served.strict and request.ignored:
         name = request.ignored[0]
-        message = f"unknown parameter {name!r} (server.strict_params is on)"
+        message = f"unknown parameter {name[:80]!r} (server.strict_params is on)"
         raise invalid(message, name[:64], code="unknown_parameter")
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options needs stream: true", "stream_options")
@@ -281,6 +245,9 @@ def check_common(request: Common, served: Served) -> None:
         asked = f"at most {MAX_SALT} characters, got {len(request.cache_salt)}"
         raise invalid(f"cache_salt must have {asked}", "cache_salt")
     stops, limits = request.stops, served.limits
+    if not limits.min_priority <= request.priority <= MAX_PRIORITY:
+        allowed = f"an integer from {limits.min_priority} (limits.min_priority) to {MAX_PRIORITY}"
+        raise invalid(f"priority must be {allowed}, got {request.priority}", "priority")
     if len(stops) > limits.max_stop_strings:
         asked = f"at most {limits.max_stop_strings} strings, got {len(stops)}"
         raise invalid(f"stop must be {asked} (limits.max_stop_strings)", "stop")
@@ -317,6 +284,26 @@ def _check_choices(request: Common, served: Served) -> None:
         raise invalid("stop must be left out with beam search", "stop")
 
 
+def patience(request: Common, header: str, served: Served) -> tuple[float, str]:
+    """How long a request may take in seconds, and where that was said: the shortest of the
+    server's own limit, the parameter `timeout`, and `header`, that header's text or "".
+    """
+    most_s = served.limits.request_timeout_s
+    found = [(most_s, "limits.request_timeout_s")]
+    for name, value in (("timeout", request.timeout), (TIMEOUT_HEADER, header or None)):
+        if value is None:
+            continue
+        try:
+            seconds = float(value)
+        except ValueError:
+            seconds = 0.0
+        if not 0 < seconds <= most_s:
+            allowed = f"seconds above 0, at most {most_s:g} (limits.request_timeout_s)"
+            raise invalid(f"{name} must be {allowed}, got {str(value)[:80]}", name)
+        found.append((seconds, name))
+    return min(found)
+
+
 def check_model(name: str | None, served: Served) -> None:
     """Raises 404 unless `name` is what is served; leaving it out is fine."""
     if name is not None and name != served.model:
@@ -332,7 +319,7 @@ def sampling(request: Common, served: Served, *, prompt_tokens: int) -> Sampling
     room = served.max_model_len - prompt_tokens
     asked = request.asked_tokens
     if room < (1 if asked is None else asked):
-        raise _too_long(request, served, prompt_tokens)
+        raise _exceeds(request, served, prompt_tokens)
     return _params(request, served, room if asked is None else asked)
 
 
@@ -377,19 +364,27 @@ def _asked_as(request: Common, parameter: str) -> str:
     return "logprobs" if parameter == "prompt_logprobs" else parameter
 
 
-def _too_long(request: Common, served: Served, prompt_tokens: int) -> ApiError:
+def _exceeds(request: Common, served: Served, prompt_tokens: int) -> ApiError:
     message = f"the prompt has {prompt_tokens} tokens"
     if asked := request.asked_tokens:
         message += f" and {asked} more are asked for, {prompt_tokens + asked} together"
+    return too_long(message, served, "messages" if isinstance(request, ChatRequest) else "prompt")
+
+
+def too_long(message: str, served: Served, param: str) -> ApiError:
+    """More tokens than a sequence holds; `message` says how many."""
     message += f"; {served.model} holds {served.max_model_len} (model.max_model_len)"
-    param = "messages" if isinstance(request, ChatRequest) else "prompt"
     return invalid(message, param, "context_length_exceeded")
 
 
-def _bias(raw: Mapping[str, float]) -> dict[int, float]:
+def _bias(raw: Mapping[str, Any]) -> dict[int, float]:
     bias = {}
     for token, value in raw.items():
+        if type(value) not in (int, float):
+            raise invalid(f"logit_bias: {token[:80]!r} needs a valid number", "logit_bias")
         if not token.isascii() or not token.isdigit() or len(token) > 12:
             raise invalid(f"logit_bias: {token[:80]!r} is not a token id", "logit_bias")
-        bias[int(token)] = value
+        if isinstance(value, int):  # of any length, and no float holds all
+            value = max(-_FAR, min(_FAR, value))
+        bias[int(token)] = float(value)
     return bias

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from cluster.bodies import shown
 from cluster.errors import invalid
-from cluster.openai import Served
-
-MAX_PROMPTS = 256
-"""Prompts in one request; each is a request of its own to the engine."""
+from cluster.openai import Served, too_long
 
 ROLES = ("system", "developer", "user", "assistant")
-_RESERVED = ("messages", "tokenize", "chat_template", "add_generation_prompt", "tools", "documents")
 
 
 def prompts(raw: Any, served: Served) -> list[str | list[int]]:
@@ -24,8 +21,9 @@ def prompts(raw: Any, served: Served) -> list[str | list[int]]:
         raise invalid(f"{wanted}, not empty", "prompt")
     if type(raw[0]) is int:
         return [_ids(raw, served, wanted)]
-    if len(raw) > MAX_PROMPTS:
-        raise invalid(f"prompt may hold {MAX_PROMPTS} prompts, got {len(raw)}", "prompt")
+    if len(raw) > (most := served.limits.max_prompts):
+        message = f"prompt may hold {most} prompts (limits.max_prompts), got {len(raw)}"
+        raise invalid(message, "prompt")
     if all(isinstance(part, str) for part in raw):
         return list(raw)
     if all(isinstance(part, list) for part in raw):
@@ -34,29 +32,42 @@ def prompts(raw: Any, served: Served) -> list[str | list[int]]:
 
 
 def _ids(raw: list[Any], served: Served, wanted: str) -> list[int]:
-    if not raw or not set(map(type, raw)) <= {int}:
+    if not raw:
         raise invalid(f"{wanted}, not empty", "prompt")
-    check_ids(raw, served, "prompt")
+    check_ids(raw, served, "prompt", wanted)
     return raw
 
 
-def check_ids(ids: Sequence[int], served: Served, param: str) -> None:
-    """Raises unless every id is a token of the model."""
+def check_ids(ids: Sequence[Any], served: Served, param: str, wanted: str) -> None:
+    """Raises unless these are tokens of the model, no more than a sequence holds."""
+    if len(ids) > served.max_model_len:
+        raise too_long(f"{param} has {len(ids)} tokens", served, param)
+    if not set(map(type, ids)) <= {int}:
+        raise invalid(wanted, param)
     if ids and not (min(ids) >= 0 and max(ids) < served.vocab_size):
         raise invalid(f"{param}: token ids go from 0 to {served.vocab_size - 1}", param)
 
 
-def conversation(raw: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+def conversation(raw: Sequence[Any], served: Served) -> list[dict[str, str]]:
     """Messages as the chat template takes them: role, one text, perhaps a name."""
     if not raw:
         raise invalid("messages must hold at least one message", "messages")
+    parts = sum(
+        len(m["content"]) for m in raw if type(m) is dict and type(m.get("content")) is list
+    )
+    if len(raw) + parts > (most := served.limits.max_messages):
+        counted = f"got {len(raw)} with {parts} parts" if parts else f"got {len(raw)}"
+        message = f"messages may hold {most} messages and parts (limits.max_messages), {counted}"
+        raise invalid(message, "messages")
     return [_message(message, f"messages[{i}]") for i, message in enumerate(raw)]
 
 
-def _message(raw: Mapping[str, Any], where: str) -> dict[str, str]:
+def _message(raw: Any, where: str) -> dict[str, str]:
+    if not isinstance(raw, dict):
+        raise invalid(f"{where} must be an object with role and content, got {shown(raw)}", where)
     role = raw.get("role")
     if role not in ROLES:
-        named = f"{where}.role must be one of {', '.join(ROLES)}, got {repr(role)[:80]}"
+        named = f"{where}.role must be one of {', '.join(ROLES)}, got {shown(role)}"
         raise invalid(named, f"{where}.role")
     if raw.get("tool_calls") or raw.get("function_call"):
         asked = f"{where}: tool calls are not supported"
@@ -77,17 +88,9 @@ def _content(raw: Any, where: str) -> str:
     for part in raw:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in (None, "text"):
-            message = f"{where}: parts of type {repr(kind)[:80]} are not supported, only text"
+            message = f"{where}: parts of type {shown(kind)} are not supported, only text"
             raise invalid(message, where, code="unsupported_parameter")
         if kind is None or not isinstance(part.get("text"), str):
             raise invalid(f'{where}: a part is {{"type": "text", "text": ...}}', where)
         texts.append(part["text"])
     return "".join(texts)
-
-
-def template_variables(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`chat_template_kwargs` without a way to replace what the server itself passes."""
-    for name in _RESERVED:
-        if name in raw:
-            raise invalid(f"chat_template_kwargs may not set {name}", "chat_template_kwargs")
-    return raw

@@ -8,6 +8,7 @@ give out in total does not depend on how the tokens were cut into deltas.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,11 @@ from cluster.errors import ApiError, invalid
 
 INLINE_CHARACTERS = 8192
 """Longer texts are tokenised off the event loop."""
+
+INLINE_TOKENS = 2048
+"""Longer lists of tokens become text off the event loop."""
+
+_MESSAGE_CHARACTERS = 64  # what a template does for a message, in characters that take as long
 
 THREADS = 2
 MAX_PENDING = 64
@@ -186,6 +192,9 @@ class TextService:
             self._backend.no_padding()
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenise")
         self._pending = 0
+        # What the server itself tells the template's function, or may not be told by a client.
+        template = inspect.signature(tokenizer.apply_chat_template).parameters
+        self._reserved = {"self", "messages", "tools", "documents", *template}
         self.token = lru_cache(maxsize=65536)(self._token)
 
     def decoder(self, *, skip_special: bool) -> Decode:
@@ -221,6 +230,15 @@ class TextService:
         """The tokens of each text, with the model's own first and last ones where `special`."""
         return await self._off_loop(sum(map(len, texts)), lambda: self._encode(texts, special))
 
+    async def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
+        """The text of all these tokens."""
+        if self._backend is None or len(ids) <= INLINE_TOKENS:
+            return self.decoder(skip_special=skip_special)(ids)
+        # As with `encode_batch`, only the batched one releases the interpreter lock.
+        decode = partial(self._backend.decode_batch, skip_special_tokens=skip_special)
+        texts: list[str] = await self._off_loop(INLINE_CHARACTERS + 1, lambda: decode([ids]))
+        return texts[0]
+
     async def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -230,14 +248,24 @@ class TextService:
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """The tokens of a conversation in the model's own template, ready for an answer."""
-        size = sum(len(message["content"]) for message in messages)
+        variables = variables or {}
+        for name in variables:
+            if name in self._reserved:
+                message = f"chat_template_kwargs may not set {name}"
+                raise invalid(message, "chat_template_kwargs")
+        size = sum(map(len, (text for message in messages for text in message.values())))
+        size += _MESSAGE_CHARACTERS * len(messages)
+        if variables:  # nobody knows what a template does with them
+            size = INLINE_CHARACTERS + 1
 
         def work() -> list[int]:
             text = self._render(
                 messages,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                **(variables or {}),
+                {
+                    **variables,
+                    "add_generation_prompt": add_generation_prompt,
+                    "continue_final_message": continue_final_message,
+                },
             )
             return self._encode([text], special=False)[0]
 
@@ -252,11 +280,12 @@ class TextService:
                 raise invalid(f"the text is not valid Unicode: {where}") from None
         if self._backend is None:
             return [self._tokenizer.encode(text, add_special_tokens=special) for text in texts]
-        # `encode` would hold the interpreter lock all the while, `encode_batch` does not.
-        encoded = self._backend.encode_batch(list(texts), add_special_tokens=special)
+        # `encode` would hold the interpreter lock all the while, a batch does not. The fast one
+        # keeps no places of tokens in the text, whose release would hold it for milliseconds.
+        encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=special)
         return [e.ids for e in encoded]
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+    def _render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         import jinja2
 
         if not self._tokenizer.chat_template:
@@ -265,7 +294,10 @@ class TextService:
             text: str = self._tokenizer.apply_chat_template(
                 [dict(m) for m in messages], tokenize=False, **variables
             )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except (
+            *(jinja2.TemplateError, TypeError, ValueError),
+            *(ArithmeticError, AttributeError, LookupError, RecursionError),
+        ) as error:
             raise invalid(f"the model's chat template refuses this: {error}", "messages") from None
         return text
 

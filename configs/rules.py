@@ -77,6 +77,17 @@ def text() -> Rule:
     return Rule("text", parse)
 
 
+def path() -> Rule:
+    """A file that processes with other working directories must find too."""
+
+    def parse(value: object) -> str:
+        if not isinstance(value, str) or not value.startswith("/"):
+            raise ValueError
+        return value
+
+    return Rule("absolute path of a file", parse)
+
+
 def flag() -> Rule:
     def parse(value: object) -> bool:
         if type(value) is not bool:

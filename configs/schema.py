@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 
+MAX_ITEMS = 4096
+"""Of a list or an object in a request: more are refused before anybody looks at them."""
+
+
 class ConfigError(Exception):
     """The configuration cannot be used; `problems` has one line for each reason."""
 
@@ -124,12 +128,24 @@ class LimitsConfig:
     max_logprobs: int = _setting(
         20, rules.integer(0), "Most alternatives per token in `logprobs` and `top_logprobs`."
     )
-    max_stop_strings: int = _setting(16, rules.integer(0), "Most stop strings in one request.")
+    max_stop_strings: int = _setting(
+        16, rules.integer(0, MAX_ITEMS), "Most stop strings in one request."
+    )
     max_stop_length: int = _setting(256, rules.integer(1), "Longest stop string, in characters.")
     max_logit_bias: int = _setting(
-        1024, rules.integer(0), "Most entries of `logit_bias` in one request."
+        1024, rules.integer(0, MAX_ITEMS), "Most entries of `logit_bias` in one request."
     )
     max_n: int = _setting(16, rules.integer(1), "Most samples of one prompt: `n` and `best_of`.")
+    max_prompts: int = _setting(256, rules.integer(1), "Most prompts in one text completion.")
+    prompts_at_once: int = _setting(
+        64, rules.integer(1), "Prompts of one request that the engines have at the same time."
+    )
+    max_messages: int = _setting(
+        4096, rules.integer(1), "Most messages in one conversation, parts of messages counted too."
+    )
+    min_priority: int = _setting(
+        0, rules.integer(-1000, 1000), "Lowest `priority` a request may ask for; low goes first."
+    )
     max_body_bytes: int = _setting(
         16 * 2**20, rules.size(), "Largest request body; larger gets 413."
     )
@@ -149,6 +165,16 @@ class ServerConfig:
         "127.0.0.1", rules.text(), "Address to listen on; 0.0.0.0 lets other machines in."
     )
     port: int = _setting(8000, rules.integer(1, 65535), "Port to listen on.")
+    api_keys_file: str | None = _setting(
+        None,
+        rules.path(),
+        "Lines `tenant: key`; with it, or with KVATLAS_API_KEYS, a request needs one of the keys.",
+    )
+    admin_key_file: str | None = _setting(
+        None,
+        rules.path(),
+        "Key of `/debug` and `/metrics`, or KVATLAS_ADMIN_KEY; null opens them to this machine.",
+    )
     strict_params: bool = _setting(
         False,
         rules.flag(),

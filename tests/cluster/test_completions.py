@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import openai
 import pytest
 
-from cluster import completions
+from cluster import completions, generation, keys
+from cluster.metrics import Record
 from tests.cluster import tokens
 from tests.cluster.fakes import ALPHABET, MAX_MODEL_LEN, MODEL, FakeWorker, Served, ids_of, serving
 from worker import wire
@@ -415,7 +417,8 @@ async def test_a_salt_goes_to_the_engine() -> None:
     async with serving(FakeWorker("A")) as served:
         await served.post(CHAT, {"messages": USER, "cache_salt": "tenant é"})
         await served.post(TEXT, {"prompt": "hi", "cache_salt": None})
-        assert [s.salt for s in served.worker.submits] == ["tenant é", ""]
+        salts = [keys.salt("", "tenant é"), ""]
+        assert [s.salt for s in served.worker.submits] == salts
 
 
 async def test_token_ids_stand_beside_the_text_where_asked() -> None:
@@ -530,6 +533,130 @@ async def test_a_request_that_takes_too_long_is_a_408() -> None:
         assert answer.headers["x-should-retry"] == "false"
         await worker.until_idle()
         assert len(worker.aborted) == 1
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_request_may_ask_to_be_given_up_earlier(stream: bool) -> None:
+    worker = FakeWorker()
+    worker.gate = asyncio.Semaphore(0)
+    async with serving(worker) as served:
+        body = {"messages": USER, "timeout": 500}
+        headers = {"X-Request-Timeout": "0.25"}
+        answer = await served.http.post(CHAT, json=body, headers=headers)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (408, "timeout")
+        assert error["message"] == "no complete answer in 0.25 s (x-request-timeout)"
+        answer = await served.http.post(CHAT, json={"messages": USER, "timeout": 0.25})
+        assert "(timeout)" in answer.text
+        await served.http.post(TEXT, json={"prompt": "hi", "stream": stream, "timeout": 0.25})
+        await worker.until_idle()
+        assert len(worker.aborted) == 3
+        assert all(0 < submit.deadline_s <= 0.25 for submit in worker.submits)
+        headers = {"X-Request-Timeout": "soon"}
+        answer = await served.http.post(CHAT, json=body, headers=headers)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "x-request-timeout")
+
+
+async def test_a_priority_goes_to_the_engine() -> None:
+    async with serving(FakeWorker(), "limits.min_priority=-2") as served:
+        for more in ({}, {"priority": 7}, {"priority": -2}):
+            assert (await served.post(CHAT, {"messages": USER, **more})).status_code == 200
+        assert [submit.priority for submit in served.worker.submits] == [0, 7, -2]
+
+
+@pytest.mark.parametrize("begun", [True, False])
+async def test_a_client_that_reads_nothing_is_cut_off(
+    begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody takes the answer of the engine: the request ends all the same."""
+    monkeypatch.setattr(completions, "SEND_S", 0.0)
+    worker = FakeWorker()
+    async with serving(worker, "limits.request_timeout_s=0.2") as served:
+        body = json.dumps({"prompt": "hi", "stream": True}).encode()
+        record = Record(TEXT, time.monotonic())
+        if not begun:  # it hangs before there is anything to send
+            monkeypatch.setattr(served.api.text, "encode", lambda *_, **__: asyncio.Event().wait())
+        made = completions.Completion(served.api, body, record, chat=False, tenant="", timeout="")
+        sent = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+            if message["type"] == "http.response.body" and begun:
+                await asyncio.Event().wait()
+
+        await made({"type": "http"}, asyncio.Event().wait, send)  # type: ignore[arg-type]
+        await worker.until_idle()
+        assert sent[0]["status"] == (200 if begun else 408)
+        assert record.error == ("client_too_slow" if begun else "timeout")
+        assert served.api.labels == {}
+
+
+async def test_many_prompts_are_with_the_engine_a_few_at_a_time() -> None:
+    worker = FakeWorker()
+    worker.gate = asyncio.Semaphore(0)
+    async with serving(worker, "limits.prompts_at_once=3") as served:
+        names = [f"{n:02}" for n in range(10)]
+        body = {"prompt": names, "max_tokens": 2, "n": 2, "echo": True}
+        task = asyncio.create_task(served.post(TEXT, body))
+        seen = set()
+        while not task.done():
+            if len(worker.active) == 3 or seen == {3}:
+                worker.gate.release()
+            seen |= {len(worker.active)} if len(worker.active) >= 3 else set()
+            await asyncio.sleep(0)
+        assert seen == {3}
+        choices = (await task).json()["choices"]
+        assert [c["text"] for c in choices] == [f"{n}AB" for n in names for _ in range(2)]
+        assert [c["index"] for c in choices] == list(range(20))
+        assert len({submit.id for submit in worker.submits}) == 10
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_later_prompts_wait_for_places_and_first_ones_do_not(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "MAX_WAIT_S", 0.01)
+    monkeypatch.setattr(generation, "MIN_WAIT_S", 0.01)
+    worker = FakeWorker(places=2)
+    worker.gate = asyncio.Semaphore(0)
+    async with serving(worker, "limits.prompts_at_once=2") as served:
+        other = asyncio.create_task(served.post(TEXT, {"prompt": "other", "max_tokens": 3}))
+        while not worker.active:
+            await asyncio.sleep(0)
+        refused = await served.post(TEXT, {"prompt": ["a", "b"], "max_tokens": 1})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        while len(worker.active) > 1:
+            await asyncio.sleep(0)
+        worker.places = 3
+        body = {"prompt": ["a", "b", "c"], "max_tokens": 1, "stream": stream}
+        task = asyncio.create_task(served.post(TEXT, body))
+        while len(worker.active) < 3:
+            await asyncio.sleep(0)
+        worker.places = 1  # what comes now finds the queue full, until the others are gone
+        for _ in range(2):
+            worker.gate.release()
+        sent = len(worker.submits)
+        while len(worker.submits) < sent + 3:
+            await asyncio.sleep(0)
+        assert not task.done()
+        worker.places = 2
+        for _ in range(6):
+            worker.gate.release()
+        assert (await task).status_code == 200
+        assert (await other).status_code == 200
+
+
+async def test_a_later_prompt_waits_for_its_place_no_longer_than_the_request_may_take() -> None:
+    worker = FakeWorker(places=1)
+    async with serving(worker, "limits.prompts_at_once=1") as served:
+        answer = await served.post(TEXT, {"prompt": ["a", "b"], "max_tokens": 1})
+        assert answer.status_code == 200  # one after the other
+        worker.gate = asyncio.Semaphore(1)
+        body = {"prompt": ["a", "b"], "max_tokens": 1, "timeout": 0.25}
+        answer = await served.post(TEXT, body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (408, "timeout")
+        await worker.until_idle()
+        assert served.api.labels == {}
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import json
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -16,6 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from cluster.keys import salt
 from tests.cluster import tiny, tokens
 from tests.cluster.fakes import MODEL, Served, config, ids_of, serving
 from worker import replica, wire
@@ -239,4 +241,115 @@ async def test_what_its_ingress_has_forgotten_is_ended(directory: Path) -> None:
             *_, last = [wire.decode(event) async for event in events]
             assert isinstance(last, wire.Finish)
             assert last.reason == "abort"
+
+
+ALICE, BOB = "sk-alice-0123456789", "sk-bob---0123456789"
+
+
+async def cached(served: Served, key: str, prompt: Any, **more: Any) -> int:
+    """How many tokens of a prompt the holder of this key is told were found."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    body = {"prompt": prompt, "max_tokens": 1, **more}
+    answer = await served.http.post("/v1/completions", json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    details = answer.json()["usage"]["prompt_tokens_details"]
+    return int(details["cached_tokens"])
+
+
+async def test_a_tenant_learns_nothing_of_another_s_prompts(
+    directory: Path, tmp_path: Path
+) -> None:
+    """The other tenant tries all it can, and sees what it sees of a prompt that nobody sent."""
+    (tmp_path / "keys").write_text(f"alice: {ALICE}\nbob: {BOB}\n")
+    async with running(directory, f"server.api_keys_file={tmp_path / 'keys'}") as served:
+        secret, other = [*range(40, 80), 1], [*range(140, 180), 1]
+        assert await cached(served, ALICE, secret) == 0
+        for length in range(8, 42, 8):
+            assert await cached(served, ALICE, [*secret[:length], 2]) == length
+        forged = {"cache_salt": salt("alice", ""), "tenant": "alice", "user": "alice"}
+        for more in ({}, forged, {"cache_salt": "alice"}):
+            for length in (40, 8, 16, 24, 32):
+                found = await cached(served, BOB, [*secret[:length], 3], **more)
+                assert found == await cached(served, BOB, [*other[:length], 3], **more)
+                assert found == (0 if length == 40 else length)  # what it has put there itself
+        assert await cached(served, ALICE, [*secret, 6], cache_salt="own") == 0
+        assert await cached(served, ALICE, [*secret, 7], cache_salt="own") == 40
+        assert await cached(served, BOB, [*secret, 8], cache_salt="own") == 0
+        assert await cached(served, ALICE, [*secret, 9]) == 40
+        await nothing_held(served)
+
+
+async def test_without_keys_all_are_one_tenant(directory: Path) -> None:
+    async with running(directory) as served:
+        prompt = [*range(40, 80), 1]
+        assert await cached(served, "", prompt) == 0
+        assert await cached(served, "any", [*prompt, 2]) == 40
+        assert await cached(served, "", [*prompt, 3], cache_salt="mine") == 0
+        assert await cached(served, "other", [*prompt, 4], cache_salt="mine") == 40
+        await nothing_held(served)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_that_crashes_its_engine_is_a_500_and_the_others_live(
+    directory: Path, stream: bool, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    poison = 133
+    async with running(directory) as served:
+        good = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+        alone = (await served.http.post("/v1/completions", json=good)).json()["choices"][0]["text"]
+        runner = served.worker.loop.engine.runner  # type: ignore[attr-defined]
+        genuine, crashes = runner.launch, []
+
+        def launch(plan: Any) -> Any:
+            if any(poison in row.sequence.request.prompt for row in plan.rows):
+                crashes.append(plan.step)
+                raise RuntimeError("an illegal instruction")
+            return genuine(plan)
+
+        monkeypatch.setattr(runner, "launch", launch)
+        bad = {"prompt": [poison] * 20, "max_tokens": 5, "stream": stream}
+        posts = [served.http.post("/v1/completions", json=body) for body in (good, bad, good, bad)]
+        answers = await asyncio.gather(*posts)
+        assert len(crashes) >= 2
+        assert [a.json()["choices"][0]["text"] for a in answers[::2]] == [alone, alone]
+        for answer in answers[1::2]:
+            if stream:  # accepted before it crashed: the status was sent
+                assert answer.status_code == 200
+                last = answer.text.strip().rpartition("data: ")[2]
+                error = json.loads(last)["error"]
+            else:
+                assert answer.status_code == 500
+                assert answer.headers["x-should-retry"] == "false"
+                error = answer.json()["error"]
+            assert (error["type"], error["code"]) == ("server_error", "engine_error")
+        assert (await served.http.get("/health/ready")).status_code == 200
+        await nothing_held(served)
+        assert not served.worker.loop.engine.requests  # type: ignore[attr-defined]
+    assert "a step failed" in caplog.text
+
+
+async def test_a_request_of_lower_priority_number_goes_first(directory: Path) -> None:
+    settings = ("limits.min_priority=-1", "scheduler.max_num_seqs=1")
+    async with running(directory, *settings) as served:
+        engine = served.worker.loop.engine  # type: ignore[attr-defined]
+        done: list[str] = []
+
+        async def post(name: str, **more: Any) -> None:
+            body = {"prompt": [5] * 20, "max_tokens": 40, "ignore_eos": True, **more}
+            answer = await served.http.post("/v1/completions", json=body)
+            assert answer.status_code == 200
+            done.append(name)
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(post("first", max_tokens=200))
+            while not engine.scheduler.running:
+                await asyncio.sleep(0)
+            for number, (name, more) in enumerate(
+                [("low", {"priority": 5}), ("plain", {}), ("high", {"priority": -1})]
+            ):
+                group.create_task(post(name, **more))
+                while len(engine.requests) < number + 2 and not done:
+                    await asyncio.sleep(0)
+            assert done == []  # all four were there together
+        assert done.index("high") < done.index("plain") < done.index("low")
         await nothing_held(served)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import sys
@@ -12,7 +13,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from cluster.ingress import JsonLines, build_app, configure_logging
+from cluster.ingress import JsonLines, build_app, configure_logging, keep_turning
 from cluster.metrics import Record
 from tests.cluster import tokens
 from tests.cluster.fakes import (
@@ -71,6 +72,10 @@ async def test_texts_and_conversations_become_tokens_and_back() -> None:
         ("/tokenize", {"prompt": "a", "model": "x"}, (404, "model_not_found", "model")),
         ("/detokenize", {}, (400, "missing_required_parameter", "tokens")),
         ("/detokenize", {"tokens": [tokens.VOCAB]}, (400, "invalid_value", "tokens")),
+        ("/detokenize", {"tokens": ["a"]}, (400, "invalid_value", "tokens")),
+        ("/detokenize", {"tokens": [True]}, (400, "invalid_value", "tokens")),
+        ("/detokenize", {"tokens": [1] * 100_000}, (400, "context_length_exceeded", "tokens")),
+        ("/tokenize", {"messages": USER * 4097}, (400, "invalid_value", "messages")),
         ("/nowhere", {}, (404, "not_found", None)),
         ("/health", {}, (405, "method_not_allowed", None)),
     ],
@@ -157,6 +162,50 @@ async def test_the_client_s_label_is_echoed_and_the_id_is_ours() -> None:
         assert "x-request-id" not in (await served.http.get("/health")).headers
 
 
+async def test_nobody_may_stay_when_the_client_has_gone() -> None:
+    async with serving(FakeWorker()) as served:
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            name = "X-Request-Disconnect-Disabled"
+            headers = [(name, "?0"), (name, "?1")]
+            answer = await served.http.post(path, json={"prompt": "hi"}, headers=headers)
+            assert error_of(answer) == (400, "invalid_value", "x-request-disconnect-disabled")
+        assert served.worker.submits == []
+        answer = await served.http.post(path, json={"messages": USER}, headers=headers[:1])
+        assert answer.status_code == 200
+
+
+async def test_a_label_is_no_key() -> None:
+    """Requests with one label, whatever else they send as such, are requests of their own."""
+    worker = FakeWorker()
+    worker.gate = asyncio.Semaphore(0)
+    async with serving(worker) as served:
+        headers = [("X-Request-Id", "mine"), ("X-Request-Id", "z" * 30_000)]
+        body = {"prompt": "hi", "max_tokens": 1}
+        asked = [
+            asyncio.create_task(served.http.post("/v1/completions", json=body, headers=given))
+            for given in (headers, headers[:1], headers[1:], [])
+        ]
+        while len(worker.active) < 4:
+            await asyncio.sleep(0)
+
+        async def listed(label: str) -> list[str]:
+            query = {"label": label}
+            answer = await served.http.get("/debug/requests", params=query)
+            return [entry["request"] for entry in answer.json()["requests"]]
+
+        mine, long = await listed("mine"), await listed("z" * 128)
+        assert (len(mine), len(long)) == (2, 1)
+        assert await listed("z" * 30_000) == long
+        assert await listed("cmpl") == await listed("None") == []
+        assert len(await listed("")) == 1
+        for _ in range(4):
+            worker.gate.release()
+        answers = await asyncio.gather(*asked)
+        assert len({answer.json()["id"] for answer in answers}) == 4
+        echoed = [answer.headers.get_list("x-request-id") for answer in answers]
+        assert echoed == [["mine"], ["mine"], ["z" * 128], []]
+
+
 async def test_running_requests_are_listed_with_their_label() -> None:
     worker = FakeWorker()
     worker.gate = asyncio.Semaphore(0)
@@ -235,6 +284,17 @@ def test_logging_goes_to_standard_error_once(
         root.handlers[:], root.level, root.propagate = before
     out, err = capsys.readouterr()
     assert (out, err.count("loud"), "quiet" in err) == ("", 1, False)
+
+
+def test_a_process_is_told_to_stop_its_loop_briefly() -> None:
+    before = sys.getswitchinterval()
+    try:
+        keep_turning()
+        assert gc.get_freeze_count() > 10_000
+        assert sys.getswitchinterval() == pytest.approx(0.001)
+    finally:
+        gc.unfreeze()
+        sys.setswitchinterval(before)
 
 
 def test_the_application_is_fastapi_s() -> None:

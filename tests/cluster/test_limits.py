@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from cluster import limits
 from tests.cluster.fakes import FakeWorker, Served, serving
 
 pytestmark = pytest.mark.anyio
@@ -62,6 +63,51 @@ async def test_a_body_that_does_not_come_is_a_408() -> None:
         status, body = await raw(served, head("Content-Length: 50"), b'{"prompt"')
         assert (status, body["error"]["code"]) == (408, "timeout")
         assert "0.05 s (limits.body_timeout_s)" in body["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "setting", ["limits.body_timeout_s=0.05", f"limits.max_body_bytes={LIMIT}"]
+)
+async def test_the_rest_of_a_refused_body_is_not_waited_for(setting: str) -> None:
+    """The connection closes, so nobody holds it with a byte now and then."""
+    async with serving(FakeWorker(), setting) as served:
+        host, _, port = served.url.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        body = b"%x\r\n%b\r\n" % (LIMIT + 1, b" " * (LIMIT + 1)) if "bytes" in setting else b""
+        writer.write(head("Transfer-Encoding: chunked") + body)
+        answer = await reader.read()  # to the end of the connection
+        assert b"connection: close" in answer.partition(b"\r\n\r\n")[0].lower()
+        writer.close()
+        for path in ("/health", "/v1/models"):
+            assert "connection" not in (await served.http.get(path)).headers
+        assert "connection" not in (await served.post(PATH, {"prompt": "hi"})).headers
+        samples = (await served.http.get("/metrics")).text
+        status = "408" if "timeout" in setting else "413"
+        assert f'route="{PATH}",status="{status}"}} 1.0' in samples
+
+
+async def test_all_bodies_together_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_BODIES", 2)
+    async with serving(FakeWorker(), f"limits.max_body_bytes={LIMIT}") as served:
+        good = {"prompt": "hi"}
+        writers = []
+        for _ in range(2):  # each holds nearly all that one may
+            host, _, port = served.url.removeprefix("http://").partition(":")
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.write(head(f"Content-Length: {LIMIT}") + b" " * (LIMIT - 50))
+            writers.append(writer)
+        while (await served.post(PATH, good)).status_code != 200:
+            await asyncio.sleep(0)
+        large = json.dumps(good).encode() + b" " * (LIMIT - 100)
+        while (answer := await served.http.post(PATH, content=large)).status_code == 200:
+            await asyncio.sleep(0)  # until both are there
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
+        assert answer.headers["retry-after"] == "1"
+        for writer in writers:
+            writer.close()
+            await writer.wait_closed()
+        while (await served.http.post(PATH, content=large)).status_code != 200:
+            await asyncio.sleep(0)
 
 
 async def test_the_time_for_the_body_is_not_a_limit_of_the_answer() -> None:

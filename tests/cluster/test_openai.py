@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from cluster import openai, prompts
+from cluster import bodies, openai, prompts
 from cluster.errors import ApiError
 from tests.cluster import tokens
 from tests.cluster.fakes import ALPHABET, MAX_MODEL_LEN, MODEL, FakeWorker, config, ids_of, serving
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "hi"}]
+PART = {"type": "text", "text": ""}
 NAN = float("nan")
 LONG = "x" * MAX_MODEL_LEN
 
@@ -28,10 +29,18 @@ BAD: list[tuple[str, Any, int, str, str | None, str]] = [
     (CHAT, {"messages": None}, 400, "missing_required_parameter", "messages", "is missing"),
     (CHAT, {"messages": []}, 400, "invalid_value", "messages", "at least one"),
     (CHAT, {"messages": "hi"}, 400, "invalid_value", "messages", "valid list"),
-    (CHAT, {"messages": ["hi"]}, 400, "invalid_value", "messages", "messages.0"),
+    (CHAT, {"messages": ["hi"]}, 400, "invalid_value", "messages[0]",
+     'must be an object with role and content, got "hi"'),
+    (CHAT, {"messages": USER * 4097}, 400, "invalid_value", "messages",
+     "4096 messages and parts (limits.max_messages), got 4097"),
+    (CHAT, {"messages": [0] * 100_000}, 400, "invalid_value", "messages", "limits.max_messages"),
+    (CHAT, {"messages": [{"role": "user", "content": [PART] * 4096}]}, 400, "invalid_value",
+     "messages", "got 1 with 4096 parts"),
+    (CHAT, {"messages": [{"role": ["x"] * 100_000}]}, 400, "invalid_value", "messages[0].role",
+     "assistant, got ["),
     (CHAT, {"messages": [{"content": "hi"}]}, 400, "invalid_value", "messages[0].role", "one of"),
     (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, 400, "invalid_value",
-     "messages[0].role", "system, developer, user, assistant, got 'wizard'"),
+     "messages[0].role", "system, developer, user, assistant, got \"wizard\""),
     (CHAT, {"messages": [{"role": "user"}]}, 400, "invalid_value", "messages[0].content", "a text"),
     (CHAT, {"messages": [{"role": "user", "content": 5}]}, 400, "invalid_value",
      "messages[0].content", "a text"),
@@ -80,11 +89,31 @@ BAD: list[tuple[str, Any, int, str, str | None, str]] = [
     (CHAT, {"logit_bias": {"9" * 400: 1}}, 400, "invalid_value", "logit_bias", "not a token id"),
     (CHAT, {"logit_bias": {"1": "x"}}, 400, "invalid_value", "logit_bias", "valid number"),
     (CHAT, {"logit_bias": {"1": 101}}, 400, "invalid_value", "logit_bias[1]", "-100 to 100"),
+    (CHAT, {"logit_bias": {"1": -(10**400)}}, 400, "invalid_value", "logit_bias[1]", "to 100"),
+    (CHAT, {"logit_bias": {"1": True}}, 400, "invalid_value", "logit_bias", "valid number"),
     (CHAT, {"logit_bias": {"1": NAN}}, 400, "invalid_value", "logit_bias[1]", "nan"),
     (CHAT, {"logit_bias": [1]}, 400, "invalid_value", "logit_bias", "dictionary"),
     (CHAT, {"stop": ["x"] * 17}, 400, "invalid_value", "stop", "at most 16"),
     (CHAT, {"stop": ""}, 400, "invalid_value", "stop", "1 to 256 characters"),
     (CHAT, {"stop": "x" * 257}, 400, "invalid_value", "stop", "1 to 256 characters"),
+    (CHAT, {"stop": [1] * 100_000}, 400, "invalid_value", "stop",
+     "stop may have 4096 items, got 100000"),
+    (CHAT, {"stop_token_ids": [""] * 100_000}, 400, "invalid_value", "stop_token_ids", "4096"),
+    (CHAT, {"logit_bias": dict.fromkeys(map(str, range(4097)), "")}, 400, "invalid_value",
+     "logit_bias", "4096 items"),
+    (CHAT, {"x" * 500: [0] * 4097}, 400, "invalid_value", "x" * 64, "4096 items"),
+    (CHAT, {"temperature": [[0] * 100_000]}, 400, "invalid_value", "temperature", "got [[0, 0"),
+    (CHAT, dict.fromkeys(map(str, range(1001)), 0), 400, "invalid_value", None,
+     "a request may have 1000 parameters"),
+    (CHAT, {"priority": -1}, 400, "invalid_value", "priority",
+     "an integer from 0 (limits.min_priority) to 1000, got -1"),
+    (TEXT, {"priority": 1001}, 400, "invalid_value", "priority", "to 1000"),
+    (CHAT, {"priority": "high"}, 400, "invalid_value", "priority", "valid integer"),
+    (CHAT, {"timeout": 0}, 400, "invalid_value", "timeout",
+     "seconds above 0, at most 600 (limits.request_timeout_s), got 0"),
+    (TEXT, {"timeout": 601}, 400, "invalid_value", "timeout", "at most 600"),
+    (CHAT, {"timeout": NAN}, 400, "invalid_value", "timeout", "got nan"),
+    (CHAT, {"timeout": True}, 400, "invalid_value", "timeout", "valid number"),
     (CHAT, {"stop": 5}, 400, "invalid_value", "stop", "stop: input should be a valid string"),
     (CHAT, {"stop": [5]}, 400, "invalid_value", "stop", "stop"),
     (CHAT, {"stop_token_ids": [-1]}, 400, "invalid_value", "stop_token_ids", "from 0 to"),
@@ -96,6 +125,9 @@ BAD: list[tuple[str, Any, int, str, str | None, str]] = [
     (TEXT, {"logprobs": -1}, 400, "invalid_value", "logprobs", "from 0 to 20"),
     (CHAT, {"chat_template_kwargs": {"messages": []}}, 400, "invalid_value",
      "chat_template_kwargs", "may not set messages"),
+    *((CHAT, {"chat_template_kwargs": {name: True}}, 400, "invalid_value", "chat_template_kwargs",
+       f"may not set {name}")
+      for name in ("self", "conversation", "continue_final_message", "return_tensors", "tools")),
     (TEXT, {"prompt": None}, 400, "missing_required_parameter", "prompt", "prompt is missing"),
     (TEXT, {"prompt": ""}, 400, "invalid_value", "prompt", "at least one token"),
     (TEXT, {"prompt": []}, 400, "invalid_value", "prompt", "not empty"),
@@ -108,6 +140,12 @@ BAD: list[tuple[str, Any, int, str, str | None, str]] = [
     (TEXT, {"prompt": [tokens.VOCAB]}, 400, "invalid_value", "prompt", "token ids go from 0 to"),
     (TEXT, {"prompt": [-1]}, 400, "invalid_value", "prompt", "token ids go from 0 to"),
     (TEXT, {"prompt": ["x"] * 257}, 400, "invalid_value", "prompt", "256 prompts"),
+    (TEXT, {"prompt": ["x"] * 100_000}, 400, "invalid_value", "prompt",
+     "256 prompts (limits.max_prompts), got 100000"),
+    (TEXT, {"prompt": [[1]] * 100_000}, 400, "invalid_value", "prompt", "got 100000"),
+    (TEXT, {"prompt": [1] * 100_000}, 400, "context_length_exceeded", "prompt",
+     "prompt has 100000 tokens; fake holds 256 (model.max_model_len)"),
+    (TEXT, {"prompt": [[1], [1] * 100_000]}, 400, "context_length_exceeded", "prompt", "100000"),
     (TEXT, {"prompt": LONG}, 400, "context_length_exceeded", "prompt",
      "256 tokens and 16 more are asked for, 272 together; fake holds 256"),
     (CHAT, {"messages": [{"role": "user", "content": LONG}]}, 400, "context_length_exceeded",
@@ -218,54 +256,100 @@ def served(*overrides: str) -> openai.Served:
 )
 def test_what_asks_for_nothing_or_is_at_a_bound_is_accepted(body: dict[str, Any]) -> None:
     data = json.dumps({"messages": USER, **body}).encode()
-    request = openai.parse(openai.ChatRequest, data)
+    request = bodies.parse(openai.ChatRequest, data)
     openai.check_common(request, served())
     assert request.ignored == []
 
 
 def test_values_equal_but_of_another_type_ask_for_something() -> None:
     with pytest.raises(ApiError, match="store is not supported"):
-        openai.parse(openai.ChatRequest, b'{"messages": [], "store": 0}')
+        bodies.parse(openai.ChatRequest, b'{"messages": [], "store": 0}')
 
 
 def test_the_best_are_not_known_before_the_end() -> None:
     body = {"prompt": "hi", "n": 2, "best_of": 3, "stream": True}
-    request = openai.parse(openai.CompletionRequest, json.dumps(body).encode())
+    request = bodies.parse(openai.CompletionRequest, json.dumps(body).encode())
     with pytest.raises(ApiError, match="leave stream out or send best_of=2") as error:
         openai.check_common(request, served())
     assert (error.value.status, error.value.param) == (400, "best_of")
     beams = json.dumps({"messages": [], "use_beam_search": True, "stream": True}).encode()
     with pytest.raises(ApiError, match="use_beam_search cannot be streamed") as error:
-        openai.check_common(openai.parse(openai.ChatRequest, beams), served())
+        openai.check_common(bodies.parse(openai.ChatRequest, beams), served())
     assert (error.value.status, error.value.param) == (400, "use_beam_search")
     body["best_of"] = 2
-    openai.check_common(openai.parse(openai.CompletionRequest, json.dumps(body).encode()), served())
+    openai.check_common(bodies.parse(openai.CompletionRequest, json.dumps(body).encode()), served())
 
 
 def test_a_setting_bounds_the_samples_of_a_prompt() -> None:
-    request = openai.parse(openai.ChatRequest, b'{"messages": [], "n": 3}')
+    request = bodies.parse(openai.ChatRequest, b'{"messages": [], "n": 3}')
     openai.check_common(request, served("limits.max_n=3"))
     assert openai.sampling(request, served("limits.max_n=3"), prompt_tokens=1).n == 3
     with pytest.raises(ApiError, match="from 1 to 2, got 3"):
         openai.check_common(request, served("limits.max_n=2"))
 
 
+def test_a_setting_lets_requests_ahead_of_others() -> None:
+    request = bodies.parse(openai.ChatRequest, b'{"messages": [], "priority": -5}')
+    openai.check_common(request, served("limits.min_priority=-5"))
+    with pytest.raises(ApiError, match=r"from -4 \(limits.min_priority\)"):
+        openai.check_common(request, served("limits.min_priority=-4"))
+
+
+@pytest.mark.parametrize(
+    ("body", "header", "wanted"),
+    [
+        ({}, "", (600.0, "limits.request_timeout_s")),
+        ({"timeout": 5}, "", (5.0, "timeout")),
+        ({"timeout": 5}, "2.5", (2.5, "x-request-timeout")),
+        ({"timeout": 5}, "7", (5.0, "timeout")),
+        ({}, "600", (600.0, "limits.request_timeout_s")),
+    ],
+)
+def test_the_shortest_time_counts(body: Any, header: str, wanted: tuple[float, str]) -> None:
+    data = json.dumps({"messages": [], **body}).encode()
+    request = bodies.parse(openai.ChatRequest, data)
+    assert openai.patience(request, header, served()) == wanted
+
+
+@pytest.mark.parametrize("header", ["soon", "-1", "0", "nan", "inf", "601", "1" * 500])
+def test_a_header_that_is_no_time_is_refused(header: str) -> None:
+    request = bodies.parse(openai.ChatRequest, b'{"messages": []}')
+    with pytest.raises(ApiError, match="x-request-timeout must be seconds above 0") as error:
+        openai.patience(request, header, served())
+    assert len(error.value.message) < 250
+
+
 def test_unknown_parameters_are_refused_where_the_server_is_strict() -> None:
-    request = openai.parse(openai.ChatRequest, b'{"messages": [], "colour": 1}')
+    request = bodies.parse(openai.ChatRequest, b'{"messages": [], "colour": 1}')
     openai.check_common(request, served())
     with pytest.raises(ApiError, match="unknown parameter 'colour'") as error:
         openai.check_common(request, served("server.strict_params=true"))
     assert (error.value.status, error.value.code) == (400, "unknown_parameter")
+    request = bodies.parse(openai.ChatRequest, b'{"messages": [], "%b": 1}' % (b"x" * 100_000))
+    with pytest.raises(ApiError) as error:
+        openai.check_common(request, served("server.strict_params=true"))
+    assert len(error.value.message) < 200
+
+
+def test_a_bias_is_a_number_of_one_kind() -> None:
+    request = bodies.parse(
+        openai.ChatRequest, b'{"messages": [], "logit_bias": {"1": 2, "3": -4.5}}'
+    )
+    bias = openai.sampling(request, served(), prompt_tokens=1).logit_bias
+    assert {token: (type(value), value) for token, value in bias.items()} == {
+        1: (float, 2.0),
+        3: (float, -4.5),
+    }
 
 
 def test_a_prompt_may_fill_the_sequence_only_where_nothing_follows() -> None:
     body = {"prompt": "x", "max_tokens": 0, "echo": True, "logprobs": 1}
-    request = openai.parse(openai.CompletionRequest, json.dumps(body).encode())
+    request = bodies.parse(openai.CompletionRequest, json.dumps(body).encode())
     full = openai.sampling(request, served(), prompt_tokens=MAX_MODEL_LEN)
     assert (full.max_tokens, full.prompt_logprobs) == (0, 1)
     with pytest.raises(ApiError, match=f"{MAX_MODEL_LEN + 1} tokens"):
         openai.sampling(request, served(), prompt_tokens=MAX_MODEL_LEN + 1)
-    chat = openai.parse(openai.ChatRequest, b'{"messages": []}')
+    chat = bodies.parse(openai.ChatRequest, b'{"messages": []}')
     assert openai.sampling(chat, served(), prompt_tokens=MAX_MODEL_LEN - 1).max_tokens == 1
     with pytest.raises(ApiError, match=f"has {MAX_MODEL_LEN} tokens") as error:
         openai.sampling(chat, served(), prompt_tokens=MAX_MODEL_LEN)
@@ -278,7 +362,8 @@ def test_messages_become_what_a_template_takes() -> None:
         [
             {"role": "developer", "content": "be kind", "name": "boss"},
             {"role": "user", "content": parts, "extra": 1},
-        ]
+        ],
+        served(),
     ) == [
         {"role": "system", "content": "be kind", "name": "boss"},
         {"role": "user", "content": "ab"},
