@@ -203,10 +203,27 @@ def test_samples_of_one_prompt_compute_and_store_it_once(depth, length):
         tables = [t.blocks[0] for t in engine.scheduler.tables()]
         peak = max(peak, len({b for t in tables for b in t}))
     assert computed(engine) <= length + 3 + 4 * 6 + 4 * depth
+    assert engine.scheduler.copies == (3 if length % SIZE else 0)
     full = length // SIZE
     own = -(-(length + 6) // SIZE) - full
     assert peak <= full + 4 * own
     for choice in range(4):
         got = [t for r, e in outputs if getattr(e, "choice", -1) == choice for t in e.tokens]
         assert got == expected(prompt, 6)
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_request_that_fails_at_a_copy_leaves_none_to_be_done(depth):
+    """Its source would be held, and its destination overwritten when another has it."""
+
+    def fault(where, plan):
+        if plan.copies:
+            raise RuntimeError("injected")
+
+    engine = make_engine(depth=depth, seqs=4, batch_tokens=64, prefix_cache=False, fault=fault)
+    engine.submit(make_request("r", range(6), 6, generated=((),) * 3))
+    (error,) = [e for _, e in run(engine) if isinstance(e, wire.Error)]
+    assert error.code == "engine_error"
+    assert engine.scheduler.copies_due == []
     assert_empty(engine)
