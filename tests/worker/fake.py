@@ -150,9 +150,13 @@ def make_engine(
 ) -> Engine:
     pools = [BlockPool(blocks) for _ in range(groups)]
     identity = Identity(b"fake", "int")
-    prefix = PrefixCache(pools, block_size, identity, enabled=prefix_cache)
-    limits = Limits(seqs, batch_tokens, 2 * seqs, max_waiting)
     ticks = itertools.count()
+
+    def clock() -> float:
+        return float(next(ticks))
+
+    prefix = PrefixCache(pools, block_size, identity, enabled=prefix_cache, cpu_clock=clock)
+    limits = Limits(seqs, batch_tokens, 2 * seqs, max_waiting)
     scheduler = Scheduler(pools, block_size, limits, prefix)
     runner = FakeRunner(block_size, groups, fault)
     runner.running = scheduler.running
@@ -161,7 +165,7 @@ def make_engine(
         runner,  # type: ignore[arg-type]
         end_tokens=end_tokens,
         max_model_len=max_model_len,
-        cpu_clock=lambda: float(next(ticks)),
+        cpu_clock=clock,
         depth=depth,
     )
     engine.on_step_error = _tell_wrong_from_failed

@@ -190,6 +190,19 @@ def test_storms_of_relatives(seed):
         assert engine.scheduler.prefix.stats.hit_tokens > 0
 
 
+def test_its_time_is_counted_where_it_is_on():
+    """The fake clock ticks once a call, so each stretch that is timed takes a second."""
+    for enabled in (True, False):
+        engine = make_engine(prefix_cache=enabled)
+        engine.submit(make_request("r", range(8), 2))
+        run(engine)
+        stats = engine.scheduler.prefix.stats
+        # Two blocks: digested once, looked up once, noted and struck off, published once.
+        assert (stats.hash_s, stats.match_s, stats.publish_s) == (
+            (1, 3, 1) if enabled else (0,) * 3
+        )
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("length", [1, 3, 8, 9, 11])
 def test_samples_of_one_prompt_compute_and_store_it_once(depth, length):
