@@ -104,6 +104,23 @@ def test_no_hit_across_salts():
         assert finish_of(outputs, f"r{i}").cached_tokens == wanted
 
 
+def test_one_token_more_or_other_ends_the_hit_where_it_is():
+    """The last token of a block too: it is the one that a wrong hash would lose."""
+    engine = make_engine(blocks=200)
+    prompt = list(range(3 * SIZE))
+    engine.submit(make_request("first", prompt, 1))
+    run(engine)
+    for at in range(len(prompt)):
+        other = [*prompt[:at], 90, *prompt[at + 1 :]]
+        engine.submit(make_request(f"r{at}", other, 2, salt=b""))
+        outputs = run(engine)
+        assert finish_of(outputs, f"r{at}").cached_tokens == at // SIZE * SIZE
+        assert tokens_of(outputs, f"r{at}") == expected(other, 2)
+        engine.scheduler.prefix.flush()
+        engine.submit(make_request("first", prompt, 1))
+        run(engine)
+
+
 def test_a_flush_forgets_and_a_disabled_cache_never_knew():
     for flush, enabled in ((True, True), (False, False)):
         engine = make_engine(prefix_cache=enabled)
