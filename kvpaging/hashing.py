@@ -73,23 +73,18 @@ def chain(
     block_size: int,
     *,
     key: bytes = b"",
-    known: Sequence[bytes] = (),
 ) -> list[bytes]:
     """The identities of all full blocks of `tokens`; a partial last block has none.
 
-    `known` are those of the first blocks, from an earlier call: only the rest is digested.
-    Raises ValueError for a token that is no integer from 0 to 2^32 - 1, a parent that is not 16
-    bytes long, a key longer than 64 bytes, or more known identities than there are full blocks.
+    `root` is the parent of the first: a chain goes on behind the last identity it has. Raises
+    ValueError for a token that is no integer from 0 to 2^32 - 1, a parent that is not 16 bytes
+    long, or a key longer than 64 bytes.
     """
-    full = len(tokens) // block_size
-    if len(known) > full:
-        raise ValueError(f"{len(known)} identities are known, but there are {full} full blocks")
-    identities = list(known)
-    parent = identities[-1] if identities else root
-    start = _block_hash(parent, key)
-    data = _packed(tokens[len(known) * block_size :] if known else tokens)
+    identities = []
+    parent, start = root, _block_hash(root, key)
+    data = _packed(tokens)
     width = 4 * block_size
-    for at in range(0, (full - len(known)) * width, width):
+    for at in range(0, len(tokens) // block_size * width, width):
         digest = start.copy()
         digest.update(parent + data[at : at + width])
         parent = digest.digest()

@@ -102,12 +102,7 @@ class BlockPool:
 
     def lookup(self, identity: bytes) -> int | None:
         """The block that holds `identity`; valid until the next call that may evict."""
-        block = self._found.get(identity)
-        if block is None:
-            self.stats.misses += 1
-        else:
-            self.stats.hits += 1
-        return block
+        return self._found.get(identity)
 
     def writable(self, block: int, offset: int) -> bool:
         """Whether a table that has `block` may write it in place from `offset` on.

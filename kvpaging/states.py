@@ -39,8 +39,6 @@ class Stats:
 
     allocated: int = 0
     evictions: int = 0
-    hits: int = 0
-    misses: int = 0
     published: int = 0
     duplicates: int = 0
     orphans: int = 0

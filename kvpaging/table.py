@@ -21,7 +21,8 @@ class Copy:
     """Copy-on-write of one whole block of `group`, to be done before the step writes.
 
     The source is held until the caller calls `pools[group].unhold(src)` when the step commits, so
-    that a failed step can be issued again with the same copies.
+    that a failed step can be issued again with the same copies. One whose destination is given
+    back meanwhile must not be done: it would overwrite what the next owner is given.
     """
 
     group: int
@@ -41,9 +42,9 @@ class BlockTable:
         self.block_size = block_size
         self.blocks: list[list[int]] = [[] for _ in pools]
         self.length = 0
-        # Up to this length appending needs no block and no copy. Only this table's own operations
-        # can share its last block, so each of them that might resets it; a hold protects what is
-        # stored, and appending writes behind that.
+        # The end of the last block where this table was once alone in it, else 0. Whoever shares
+        # it since (a fork, a hold) has only what was stored then and copies before it writes, so
+        # appending up to here needs no block and no copy.
         self._limit = 0
 
     @property
@@ -54,13 +55,18 @@ class BlockTable:
     def blocks_needed(self, n: int) -> tuple[int, ...]:
         """Blocks that `append(n)` would allocate now, per group, copies included."""
         grow = -(-(self.length + n) // self.block_size) - len(self.blocks[0])
-        offset = self.length % self.block_size
-        if n == 0 or offset == 0 or self.length + n <= self._limit:
+        offset = self._shared_from
+        if n == 0 or offset == 0:
             return (grow,) * len(self.pools)
         return tuple(
             grow + (not pool.writable(blocks[-1], offset))
             for pool, blocks in zip(self.pools, self.blocks, strict=True)
         )
+
+    @property
+    def _shared_from(self) -> int:
+        """Where in the last block the next token goes, if others may have a say; else 0."""
+        return 0 if self.length < self._limit else self.length % self.block_size
 
     def fits(self, n: int) -> bool:
         """Whether `append(n)` would succeed now."""
@@ -86,7 +92,7 @@ class BlockTable:
         lacking = self._lacking(needed)
         if lacking is not None:
             raise lacking
-        offset = self.length % self.block_size
+        offset = self._shared_from
         copies = []
         for group, (pool, blocks) in enumerate(zip(self.pools, self.blocks, strict=True)):
             fresh = pool.allocate(needed[group])
@@ -115,14 +121,17 @@ class BlockTable:
         return None
 
     def fork(self) -> BlockTable:
-        """A second table with the same tokens. All blocks are shared, a partial last one too."""
+        """A second table with the same tokens. All blocks are shared, a partial last one too.
+
+        Where this table may write on in that block it still may: the twin has to copy it, the
+        last one to write excepted.
+        """
         twin = BlockTable(self.pools, self.block_size)
         for pool, mine, theirs in zip(self.pools, self.blocks, twin.blocks, strict=True):
             for block in mine:
                 pool.ref(block)
             theirs.extend(mine)
         twin.length = self.length
-        self._limit = 0
         return twin
 
     def truncate(self, length: int, step: int | None = None) -> None:

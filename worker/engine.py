@@ -257,6 +257,8 @@ class Engine:
             best = [None] * request.choices
         assert len(best) == request.choices
         events = [_finish_of_beam(first, i, ended, reason) for i, ended in enumerate(best)]
+        if reason is None:
+            events[0] = replace(events[0], started=_started(first))
         self.stats.generated_tokens += sum(event.generated_tokens for event in events)
         self._end(request, events[0].reason)
         return [(request, event) for event in events]

@@ -117,13 +117,12 @@ class Runner:
     def _copy(self, plan: StepPlan) -> None:
         """Copy-on-write, one call per arena."""
         store = self.model.store
-        pairs: dict[int, dict[int, int]] = {}
+        pairs: dict[int, list[tuple[int, int]]] = {}
         for copy in plan.copies:
-            # A copy of a failed step may be to a block that was given away since: the last counts.
             arena = store.layout.groups[copy.group].arena
-            pairs.setdefault(arena, {})[copy.dst] = copy.src
+            pairs.setdefault(arena, []).append((copy.src, copy.dst))
         for arena, moves in pairs.items():
-            both = torch.tensor([*moves.items()], dtype=torch.int64, device=store.device).flip(1)
+            both = torch.tensor(moves, dtype=torch.int64, device=store.device)
             attention.copy(store.arenas[arena], both[:, 0], both[:, 1])
 
     def _score(self, plan: StepPlan, batch: Batch, logits: Tensor) -> PromptLogprobs | None:

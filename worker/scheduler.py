@@ -110,8 +110,9 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Queue a request; raises QueueFull at the bound. Re-submissions are always let in."""
-        if len(self.waiting) >= self.limits.max_waiting and request.attempt == 0:
-            raise QueueFull(len(self.waiting))
+        waiting = sum(s is s.request.sequences[0] for s in self.waiting)
+        if waiting >= self.limits.max_waiting and request.attempt == 0:
+            raise QueueFull(waiting)
         self._orders += 1
         request.order = self._orders
         for sequence in request.sequences:
@@ -212,6 +213,11 @@ class Scheduler:
         sequence.table.release(sequence.last_step if sequence.planned else None)
         sequence.table = None
         sequence.reset()
+        # What a failed step was to copy for this sequence nobody needs now.
+        gone = [c for c in self.copies_due if not self.pools[c.group].references(c.dst)]
+        for copy in gone:
+            self.copies_due.remove(copy)
+            self.pools[copy.group].unhold(copy.src)
 
     def _ended(self, step: int) -> None:
         self.under_way.remove(step)

@@ -263,7 +263,10 @@ def build_engine(
         device=device,
     )
     size = launch.layout.block_size
-    prefix = PrefixCache(pools, size, identity, enabled=launch.config.kv.prefix_cache)
+    cpu_clock = cpu_clock or clock
+    prefix = PrefixCache(
+        pools, size, identity, enabled=launch.config.kv.prefix_cache, cpu_clock=cpu_clock
+    )
     end_tokens = end_token_ids(launch.directory, launch.hf_config)
     sampler = Sampler(
         launch.params.vocab_size,
@@ -273,7 +276,6 @@ def build_engine(
         dtype=launch.dtype,
         max_logprobs=launch.params.max_logprobs,
     )
-    cpu_clock = cpu_clock or clock
     runner = Runner(
         model,
         builder,

@@ -7,7 +7,7 @@ import contextlib
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import httpx
@@ -18,6 +18,7 @@ from cluster.ingress import Api, build_app
 from configs.schema import Config, load
 from tests.cluster import tokens
 from worker import wire
+from worker.prefix import PrefixStats
 
 MODEL = "fake"
 MAX_MODEL_LEN = 256
@@ -155,7 +156,7 @@ class FakeWorker:
             "gang": self.gang,
             "model": MODEL,
             "running": len(self.active),
-            "prefix": {"queries_tokens": 0, "hit_tokens": 0, "swapped_blocks": 0},
+            "prefix": asdict(PrefixStats()),
             "blocks": {"free": 6, "owned": 3, "idle": 1, "leased": 0, "quarantined": 0},
             "failure": None,
             "pid": 4242,

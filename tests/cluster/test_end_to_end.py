@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -23,6 +24,7 @@ from tests.cluster.fakes import MODEL, Served, config, ids_of, serving
 from worker import replica, wire
 from worker.live import SILENCE_S
 from worker.params import SamplingParams
+from worker.philox import derive
 
 pytestmark = pytest.mark.anyio
 
@@ -215,11 +217,73 @@ async def test_bad_input_costs_a_good_request_nothing(directory: Path) -> None:
             {"prompt": "x", "max_tokens": 10**9},
             {"prompt": "x", "model": "nope"},
             {"prompt": []},
+            {"prompt": "x", "n": 0},
+            {"prompt": "x", "n": 3, "best_of": 2},
+            {"prompt": "x", "n": 5, "use_beam_search": True},  # one more than may run
+            {"prompt": "x", "use_beam_search": True, "stream": True},
+            {"prompt": "x", "use_beam_search": True, "temperature": 0.5},
+            {"prompt": "x", "cache_salt": "s" * 1_000_000},
         ]
         posts = [served.http.post("/v1/completions", json=body) for body in [good, *bad]]
         first, *others = await asyncio.gather(*posts)
         assert first.json()["choices"][0]["text"] == alone
-        assert [a.status_code for a in others] == [400, 400, 400, 400, 400, 404, 400]
+        assert [a.status_code for a in others] == [400, 400, 400, 400, 400, 404] + [400] * 7
+        await nothing_held(served)
+
+
+async def test_a_probe_learns_nothing_of_another_salt(directory: Path) -> None:
+    """Neither that a prompt was sent, nor by a prompt that differs in one token how far it goes."""
+    async with running(directory) as served:
+
+        async def cached(prompt: list[int], salt: str | None) -> int:
+            body = {"prompt": prompt, "max_tokens": 1, "cache_salt": salt}
+            usage = (await served.http.post("/v1/completions", json=body)).json()["usage"]
+            return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+        secret = list(range(40, 72))
+        assert await cached(secret, "theirs") == 0
+        for salt in (None, "mine", "their", "theirs "):
+            assert await cached(secret, salt) == 0
+            for end in (7, 8, 16, 31):
+                guess = [*secret[:end], 99, *secret[end + 1 :]]
+                assert await cached(guess, f"{salt} {end}") == 0
+        assert await cached(secret, "theirs") == 31
+        assert await cached([*secret[:15], 99, *secret[16:]], "theirs") == 8
+        assert (await served.http.post("/debug/flush")).status_code == 200
+        assert await cached(secret, "theirs") == 0
+        await nothing_held(served)
+
+
+async def test_choices_are_requests_with_derived_seeds(directory: Path) -> None:
+    async with running(directory) as served:
+
+        async def ask(**body: Any) -> list[dict[str, Any]]:
+            whole = {"prompt": list(range(40, 57)), "max_tokens": 12, "ignore_eos": True, **body}
+            answer = (await served.http.post("/v1/completions", json=whole)).json()
+            return list(answer["choices"])
+
+        together = await ask(n=3, seed=-5, return_token_ids=True)
+        ids = [choice["token_ids"] for choice in together]
+        assert len({tuple(each) for each in ids}) == 3
+        for choice, said in enumerate(ids):
+            (alone,) = await ask(seed=derive(-5, choice), return_token_ids=True, cache_salt="x")
+            assert alone["token_ids"] == said
+        await nothing_held(served)
+
+
+async def test_beams_come_in_order_of_score_and_give_everything_back(directory: Path) -> None:
+    async with running(directory) as served:
+        body = {"prompt": PROMPT, "max_tokens": 9, "use_beam_search": True, "n": 3, "best_of": 4}
+        body |= {"return_token_ids": True}
+        answer = (await served.http.post("/v1/completions", json=body)).json()
+        scores = [choice["score"] for choice in answer["choices"]]
+        assert len(scores) == 3
+        assert scores == sorted(scores, reverse=True)
+        assert len({tuple(choice["token_ids"]) for choice in answer["choices"]}) == 3
+        (rank,) = (await served.http.get("/debug/kv")).json()["gangs"][0]["ranks"]
+        assert rank["copies"] > 0
+        metrics = (await served.http.get("/metrics")).text
+        assert re.search(r"^vllm:request_queue_time_seconds_count{.*} 1.0$", metrics, re.M)
         await nothing_held(served)
 
 

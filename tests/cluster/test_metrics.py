@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import asyncio
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.metrics import Metrics, Record, Times
 from tests.cluster.fakes import FakeWorker
+from worker.prefix import PrefixStats
 
 
 async def snapshot() -> dict[str, object]:
@@ -93,7 +95,7 @@ def test_a_refused_request_is_no_latency() -> None:
 async def _engines() -> Metrics:
     stats = await snapshot()
     stats["running"], stats["steps"] = 3, 12
-    stats["prefix"] = {"queries_tokens": 40, "hit_tokens": 32, "swapped_blocks": 1}
+    stats["prefix"] = asdict(PrefixStats(40, 32, 1, hash_s=0.5, match_s=0.25, publish_s=0.125))
     stats |= {"saved_blocks": 5, "unshared_blocks": 9, "wasted_slots": 4, "copies": 2}
     stats["evictions"] = 6
     return Metrics("m", "i", lambda: {"g1": stats, "g2": {**stats, "running": 1}})
@@ -107,6 +109,9 @@ def test_engines_are_shown_from_their_snapshots() -> None:
     for name, wanted in (
         ("vllm:prefix_cache_queries_total", 40),
         ("vllm:prefix_cache_hits_total", 32),
+        ("kvatlas:prefix_hash_seconds_total", 0.5),
+        ("kvatlas:prefix_match_seconds_total", 0.25),
+        ("kvatlas:prefix_publish_seconds_total", 0.125),
         ("kvatlas:kv_saved_blocks", 5),
         ("kvatlas:kv_unshared_blocks", 9),
         ("kvatlas:kv_wasted_slots", 4),

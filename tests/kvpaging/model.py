@@ -85,6 +85,9 @@ class Model:
         """Whether writing `block` from `offset` on would be seen by somebody else."""
         return self.refs[block] > 1 or offset < self.kept.get(block, 0)
 
+    def private(self, block: int) -> bool:
+        return not self.must_copy(block, 0) and block not in self.name_of
+
     def children(self, block: int) -> list[int]:
         name = self.name_of[block]
         return [self.block_of[child] for child, above in self.parent.items() if above == name]

@@ -6,9 +6,14 @@ from kvpaging.pool import WHOLE
 from kvpaging.table import BlockTable
 from tests.kvpaging.world import GARBAGE, Sequence, Transfer, World
 
+MOST = 9
+"""Sequences at a time."""
+WIDTH = 4
+"""Beams of a search."""
+
 
 def start(world: World) -> None:
-    if len(world.sequences) == 7:
+    if len(world.sequences) >= MOST:
         return
     tokens = list(world.rng.choice(world.documents)[: world.rng.randint(1, 5 * world.size)])
     tokens += [world.rng.randrange(2) for _ in range(world.rng.randrange(3))]
@@ -57,23 +62,79 @@ def truncate(world: World) -> None:
         world.cut(sequence, world.rng.randint(0, len(sequence.tokens)))
 
 
-def fork(world: World) -> None:
-    if not world.sequences or len(world.sequences) == 7:
-        return
-    parent = world.rng.choice(world.sequences)
+def speculate(world: World) -> None:
+    """Tokens that are only guessed; the step that computes them tells how many were right."""
+    quiet = [s for s in world.sequences if not s.busy]
+    if quiet:
+        sequence = world.rng.choice(quiet)
+        tokens = [world.rng.randrange(2) for _ in range(world.rng.randint(1, world.size + 1))]
+        if world.grow(sequence, tokens):
+            sequence.guessed = len(tokens)
+
+
+def twin(world: World, parent: Sequence) -> Sequence:
     twin = Sequence(parent.table.fork(), list(parent.tokens), parent.written, parent.busy)
     twin.names = [list(n) for n in parent.names]
     for g, _, _, model in world.groups:
         for block in twin.table.blocks[g]:
             model.ref(block)
     world.sequences.append(twin)
+    return twin
+
+
+def fork(world: World) -> None:
+    if not world.sequences or len(world.sequences) >= MOST:
+        return
+    parent = world.rng.choice(world.sequences)
     # What its parent is still to write is not the twin's to keep.
-    world.cut(twin, twin.written)
+    world.cut(twin(world, parent), parent.written)
+
+
+def search(world: World) -> None:
+    """A beam search takes a sequence over, with itself as the only beam."""
+    quiet = [s for s in world.sequences if not s.busy and not any(s in b for b in world.searches)]
+    if quiet and len(world.searches) < 2:
+        world.searches.append([world.rng.choice(quiet)])
+
+
+def select(world: World) -> None:
+    """A search goes on: some beams end, others have children, all say one token more."""
+    world.searches = [beams for beams in world.searches if beams]
+    if not world.searches:
+        return
+    beams = world.rng.choice(world.searches)
+    if any(beam.busy for beam in beams):
+        return
+    room = max(1, min(WIDTH, MOST - len(world.sequences) + len(beams)))
+    parents = world.rng.choices(beams, k=room)
+    for beam in [b for b in beams if b not in parents]:
+        world.release(beam)
+        world.seen["pruned"] += 1
+    heirs = list(dict.fromkeys(map(id, parents)))
+    children = []
+    for parent in parents:
+        if id(parent) in heirs:
+            heirs.remove(id(parent))
+            children.append(parent)
+        else:
+            children.append(twin(world, parent))
+            world.seen["branch"] += 1
+    beams[:] = children
+    for child in children:
+        if not world.grow(child, [world.rng.randrange(2)]):
+            world.release(child)
 
 
 def fail(world: World) -> None:
-    """The step raises half-way: nothing is committed, and it will be issued again."""
+    """The step raises half-way: nothing is committed. It is issued again as it is, or taken back
+    with its copies still to be done."""
     world.execute(fails=True)
+    if world.rng.random() < 0.5:
+        for sequence in world.sequences:
+            if sequence.busy:
+                world.cut(sequence, sequence.written)
+                sequence.busy, sequence.guessed = False, 0
+        world.seen["taken back"] += 1
 
 
 def commit(world: World) -> None:
@@ -85,6 +146,10 @@ def commit(world: World) -> None:
     world.copies.clear()
     for sequence in world.sequences:
         sequence.written = len(sequence.tokens)
+        if wrong := world.rng.randint(0, sequence.guessed):
+            world.cut(sequence, sequence.written - wrong)
+            world.seen["rollback"] += 1
+        sequence.guessed = 0
         world.publish(sequence)
         sequence.busy = False
         world.read(sequence)
@@ -212,8 +277,11 @@ def drain(world: World) -> None:
 
 OPERATIONS = {
     start: 10,
-    append: 30,
+    append: 25,
+    speculate: 5,
     fork: 8,
+    search: 1,
+    select: 8,
     truncate: 8,
     preempt: 7,
     commit: 10,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from itertools import permutations
 from typing import TYPE_CHECKING
 
 import pytest
@@ -57,7 +58,8 @@ def test_says_what_it_would_need() -> None:
     table.append(2)
     assert [table.blocks_needed(n) for n in (2, 3)] == [(0,), (1,)]
     twin = table.fork()
-    assert [t.blocks_needed(n) for t in (table, twin) for n in (0, 1, 3)] == [(0,), (1,), (2,)] * 2
+    assert [table.blocks_needed(n) for n in (0, 1, 3)] == [(0,), (0,), (1,)]
+    assert [twin.blocks_needed(n) for n in (0, 1, 3)] == [(0,), (1,), (2,)]
 
 
 def test_refuses_what_no_table_can_be() -> None:
@@ -125,13 +127,34 @@ def test_a_copy_source_is_held_until_the_step_commits() -> None:
     assert counted(pool) == {"owned": 1, "free": 2}
 
 
-def test_n_forks_need_n_copies_and_the_first_none() -> None:
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_n_tables_need_one_copy_less_whoever_writes_first(
+    order: tuple[int, ...], ahead: int
+) -> None:
+    """The one that was alone writes on, also where it has gone ahead of those that fork it."""
     pool = BlockPool(8)
-    tables = [table_of(pool, 2)]
-    tables += [tables[0].fork() for _ in range(3)]
-    copies = [copy for table in reversed(tables) for copy in table.append(1)]
-    assert [copy.src for copy in copies] == [tables[0].blocks[0][0]] * 3
-    assert len({table.blocks[0][0] for table in tables}) == 4
+    first = table_of(pool, 2 + ahead)
+    tables = [first, first.fork(), first.fork()]
+    for twin in tables[1:]:
+        twin.truncate(2)
+    copies = [copy for i in order for copy in tables[i].append(1)]
+    assert [copy.src for copy in copies] == [first.blocks[0][0]] * 2
+    assert len({table.blocks[0][0] for table in tables}) == 3
+    assert pool.check(tables) == []
+
+
+def test_the_last_twin_keeps_what_its_parent_gave_up() -> None:
+    pool = BlockPool(8)
+    table = table_of(pool, 2)
+    twins = [table.fork(), table.fork()]
+    table.append(2)
+    pool.publish(table.blocks[0][0], b"full", None)
+    table.release()
+    [copy] = twins[0].append(1)
+    assert twins[1].append(1) == []
+    assert twins[1].blocks[0] == [copy.src]
+    assert pool.lookup(b"full") is None, "its end was overwritten"
 
 
 def test_writing_below_what_a_copy_reads_copies_again() -> None:

@@ -41,6 +41,10 @@ class Sequence:
     written: int = 0
     busy: bool = False
     names: list[list[bytes]] = field(default_factory=list)
+    alone: bool = False
+    """It was alone in its last, partial block: whoever came since has only what was there."""
+    guessed: int = 0
+    """How many of its last tokens the step under way may turn down."""
 
 
 @dataclass(eq=False)
@@ -91,6 +95,7 @@ class World:
         self.names: dict[tuple[int, bytes | None, tuple[int, ...]], bytes] = {}
         self.meaning: dict[bytes, tuple[int, ...]] = {}
         self.sequences: list[Sequence] = []
+        self.searches: list[list[Sequence]] = []
         self.transfers: list[Transfer] = []
         self.broken: list[Transfer] = []
         self.copies: list[Copy] = []
@@ -126,7 +131,10 @@ class World:
         offset, blocks = table.length % self.size, len(table.blocks[0])
         fresh = -(-(table.length + n) // self.size) - blocks
         copied = [
-            n > 0 and offset > 0 and model.must_copy(table.blocks[g][-1], offset)
+            n > 0
+            and offset > 0
+            and not sequence.alone
+            and model.must_copy(table.blocks[g][-1], offset)
             for g, _, _, model in self.groups
         ]
         needed = [fresh + copy for copy in copied]
@@ -148,6 +156,7 @@ class World:
         copies = table.append(n)
         if n:
             self.account(sequence, before, copied, copies)
+            sequence.alone = table.length % self.size > 0
         sequence.tokens += tokens
         sequence.busy = True
         return True
@@ -191,11 +200,29 @@ class World:
             table.release(step)
         del sequence.tokens[length:]
         sequence.written = min(sequence.written, length)
+        sequence.guessed = min(sequence.guessed, length - sequence.written)
         sequence.names = [n[: length // self.size] for n in sequence.names]
+        sequence.alone = length % self.size > 0 and all(
+            model.private(table.blocks[g][-1]) for g, _, _, model in self.groups
+        )
 
     def release(self, sequence: Sequence) -> None:
+        """Gives all back. Copies that a failed step left for it are not to be done any more."""
         self.sequences.remove(sequence)
+        for search in self.searches:
+            if sequence in search:
+                search.remove(sequence)
         self.cut(sequence, 0)
+        for copy in reversed(self.copies.copy()):
+            if self.of(copy).refs[copy.dst] or self.of(copy).holds[copy.dst]:
+                continue
+            self.copies.remove(copy)
+            self.seen["copy for nobody"] += 1
+            self.groups[copy.group][2].unhold(copy.src)
+            self.of(copy).unhold(copy.src)
+
+    def of(self, copy: Copy) -> Model:
+        return self.groups[copy.group][3]
 
     def execute(self, fails: bool) -> None:
         for copy in self.copies:

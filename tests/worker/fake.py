@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from functools import lru_cache
 from zlib import crc32
 
@@ -14,7 +15,7 @@ from worker.decoding import Offer
 from worker.engine import Engine
 from worker.params import SamplingParams
 from worker.prefix import Identity, PrefixCache
-from worker.request import Request
+from worker.request import Request, Sequence
 from worker.runner import InFlight, StepResult
 from worker.scheduler import Limits, Scheduler, StepPlan
 
@@ -22,7 +23,7 @@ VOCAB = 97
 Fault = Callable[[str, StepPlan], None]
 
 
-def next_token(tokens: Sequence[int]) -> int:
+def next_token(tokens: Seq[int]) -> int:
     """What the fake model says after `tokens`: any lost, doubled or foreign key changes it."""
     return crc32(bytes(tokens)) % VOCAB
 
@@ -36,7 +37,7 @@ def log_probabilities(tokens: bytes) -> tuple[float, ...]:
     return tuple(logit - total for logit in logits)
 
 
-def expected(prompt: Sequence[int], count: int) -> list[int]:
+def expected(prompt: Seq[int], count: int) -> list[int]:
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(next_token(tokens))
@@ -51,12 +52,14 @@ class FakeRunner:
         self.pages: dict[tuple[int, int, int], tuple[int, int]] = {}
         self.last_token: dict[int, int] = {}
         self.fault = fault or (lambda point, plan: None)
+        self.running: list[Sequence] = []
         self.build_s = self.execute_s = 0.0
         self._results: dict[int, StepResult] = {}
 
     def launch(self, plan: StepPlan) -> InFlight:
         self.fault("build", plan)
         filled = {(copy.group, copy.dst) for copy in plan.copies}
+        assert len(filled) == len(plan.copies), "a block is filled twice"
         assert not any((copy.group, copy.src) in filled for copy in plan.copies), (
             "a chain of copies"
         )
@@ -95,9 +98,20 @@ class FakeRunner:
                 if position < row.stored:
                     assert self.pages[group, block, offset] == (position, token), "a false hit"
                     continue
-                assert table.pools[group].references(block) == 1, "a shared block is written"
+                if table.pools[group].references(block) > 1:
+                    self._prove_unused(row.sequence, group, position)
                 self.pages[group, block, offset] = (position, token)
         return row.start + row.count
+
+    def _prove_unused(self, writer: Sequence, group: int, position: int) -> None:
+        """A block that others have too is written only behind what they have stored there."""
+        index = position // self.block_size
+        for other in self.running:
+            blocks = other.table.blocks[group] if other.table is not None else []
+            if other is not writer and blocks[index : index + 1] == [
+                writer.table.blocks[group][index]
+            ]:
+                assert max(other.stored, other.computed) <= position, "another's key is written"
 
     def _read(self, row, length: int) -> list[int]:  # type: ignore[no-untyped-def]
         lanes = []
@@ -136,20 +150,35 @@ def make_engine(
 ) -> Engine:
     pools = [BlockPool(blocks) for _ in range(groups)]
     identity = Identity(b"fake", "int")
-    prefix = PrefixCache(pools, block_size, identity, enabled=prefix_cache)
-    limits = Limits(seqs, batch_tokens, 2 * seqs, max_waiting)
     ticks = itertools.count()
-    return Engine(
-        Scheduler(pools, block_size, limits, prefix),
-        FakeRunner(block_size, groups, fault),  # type: ignore[arg-type]
+
+    def clock() -> float:
+        return float(next(ticks))
+
+    prefix = PrefixCache(pools, block_size, identity, enabled=prefix_cache, cpu_clock=clock)
+    limits = Limits(seqs, batch_tokens, 2 * seqs, max_waiting)
+    scheduler = Scheduler(pools, block_size, limits, prefix)
+    runner = FakeRunner(block_size, groups, fault)
+    runner.running = scheduler.running
+    engine = Engine(
+        scheduler,
+        runner,  # type: ignore[arg-type]
         end_tokens=end_tokens,
         max_model_len=max_model_len,
-        cpu_clock=lambda: float(next(ticks)),
+        cpu_clock=clock,
         depth=depth,
     )
+    engine.on_step_error = _tell_wrong_from_failed
+    return engine
 
 
-def make_request(name: str, prompt: Sequence[int], count: int, **fields) -> Request:  # type: ignore[no-untyped-def]
+def _tell_wrong_from_failed(error: BaseException, retried: bool) -> None:
+    """A step that failed is tried again; one that did wrong must not be."""
+    if isinstance(error, AssertionError):
+        raise error
+
+
+def make_request(name: str, prompt: Seq[int], count: int, **fields) -> Request:  # type: ignore[no-untyped-def]
     options = fields.pop("options", {})
     params = SamplingParams(max_tokens=count, temperature=0.0, **options)
     return Request(name, list(prompt), params, **fields)

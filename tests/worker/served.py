@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 MAX_NUM_SEQS = 4
 FREE_BYTES = 1 << 32
+GREEDY = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0)
 PREEMPTIONS = 2
 """How often one request is preempted at random: more, and one token a step gets nowhere."""
 
@@ -60,7 +61,14 @@ class Models:
         return self._loaded[key]
 
     def engine(
-        self, name: str, block_size: int, *, chunk: int, depth: int = 1, **options: object
+        self,
+        name: str,
+        block_size: int,
+        *,
+        chunk: int,
+        depth: int = 1,
+        cache: bool = True,
+        **options: object,
     ) -> Engine:
         """A new engine whose steps compute at most `chunk` tokens. Its pages are full of what a
         finished request might have left there, loud enough to be heard if it is ever read."""
@@ -68,7 +76,9 @@ class Models:
         for arena in model.store.arenas:
             arena.view(model.store.dtype).fill_(1e4)
         limits = replace(launch.limits, max_batch_tokens=chunk)
-        engine = build_engine(replace(launch, limits=limits), model, lambda: 0.0)
+        config = replace(launch.config, kv=replace(launch.config.kv, prefix_cache=cache))
+        launch = replace(launch, limits=limits, config=config)
+        engine = build_engine(launch, model, lambda: 0.0)
         engine.depth = depth
         return engine
 
@@ -76,21 +86,34 @@ class Models:
 def generate(
     engine: Engine, indexes: Sequence[int], *, together: bool = True, random: Random | None = None
 ) -> dict[int, tuple[int, ...]]:
-    """Greedy outputs of some of the families' prompts; the pools are proved sound at each step.
+    """Greedy outputs of some of the families' prompts; see `answer`."""
+    requests = [request_of(index) for index in indexes]
+    outputs = answer(engine, requests, together=together, random=random)
+    return {index: output for index, (output,) in zip(indexes, outputs, strict=True)}
+
+
+def answer(
+    engine: Engine,
+    requests: Sequence[Request],
+    *,
+    together: bool = True,
+    random: Random | None = None,
+) -> list[list[tuple[int, ...]]]:
+    """The outputs of each request's choices; the pools are proved sound at each step.
 
     `together` submits one every second step, so that prompts and single tokens share steps, else
     each is alone. With `random`, running sequences are preempted.
     """
-    outputs: dict[int, list[int]] = {index: [] for index in indexes}
-    left = list(indexes)
+    outputs: dict[str, list[list[int]]] = {r.id: [[] for _ in r.sequences] for r in requests}
+    left = list(requests)
     turn = 0
     while left or not engine.idle:
         if left and (engine.idle or (together and turn % 2 == 0)):
-            submit(engine, left.pop(0))
+            engine.submit(left.pop(0))
         turn += 1
         for request, event in engine.step(0.0):
             assert isinstance(event, Delta | Finish), event
-            outputs[int(request.id)] += event.tokens
+            outputs[request.id][event.choice] += event.tokens
         prove_sound(engine)
         running = [s for s in engine.scheduler.running if s.request.preemptions < PREEMPTIONS]
         if random is not None and running and (turn == 3 or random.random() < 0.15):
@@ -99,12 +122,15 @@ def generate(
     for pool in engine.scheduler.pools:
         counts = pool.counts()
         assert (counts.quarantined, counts.owned, counts.leased) == (0, 0, 0)
-    return {index: tuple(tokens) for index, tokens in outputs.items()}
+    return [[tuple(tokens) for tokens in outputs[r.id]] for r in requests]
+
+
+def request_of(index: int) -> Request:
+    return Request(str(index), prompts()[index], GREEDY)
 
 
 def submit(engine: Engine, index: int) -> None:
-    params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0)
-    engine.submit(Request(str(index), prompts()[index], params))
+    engine.submit(request_of(index))
 
 
 def prove_sound(engine: Engine) -> None:

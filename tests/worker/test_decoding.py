@@ -269,6 +269,18 @@ def test_a_turn_after_a_search_hits_what_its_best_beam_stored():
     assert finish.cached_tokens == (6 + 20 - 1) // 4 * 4
 
 
+def test_a_search_says_how_long_it_waited():
+    engine = make_engine(seqs=4, batch_tokens=64)
+    request = beam_request("r", range(9), 4, 3, arrival_s=2.0)
+    engine.submit(request)
+    outputs = []
+    for now in (5.0, 6.0, 7.0):
+        outputs += engine.step(now)
+    ends = [e.started for _, e in outputs if isinstance(e, wire.Finish)]
+    assert ends == [wire.Started(queue_s=3.0, cached_tokens=0), None, None, None]
+    assert request.first_token_s == 5.0
+
+
 def test_more_beams_than_slots_are_refused():
     engine = make_engine(seqs=4)
     (event,) = engine.submit(beam_request("r", [1], 5, 3))

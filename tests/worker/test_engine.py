@@ -258,6 +258,20 @@ def test_a_full_queue_rejects_and_the_accepted_all_finish():
     assert sorted(done) == sorted(accepted)
 
 
+def test_a_request_waits_once_however_many_choices_it_has():
+    engine = make_engine(seqs=4, max_waiting=2)
+    events = [
+        engine.submit(make_request(f"r{i}", [i], 5, generated=((),) * 3))[0] for i in range(3)
+    ]
+    assert [type(e) for e in events] == [wire.Accepted, wire.Accepted, wire.Rejected]
+    assert events[2].message.startswith("2 requests wait already")
+    engine.step(NOW)  # both have their first step: their other choices still wait
+    assert engine.scheduler.waiting
+    assert isinstance(engine.submit(make_request("later", [9], 5))[0], wire.Accepted)
+    run(engine)
+    assert_empty(engine)
+
+
 def test_a_resubmission_passes_a_full_queue_and_goes_on_where_it_was():
     engine = make_engine(seqs=2, max_waiting=1)
     engine.submit(make_request("first", [1], 5))

@@ -8,7 +8,6 @@ frequencies change.
 
 from __future__ import annotations
 
-from itertools import product
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -17,10 +16,12 @@ import torch
 
 from tests.covering import uncovered
 from tests.families import FAMILIES, PROMPT_LENGTHS, reference
-from tests.worker.cases import PARAMETERS, UNBOUNDED, committed
+from tests.worker.cases import EQUALITY, PARAMETERS, UNBOUNDED, committed, name_of, product_of
 from tests.worker.served import generate
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.covering import Case
     from tests.worker.served import Models
 
@@ -38,18 +39,15 @@ def run(models: Models, case: Case) -> None:
     assert outputs == {index: reference(case["family"], index) for index in ALL}
 
 
-def _name(case: Case) -> str:
-    return "-".join(map(str, case.values()))
-
-
-def test_the_committed_cases_cover_every_pair() -> None:
-    cases = committed()
+@pytest.mark.parametrize("path", PARAMETERS, ids=lambda path: path.stem)
+def test_the_committed_cases_cover_every_pair(path: Path) -> None:
+    cases, parameters = committed(path), PARAMETERS[path]
     assert len(cases) <= 150
-    assert uncovered(PARAMETERS, cases) == set()
-    assert all(case[name] in PARAMETERS[name] for case in cases for name in PARAMETERS)
+    assert uncovered(parameters, cases) == set()
+    assert all(case[name] in parameters[name] for case in cases for name in parameters)
 
 
-@pytest.mark.parametrize("case", committed(), ids=_name)
+@pytest.mark.parametrize("case", committed(EQUALITY), ids=name_of)
 def test_tokens_equal_transformers(models: Models, case: Case) -> None:
     run(models, case)
 
@@ -57,10 +55,8 @@ def test_tokens_equal_transformers(models: Models, case: Case) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tokens_equal_transformers_in_the_full_product(models: Models, name: str) -> None:
-    others = {key: values for key, values in PARAMETERS.items() if key != "family"}
-    cases = [dict(zip(others, values, strict=True)) for values in product(*others.values())]
-    for case in cases:
-        run(models, {"family": name, **case})
+    for case in product_of(EQUALITY, name):
+        run(models, case)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

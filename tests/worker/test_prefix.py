@@ -104,6 +104,23 @@ def test_no_hit_across_salts():
         assert finish_of(outputs, f"r{i}").cached_tokens == wanted
 
 
+def test_one_token_more_or_other_ends_the_hit_where_it_is():
+    """The last token of a block too: it is the one that a wrong hash would lose."""
+    engine = make_engine(blocks=200)
+    prompt = list(range(3 * SIZE))
+    engine.submit(make_request("first", prompt, 1))
+    run(engine)
+    for at in range(len(prompt)):
+        other = [*prompt[:at], 90, *prompt[at + 1 :]]
+        engine.submit(make_request(f"r{at}", other, 2, salt=b""))
+        outputs = run(engine)
+        assert finish_of(outputs, f"r{at}").cached_tokens == at // SIZE * SIZE
+        assert tokens_of(outputs, f"r{at}") == expected(other, 2)
+        engine.scheduler.prefix.flush()
+        engine.submit(make_request("first", prompt, 1))
+        run(engine)
+
+
 def test_a_flush_forgets_and_a_disabled_cache_never_knew():
     for flush, enabled in ((True, True), (False, False)):
         engine = make_engine(prefix_cache=enabled)
@@ -190,6 +207,19 @@ def test_storms_of_relatives(seed):
         assert engine.scheduler.prefix.stats.hit_tokens > 0
 
 
+def test_its_time_is_counted_where_it_is_on():
+    """The fake clock ticks once a call, so each stretch that is timed takes a second."""
+    for enabled in (True, False):
+        engine = make_engine(prefix_cache=enabled)
+        engine.submit(make_request("r", range(8), 2))
+        run(engine)
+        stats = engine.scheduler.prefix.stats
+        # Two blocks: digested once, looked up once, noted and struck off, published once.
+        assert (stats.hash_s, stats.match_s, stats.publish_s) == (
+            (1, 3, 1) if enabled else (0,) * 3
+        )
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("length", [1, 3, 8, 9, 11])
 def test_samples_of_one_prompt_compute_and_store_it_once(depth, length):
@@ -203,10 +233,27 @@ def test_samples_of_one_prompt_compute_and_store_it_once(depth, length):
         tables = [t.blocks[0] for t in engine.scheduler.tables()]
         peak = max(peak, len({b for t in tables for b in t}))
     assert computed(engine) <= length + 3 + 4 * 6 + 4 * depth
+    assert engine.scheduler.copies == (3 if length % SIZE else 0)
     full = length // SIZE
     own = -(-(length + 6) // SIZE) - full
     assert peak <= full + 4 * own
     for choice in range(4):
         got = [t for r, e in outputs if getattr(e, "choice", -1) == choice for t in e.tokens]
         assert got == expected(prompt, 6)
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_request_that_fails_at_a_copy_leaves_none_to_be_done(depth):
+    """Its source would be held, and its destination overwritten when another has it."""
+
+    def fault(where, plan):
+        if plan.copies:
+            raise RuntimeError("injected")
+
+    engine = make_engine(depth=depth, seqs=4, batch_tokens=64, prefix_cache=False, fault=fault)
+    engine.submit(make_request("r", range(6), 6, generated=((),) * 3))
+    (error,) = [e for _, e in run(engine) if isinstance(e, wire.Error)]
+    assert error.code == "engine_error"
+    assert engine.scheduler.copies_due == []
     assert_empty(engine)

@@ -69,7 +69,7 @@ def test_a_prompt_is_computed_and_stored_once_for_all_samples(models: Models, de
     ends = {e.choice: e for e in events if isinstance(e, Finish)}
     assert ends[0].cached_tokens == 0
     assert {e.cached_tokens for e in ends.values()} == {0, len(prompt) - 1}
-    assert engine.scheduler.copies in (3, 4)  # the prompt's last, partial block
+    assert engine.scheduler.copies == 3  # of the prompt's last, partial block
 
 
 @pytest.mark.parametrize("n", [1, 3])
