@@ -263,7 +263,13 @@ def build_engine(
         device=device,
     )
     size = launch.layout.block_size
-    prefix = PrefixCache(pools, size, identity, enabled=launch.config.kv.prefix_cache)
+    prefix = PrefixCache(
+        pools,
+        size,
+        identity,
+        enabled=launch.config.kv.prefix_cache,
+        indexed=launch.layout.indexed,
+    )
     end_tokens = end_token_ids(launch.directory, launch.hf_config)
     sampler = Sampler(
         launch.params.vocab_size,

@@ -125,6 +125,7 @@ def make_engine(
     blocks: int = 64,
     block_size: int = 4,
     groups: int = 1,
+    shared: bool = False,
     seqs: int = 4,
     batch_tokens: int = 8,
     max_waiting: int = 100,
@@ -134,7 +135,8 @@ def make_engine(
     fault: Fault | None = None,
     prefix_cache: bool = True,
 ) -> Engine:
-    pools = [BlockPool(blocks) for _ in range(groups)]
+    arenas = [BlockPool(blocks * groups)] if shared else [BlockPool(blocks) for _ in range(groups)]
+    pools = arenas * groups if shared else arenas
     identity = Identity(b"fake", "int")
     prefix = PrefixCache(pools, block_size, identity, enabled=prefix_cache)
     limits = Limits(seqs, batch_tokens, 2 * seqs, max_waiting)
