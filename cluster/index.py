@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvpaging.events import (
     CLEARED,
+    RING_BYTES,
     STORED,
     Batch,
     Digest,
@@ -76,12 +77,14 @@ class Gang:
         "model",
         "number",
         "ring",
+        "ring_bytes",
         "seq",
         "xor",
     )
 
-    def __init__(self, model: str, epoch: int, capacity: int, now: float) -> None:
+    def __init__(self, model: str, epoch: int, capacity: int, now: float, ring_bytes: int) -> None:
         self.model, self.epoch, self.capacity = model, epoch, capacity
+        self.ring_bytes = ring_bytes
         self.indexed = True
         self.load, self.number = Load(), 0
         self.last = b""  # the batch that the load came in
@@ -95,7 +98,7 @@ class Gang:
         self.diverged = False
         self.identities: set[bytes] = set()
         self.ahead: dict[int, tuple[Batch, bytes]] = {}
-        self.ring = Ring()
+        self.ring = Ring(0, self.ring_bytes)
         self.expected: OrderedDict[bytes, float] = OrderedDict()  # to the time they lapse
 
     @property
@@ -114,7 +117,7 @@ class Gang:
     def replace(self, dump: Dump) -> None:
         """Take a dump in place of what was known."""
         ids = dump.ids
-        self.seq, self.xor, self.ring = dump.seq, xor_of(ids), Ring(dump.seq)
+        self.seq, self.xor, self.ring = dump.seq, xor_of(ids), Ring(dump.seq, self.ring_bytes)
         self.latest = max(self.latest, dump.seq)
         self.ahead = {seq: found for seq, found in self.ahead.items() if seq > dump.seq}
         self.identities = set(split(ids))
@@ -155,6 +158,8 @@ class PrefixIndex:
     load only (`unindexed`, an alarm), until there is room.
     """
 
+    ring_bytes = 0  # nobody asks here for what was missed
+
     def __init__(self, *, most_bytes: int | None = None, expected_s: float = 5.0) -> None:
         self.most_bytes, self.expected_s = most_bytes, expected_s
         self.gangs: dict[str, Gang] = {}
@@ -176,7 +181,8 @@ class PrefixIndex:
         gang = self.gangs.get(read.gang)
         joins = gang is None or read.epoch > gang.epoch
         if gang is None:
-            gang = self.gangs[read.gang] = Gang(read.model, read.epoch, read.capacity, now)
+            gang = Gang(read.model, read.epoch, read.capacity, now, self.ring_bytes)
+            self.gangs[read.gang] = gang
         elif joins:
             gang.epoch, gang.capacity, gang.number = read.epoch, read.capacity, 0
             gang.forget()
@@ -280,6 +286,8 @@ class Hub(PrefixIndex):
     batch, as a gap.
     """
 
+    ring_bytes = RING_BYTES
+
     def __init__(
         self,
         started_s: float,
@@ -320,12 +328,10 @@ NOTHING = Version(-1, 0, 0)
 
 
 def _news(name: str, gang: Gang, have: Version) -> list[bytes]:
-    if have.epoch > gang.epoch:
-        return []
     seq, number = (have.seq, have.number) if have.epoch == gang.epoch else (0, 0)
     missed = gang.ring.since(seq) if gang.indexed else []
     if missed is None:
-        missed = [] if gang.behind else [_dump(name, gang)]
+        missed = [] if gang.diverged else [_dump(name, gang)]
     if gang.number > number and gang.last not in missed:
         missed.append(gang.last)
     return missed

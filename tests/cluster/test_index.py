@@ -9,7 +9,18 @@ import pytest
 
 from cluster import index
 from cluster.index import BLOCK_BYTES, Hub, Match, Mirror, PrefixIndex, Version
-from kvpaging.events import Announcer, Batch, Dump, EventError, Load, decode
+from kvpaging.events import (
+    Announcer,
+    Batch,
+    Digest,
+    Dump,
+    Event,
+    EventError,
+    Load,
+    decode,
+    encode,
+    xor_of,
+)
 from kvpaging.pool import BlockPool
 from tests.kvpaging.caching import documents
 from tests.kvpaging.helpers import names
@@ -189,6 +200,33 @@ def test_a_digest_that_does_not_match_asks_for_a_dump() -> None:
     worker.repair(whole)
     assert known(whole) == {A, B}
     assert whole.wanted == {}
+
+
+def test_what_is_stored_twice_or_removed_unknown_counts_once() -> None:
+    whole = PrefixIndex()
+    for seq, event, left in (
+        (1, Event("stored", A + B), {A, B}),
+        (2, Event("stored", B + C, A), {A, B, C}),
+        (3, Event("removed", C + D), {A, B}),
+    ):
+        digest = Digest(len(left), xor_of(b"".join(left)))
+        batch = Batch("m", "g", 0, seq, seq, 9, digest, Load(), (event,))
+        whole.apply(encode(batch), NOW)
+        assert known(whole) == left
+        assert whole.wanted == {}
+
+
+def test_a_hub_that_is_wrong_about_a_gang_gives_no_dump_of_it() -> None:
+    hub, mirror, worker = Hub(0.0), Mirror(), Worker()
+    hub.apply(worker.store(A, B), NOW)
+    known(hub).discard(B)
+    hub.apply(worker.cut(), NOW)
+    hub.gangs["g"].ring.base = 1
+    ask(hub, mirror)
+    assert known(mirror) == set()
+    worker.repair(hub)
+    ask(hub, mirror)
+    assert known(mirror) == {A, B}
 
 
 def test_the_newest_load_wins() -> None:
