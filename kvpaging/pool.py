@@ -46,9 +46,10 @@ class BlockPool:
     """References, holds, identities and states of `blocks` blocks, numbered from 0.
 
     Steps are numbered upwards from 0. `on_change(kind, identity, parent)`, where set, hears each
-    identity that becomes findable ("stored") and each that no longer is ("removed"): set
-    transitions, a parent before its children going in and after them going out; "cleared" when
-    a repair dropped all. It must not call back into the pool nor raise.
+    identity that becomes findable ("stored", unless published `quiet`) and each that no longer is
+    ("removed", the quiet ones too): set transitions, a parent before its children going in and
+    after them going out; "cleared" when a repair dropped all. It must not call back into the
+    pool nor raise.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -194,7 +195,9 @@ class BlockPool:
                 self._settle(block)
             self._spare.append(head)
 
-    def publish(self, block: int, identity: bytes, parent: bytes | None) -> int:
+    def publish(
+        self, block: int, identity: bytes, parent: bytes | None, *, quiet: bool = False
+    ) -> int:
         """Makes a full block findable under `identity`; returns the block that is.
 
         A duplicate keeps no identity and is told the earlier block, which its table may swap in.
@@ -217,7 +220,7 @@ class BlockPool:
         self._found[identity] = block
         self._adopt(block, above)
         self.stats.published += 1
-        if self.on_change is not None:
+        if self.on_change is not None and not quiet:
             self.on_change("stored", identity, parent)
         return block
 

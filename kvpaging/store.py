@@ -59,6 +59,13 @@ class Layout:
     def num_layers(self) -> int:
         return sum(len(group.layers) for group in self.groups)
 
+    @property
+    def indexed(self) -> int | None:
+        """The group whose blocks the cluster's index knows: the first without a window. A hit in
+        it needs every block before it, which windowed groups may have given up."""
+        full = (i for i, group in enumerate(self.groups) if group.shape.window is None)
+        return next(full, None)
+
     def groups_in(self, arena: int) -> int:
         return sum(group.arena == arena for group in self.groups)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvpaging import hashing
+from kvpaging.events import Announcer
 from kvpaging.pool import BlockPool
 from worker import request as requests
 
@@ -44,7 +45,8 @@ class PrefixStats:
 class PrefixCache:
     """Matches and publishes over `pools[g]` of each layer group; `enabled` False does neither.
 
-    `cpu_clock` gives CPU seconds, for `stats`.
+    `cpu_clock` gives CPU seconds, for `stats`. Listeners of the pools hear of blocks of group
+    `indexed` only (None: of none).
     """
 
     def __init__(
@@ -55,12 +57,19 @@ class PrefixCache:
         *,
         enabled: bool,
         cpu_clock: Callable[[], float],
+        indexed: int | None = 0,
     ) -> None:
         self.pools, self.block_size = tuple(pools), block_size
-        self.identity, self.enabled, self.cpu_clock = identity, enabled, cpu_clock
+        self.identity, self.enabled, self.indexed = identity, enabled, indexed
+        self.cpu_clock = cpu_clock
         self.stats = PrefixStats()
         self._computing: Counter[bytes] = Counter()
         self._by_step: dict[int, list[bytes]] = {}
+
+    def announce_to(self, announcer: Announcer) -> None:
+        """Let the cluster know what can be found here: nothing where all layers are windowed."""
+        if self.enabled and self.indexed is not None:
+            announcer.listen(self.pools[self.indexed])
 
     def chains(self, sequence: requests.Sequence) -> list[list[bytes]]:
         """The identities of the sequence's full blocks, one list per group, as far as known."""
@@ -148,7 +157,7 @@ class PrefixCache:
             for index in range(sequence.published, full):
                 block = table.blocks[group][index]
                 parent = chain[index - 1] if index else None
-                kept = pool.publish(block, chain[index], parent)
+                kept = pool.publish(block, chain[index], parent, quiet=group != self.indexed)
                 if kept != block:
                     table.swap(group, index, kept, sequence.last_step)
                     sequence.synced = min(sequence.synced, index)

@@ -265,7 +265,12 @@ def build_engine(
     size = launch.layout.block_size
     cpu_clock = cpu_clock or clock
     prefix = PrefixCache(
-        pools, size, identity, enabled=launch.config.kv.prefix_cache, cpu_clock=cpu_clock
+        pools,
+        size,
+        identity,
+        enabled=launch.config.kv.prefix_cache,
+        cpu_clock=cpu_clock,
+        indexed=launch.layout.indexed,
     )
     end_tokens = end_token_ids(launch.directory, launch.hf_config)
     sampler = Sampler(

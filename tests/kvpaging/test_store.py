@@ -31,6 +31,12 @@ def test_windows_split_groups_which_share_an_arena_when_their_blocks_are_equal()
     assert [len(a) for a in store.arenas] == [10]
 
 
+def test_the_first_group_without_a_window_is_indexed():
+    assert layout([WINDOWED, WIDE, FULL], 8, 4).indexed == 1
+    assert layout([FULL], 8, 4).indexed == 0
+    assert layout([WINDOWED], 8, 4).indexed is None
+
+
 def test_other_block_bytes_are_another_arena():
     pages = layout([FULL, WIDE, WIDE], 8, 4)
     assert [g.arena for g in pages.groups] == [0, 1]

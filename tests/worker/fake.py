@@ -139,6 +139,7 @@ def make_engine(
     blocks: int = 64,
     block_size: int = 4,
     groups: int = 1,
+    shared: bool = False,
     seqs: int = 4,
     batch_tokens: int = 8,
     max_waiting: int = 100,
@@ -148,7 +149,8 @@ def make_engine(
     fault: Fault | None = None,
     prefix_cache: bool = True,
 ) -> Engine:
-    pools = [BlockPool(blocks) for _ in range(groups)]
+    arenas = [BlockPool(blocks * groups)] if shared else [BlockPool(blocks) for _ in range(groups)]
+    pools = arenas * groups if shared else arenas
     identity = Identity(b"fake", "int")
     ticks = itertools.count()
 

@@ -1,0 +1,368 @@
+"""What a gang tells the cluster about its cached blocks: numbered batches, and dumps of all.
+
+A batch says what became findable and what no longer is since the one before, as set transitions,
+with the gang's load. Batches with events are numbered `seq = 1, 2, ...` within an epoch; one
+without repeats the last `seq`, so that whoever lost a batch learns of it. `number` counts all of
+them and orders loads. A digest states the set as of `seq`: how many identities, and their XOR.
+After every batch the set is prefix-closed: a block is in it only while its parent is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import astuple, dataclass, fields
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import msgpack  # type: ignore[import-untyped]
+
+from kvpaging.hashing import IDENTITY_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvpaging.pool import BlockPool
+
+VERSION = 1
+STORED, REMOVED, CLEARED = EVENTS = ("stored", "removed", "cleared")
+TIERS = ("gpu",)
+RING_BYTES = 1 << 18
+
+
+class EventError(ValueError):
+    """The bytes are not a batch or a dump of this version."""
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """A set of identities in two numbers; equal sets have equal digests."""
+
+    count: int = 0
+    xor: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy a gang is: prompt tokens not yet computed of waiting and of running requests,
+    sequences, blocks promised to both out of `blocks`, and measured seconds: of a prompt token,
+    of a step of single tokens, and since the step under way began."""
+
+    queued_tokens: int = 0
+    prefill_tokens: int = 0
+    waiting: int = 0
+    running: int = 0
+    committed_blocks: int = 0
+    blocks: int = 0
+    token_s: float = 0.0
+    step_s: float = 0.0
+    step_age_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """`ids` are identities end to end. Stored ones are a chain: each is the parent of the next,
+    `parent` (empty for none) that of the first. Clearing names no identities."""
+
+    kind: str
+    ids: bytes = b""
+    parent: bytes = b""
+    tier: str = "gpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What changed, in order. `capacity` is the most identities the gang can ever announce."""
+
+    model: str
+    gang: str
+    epoch: int
+    seq: int
+    number: int
+    capacity: int
+    digest: Digest
+    load: Load
+    events: tuple[Event, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Dump:
+    """All identities as of `seq`, parents before their children."""
+
+    model: str
+    gang: str
+    epoch: int
+    seq: int
+    capacity: int
+    digest: Digest
+    ids: bytes
+    tier: str = "gpu"
+
+
+def split(ids: bytes) -> list[bytes]:
+    """Identities that stand end to end, one by one."""
+    width = IDENTITY_BYTES
+    return [ids[at : at + width] for at in range(0, len(ids), width)]
+
+
+def xor_of(ids: bytes) -> int:
+    """The XOR of identities that stand end to end, taken as little-endian numbers."""
+    total, n = int.from_bytes(ids, "little"), len(ids) // IDENTITY_BYTES
+    while n > 1:
+        n = (n + 1) // 2
+        bits = 8 * IDENTITY_BYTES * n
+        total = (total >> bits) ^ (total & ((1 << bits) - 1))
+    return total
+
+
+def encode(message: Batch | Dump) -> bytes:
+    """Pack a message: a msgpack map with a version and a kind."""
+    body: dict[str, Any] = {name: getattr(message, name) for name in _NAMES[type(message)]}
+    body["v"] = VERSION
+    body["kind"] = _KIND_OF[type(message)]
+    digest = message.digest
+    body["digest"] = (digest.count, digest.xor.to_bytes(IDENTITY_BYTES, "little"))
+    if isinstance(message, Batch):
+        body["load"] = astuple(message.load)
+        body["events"] = [(e.kind, e.ids, e.parent, e.tier) for e in message.events]
+    packed: bytes = msgpack.packb(body)
+    return packed
+
+
+def decode(data: bytes) -> Batch | Dump:
+    """Unpack a message; raises EventError unless every field is there, known and of its type."""
+    try:
+        body = msgpack.unpackb(data)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise EventError(f"not a msgpack message: {error}") from None
+    if type(body) is not dict:
+        raise EventError(f"a message is a map, not {type(body).__name__}")
+    version, kind = body.pop("v", None), body.pop("kind", None)
+    if version != VERSION:
+        raise EventError(f"message version {version!r}, this side speaks {VERSION}")
+    cls = _KINDS.get(kind) if isinstance(kind, str) else None
+    if cls is None:
+        raise EventError(f"unknown kind {kind!r}, known are {', '.join(_KINDS)}")
+    if body.keys() != _FIELDS[cls]:
+        missing = ", ".join(sorted(map(str, _FIELDS[cls] - body.keys()))) or "none"
+        unknown = ", ".join(sorted(map(str, body.keys() - _FIELDS[cls]))) or "none"
+        raise EventError(f"{kind}: missing fields: {missing}; unknown fields: {unknown}")
+    for name in ("epoch", "seq", "number", "capacity"):
+        if name in body:
+            _count(body[name], name)
+    for name in ("model", "gang"):
+        _typed(body[name], str, name)
+    digest = body["digest"] = _digest(body["digest"])
+    if digest.count > body["capacity"]:
+        raise _wrong(digest.count, "digest.count", f"at most the capacity of {body['capacity']}")
+    if cls is Dump:
+        _ids(body["ids"])
+        _one_of(body["tier"], TIERS, "tier")
+    else:
+        body["load"] = _load(body["load"])
+        body["events"] = tuple([_event(e) for e in _typed(body["events"], list, "events")])
+    message: Batch | Dump = cls(**body)
+    return message
+
+
+_KINDS: dict[str, type[Any]] = {"batch": Batch, "dump": Dump}
+_KIND_OF = {cls: kind for kind, cls in _KINDS.items()}
+_NAMES = {cls: tuple(f.name for f in fields(cls)) for cls in _KINDS.values()}
+_FIELDS = {cls: set(names) for cls, names in _NAMES.items()}
+_LOAD_TYPES = [type(value) for value in astuple(Load())]
+
+
+def _wrong(value: Any, where: str, wanted: str) -> EventError:
+    return EventError(f"{where} must be {wanted}, got {repr(value)[:80]}")
+
+
+def _typed(value: Any, kind: type[Any], where: str) -> Any:
+    if type(value) is not kind:
+        raise _wrong(value, where, kind.__name__)
+    return value
+
+
+def _count(value: Any, where: str) -> None:
+    if type(value) is not int or value < 0:
+        raise _wrong(value, where, "an int from 0 on")
+
+
+def _one_of(value: Any, words: tuple[str, ...], where: str) -> None:
+    if value not in words:
+        raise _wrong(value, where, f"one of {', '.join(words)}")
+
+
+def _ids(value: Any) -> None:
+    if type(value) is not bytes or len(value) % IDENTITY_BYTES:
+        raise _wrong(value, "ids", f"bytes, {IDENTITY_BYTES} for each identity")
+
+
+def _digest(value: Any) -> Digest:
+    if type(value) is not list or len(value) != 2:
+        raise _wrong(value, "digest", "a list of 2")
+    count, xor = value
+    _count(count, "digest.count")
+    if type(xor) is not bytes or len(xor) != IDENTITY_BYTES:
+        raise _wrong(xor, "digest.xor", f"{IDENTITY_BYTES} bytes")
+    return Digest(count, int.from_bytes(xor, "little"))
+
+
+def _load(value: Any) -> Load:
+    # A float may travel as an int.
+    if (
+        type(value) is not list
+        or len(value) != len(_LOAD_TYPES)
+        or not all(type(v) in (kind, int) for v, kind in zip(value, _LOAD_TYPES, strict=True))
+    ):
+        raise _wrong(value, "load", f"a list of {len(_LOAD_TYPES)} ints and floats")
+    return Load(*[kind(v) for v, kind in zip(value, _LOAD_TYPES, strict=True)])
+
+
+def _event(value: Any) -> Event:
+    if type(value) is not list or len(value) != 4:
+        raise _wrong(value, "event", "a list of 4")
+    kind, ids, parent, tier = value
+    _one_of(kind, EVENTS, "event.kind")
+    _one_of(tier, TIERS, "event.tier")
+    _ids(ids)
+    if type(parent) is not bytes or len(parent) not in (0, IDENTITY_BYTES):
+        raise _wrong(parent, "event.parent", f"0 or {IDENTITY_BYTES} bytes")
+    return Event(kind, ids, parent, tier)
+
+
+class Ring:
+    """The latest encoded batches of one gang's epoch, at most `most_bytes` of them, at least 1.
+
+    Batch `seq = base + 1` is the oldest kept; none before it can be given.
+    """
+
+    def __init__(self, base: int = 0, most_bytes: int = RING_BYTES) -> None:
+        self.base, self.most_bytes = base, most_bytes
+        self._batches: deque[bytes] = deque()
+        self._bytes = 0
+
+    def append(self, batch: bytes) -> None:
+        """Keep the batch after the last one."""
+        self._batches.append(batch)
+        self._bytes += len(batch)
+        while self._bytes > self.most_bytes and len(self._batches) > 1:
+            self._bytes -= len(self._batches.popleft())
+            self.base += 1
+
+    def since(self, seq: int) -> list[bytes] | None:
+        """The batches after `seq`, oldest first; None where some of them are gone."""
+        if seq < self.base:
+            return None
+        return list(islice(self._batches, seq - self.base, None))
+
+
+class Announcer:
+    """Turns what a gang's pool says into batches. Lives where the pool does: one thread, no clock.
+
+    `cut` makes the next batch; what came and went again since the last one is in none. `repair`
+    answers whoever missed some. Without a pool to listen to it announces load alone.
+    """
+
+    def __init__(
+        self, model: str, gang: str, epoch: int = 0, *, ring_bytes: int = RING_BYTES
+    ) -> None:
+        self.model, self.gang, self.epoch = model, gang, epoch
+        self.seq = self.number = self.capacity = 0
+        self._xor = 0
+        self._ring = Ring(0, ring_bytes)
+        self._announced: dict[bytes, None] = {}
+        self._fresh: dict[bytes, bytes | None] = {}  # to their parents
+        self._gone: dict[bytes, None] = {}
+
+    def listen(self, pool: BlockPool) -> None:
+        """Announce what `pool` says; nothing was published in it so far."""
+        assert self.capacity == 0
+        pool.on_change = self._hear
+        self.capacity = pool.blocks
+
+    @property
+    def digest(self) -> Digest:
+        """Of what is announced, as of the last `seq`."""
+        return Digest(len(self._announced), self._xor)
+
+    @property
+    def changed(self) -> bool:
+        """Whether the next batch will have events."""
+        return bool(self._fresh or self._gone)
+
+    def cut(self, load: Load) -> bytes:
+        """The next batch, encoded: all that changed since the last, at once."""
+        events = []
+        if self._gone and len(self._gone) == len(self._announced):
+            events.append(Event(CLEARED))
+            self._announced.clear()
+            self._xor = 0
+        elif self._gone:
+            events.append(Event(REMOVED, b"".join(self._gone)))
+            for identity in self._gone:
+                del self._announced[identity]
+        events += _runs(self._fresh)
+        self._announced.update(dict.fromkeys(self._fresh))
+        for event in events:
+            self._xor ^= xor_of(event.ids)
+        self._gone.clear()
+        self._fresh.clear()
+        self.number += 1
+        self.seq += bool(events)
+        batch = encode(
+            Batch(
+                self.model,
+                self.gang,
+                self.epoch,
+                self.seq,
+                self.number,
+                self.capacity,
+                self.digest,
+                load,
+                tuple(events),
+            )
+        )
+        if events:
+            self._ring.append(batch)
+        return batch
+
+    def repair(self, epoch: int, seq: int) -> list[bytes]:
+        """For one who knows all up to `seq` of `epoch` (-1: nothing for sure): the batches it
+        lacks, or one dump as of the last `seq`. What was not cut yet is in neither."""
+        missed = self._ring.since(seq) if epoch == self.epoch else None
+        return [self.dump()] if missed is None else missed
+
+    def dump(self) -> bytes:
+        """All that is announced, encoded."""
+        ids = b"".join(self._announced)
+        return encode(
+            Dump(self.model, self.gang, self.epoch, self.seq, self.capacity, self.digest, ids)
+        )
+
+    def _hear(self, kind: str, identity: bytes, parent: bytes | None) -> None:
+        if kind == STORED:
+            if identity in self._gone:
+                del self._gone[identity]
+            else:
+                self._fresh[identity] = parent
+        elif kind == CLEARED:
+            self._fresh.clear()
+            self._gone.update(self._announced)
+        elif identity in self._fresh:
+            del self._fresh[identity]
+        elif identity in self._announced:
+            self._gone[identity] = None
+
+
+def _runs(fresh: dict[bytes, bytes | None]) -> Iterator[Event]:
+    """New identities in their order, cut where one does not follow the one before it."""
+    run: list[bytes] = []
+    first = None
+    for identity, parent in fresh.items():
+        if run and parent != run[-1]:
+            yield Event(STORED, b"".join(run), first or b"")
+            run = []
+        if not run:
+            first = parent
+        run.append(identity)
+    if run:
+        yield Event(STORED, b"".join(run), first or b"")

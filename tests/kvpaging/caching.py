@@ -1,0 +1,80 @@
+"""A pool that random requests fill, hit, evict and forget: what an announcer listens to."""
+
+from __future__ import annotations
+
+from random import Random
+
+from kvpaging import audit
+from kvpaging.pool import BlockPool
+
+
+def documents(rng: Random, count: int, longest: int) -> list[list[bytes]]:
+    """Chains of identities; most begin as an earlier one does."""
+    found: list[list[bytes]] = []
+    for _ in range(count):
+        other = rng.choice(found) if found and rng.random() < 0.8 else []
+        shared = other[: rng.randint(0, len(other))]
+        found.append(shared + [rng.randbytes(16) for _ in range(rng.randint(1, longest))])
+    return found
+
+
+def parents_of(chains: list[list[bytes]]) -> dict[bytes, bytes | None]:
+    return {name: chain[i - 1] if i else None for chain in chains for i, name in enumerate(chain)}
+
+
+def findable(pool: BlockPool) -> set[bytes]:
+    return {name for block in range(pool.blocks) if (name := pool.identity(block)) is not None}
+
+
+class Cache:
+    """Works on `pool` with parts of `chains`, up to three requests at a time."""
+
+    def __init__(self, blocks: int, chains: list[list[bytes]], rng: Random) -> None:
+        self.pool, self.chains, self.rng = BlockPool(blocks), chains, rng
+        self.running: list[list[int]] = []
+
+    def act(self) -> None:
+        """Mostly serve a request; now and then forget something."""
+        draw = self.rng.random()
+        if draw < 0.9:
+            self.serve()
+        elif draw < 0.98:
+            self.pool.forget(self.rng.choice(self.rng.choice(self.chains)))
+        elif draw < 0.99:
+            self.pool.flush()
+        else:
+            self.empty()
+        if len(self.running) > 2 or (self.running and self.rng.random() < 0.5):
+            self.finish(self.running.pop(self.rng.randrange(len(self.running))))
+
+    def serve(self) -> None:
+        chain = self.rng.choice(self.chains)
+        chain = chain[: self.rng.randint(1, len(chain))]
+        blocks: list[int] = []
+        for name in chain:
+            block = self.pool.lookup(name)
+            if block is None:
+                break
+            self.pool.ref(block)
+            blocks.append(block)
+        new = min(len(chain) - len(blocks), self.pool.available)
+        for block in self.pool.allocate(new):
+            at = len(blocks)
+            self.pool.publish(block, chain[at], chain[at - 1] if at else None)
+            blocks.append(block)
+        self.running.append(blocks)
+
+    def finish(self, blocks: list[int]) -> None:
+        # Tail first as tables do, or in any order, which leaves heads older than their tails.
+        order = blocks[::-1] if self.rng.random() < 0.7 else self.rng.sample(blocks, len(blocks))
+        for block in order:
+            self.pool.unref(block)
+
+    def empty(self) -> None:
+        """Forget everything: as an operator, or as the audit after a fault."""
+        if self.rng.random() < 0.5:
+            while self.running:
+                self.finish(self.running.pop())
+            self.pool.flush()
+        else:
+            audit._rebuild(self.pool)
