@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib
 import json
 import math
 import os
 import re
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from cluster import gangs
 from cluster.calls import Misrouted
 from cluster.delivery import ANYONE, Delivery
 from cluster.errors import UserError
+from cluster.hub import HubClient
+from cluster.reporting import Reporter
 from configs.schema import Config
 
 APP = "kvatlas"
@@ -54,6 +58,8 @@ class Worker:
         from cluster.ingress import configure_logging
 
         configure_logging(config.server.log_level, as_json=config.server.log_json)
+        self._config = config
+        self._reporting: asyncio.Task[None] | None = None
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # standard error is no terminal
         module, _, name = kind.partition(":")
         try:
@@ -62,6 +68,13 @@ class Worker:
             if type(error).__name__ not in ("DoesNotFit", "UnsupportedModel"):
                 raise
             raise RuntimeError(_MARK + json.dumps(str(error))) from None
+
+    def _report(self) -> None:
+        """Tell the index about this worker from now on; on the event loop, so not before a call."""
+        if self._reporting is None:
+            hub = HubClient(self._config.cluster.index_bytes, self._config.server.log_level)
+            reporter = Reporter(self._worker, hub, time.monotonic)
+            self._reporting = asyncio.create_task(_for_ever(reporter.turn))
 
     async def call(self, gang: str, method: str, *arguments: Any) -> Any:
         """What a method answers. Raises Misrouted."""
@@ -74,6 +87,7 @@ class Worker:
                 yield item
 
     def _method(self, gang: str, method: str) -> Any:
+        self._report()
         own = self._worker.gang
         if gang not in (ANYONE, own):
             raise Misrouted(f"this is {own}, not {gang}")
@@ -82,6 +96,11 @@ class Worker:
     async def check_health(self) -> None:
         """Raises where Serve should make another worker."""
         await self._worker.check_health()
+
+
+async def _for_ever(turn: Callable[[], Awaitable[None]]) -> None:
+    while True:
+        await turn()
 
 
 class Ingress:
@@ -102,6 +121,7 @@ class Ingress:
             tokenizer,
             name=name,
             listed=lambda: gangs.listed.get(WORKER, frozenset()),
+            hub=HubClient(config.cluster.index_bytes, config.server.log_level),
         )
         keep_turning()
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left
 from collections import OrderedDict
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpaging.events import (
     CLEARED,
@@ -348,6 +348,19 @@ class Mirror(PrefixIndex):
     Ask the hub for `answer(mirror.have)` again and again and give each answer to `take`. What was
     learnt stays valid while the hub is away; `age_s` of gangs stands still then.
     """
+
+    def report(self) -> dict[str, dict[str, Any]]:
+        """What is known of each gang, for people; `age_s` of its load at the hub."""
+        return {
+            name: {
+                "seq": gang.seq,
+                **gang.digest.shown(),
+                "indexed": gang.indexed,
+                "age_s": round(gang.age_s, 3),
+                "load": asdict(gang.load),
+            }
+            for name, gang in self.gangs.items()
+        }
 
     @property
     def have(self) -> dict[str, Version]:

@@ -27,9 +27,11 @@ from cluster.completions import Completion
 from cluster.dispatch import Dispatcher
 from cluster.errors import ApiError, invalid
 from cluster.gangs import Gangs
+from cluster.index import Mirror
 from cluster.keys import Access
 from cluster.limits import BodyLimit, label_of, printable
 from cluster.metrics import CONTENT_TYPE, Metrics, Record
+from cluster.reporting import Follower, Hub
 from cluster.text import TextService
 from configs.schema import Config
 
@@ -60,6 +62,7 @@ class Api:
         *,
         name: str,
         listed: Callable[[], frozenset[str]],
+        hub: Hub,
     ) -> None:
         self.config = config
         self.access = Access(config.server, os.environ)
@@ -75,6 +78,8 @@ class Api:
             step_timeout_s=config.cluster.step_timeout_s,
             on_failure=lambda: self.metrics.background_failure("watch"),
         )
+        self.mirror = Mirror()
+        self.follower = Follower(self.mirror, hub, time.monotonic)
         self.dispatcher = Dispatcher(self.gangs, handle, name=name)
         self.metrics = Metrics(model, name, self.gangs.snapshots)
         self.created = int(time.time())
@@ -139,6 +144,7 @@ def build_app(api: Api, *, echo_label: bool = True) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         works = {"following gangs": api.gangs.update, "telling who lives": api.dispatcher.tell}
+        works["following the index"] = api.follower.turn
         if api.access.from_files:
             works["reading keys"] = partial(_reread_keys, api)
         async with background(works, api.metrics.background_failure):
@@ -297,6 +303,13 @@ def _add_state(app: FastAPI, api: Api) -> None:
     async def debug_kv() -> Response:
         gangs, missing = await api.debug("debug_kv")
         return _json({"gangs": gangs, **missing})
+
+    @app.get("/debug/index", **inside)
+    async def debug_index() -> Response:
+        await api.gangs.refresh(DEBUG_DEADLINE_S)
+        own = {gang: stats["index"] for gang, stats in api.gangs.snapshots().items()}
+        known = api.mirror.report()
+        return _json({"ingress": api.dispatcher.name, "gangs": known, "own": own})
 
     @app.post("/debug/flush", **inside)
     async def debug_flush() -> Response:

@@ -213,6 +213,11 @@ class ClusterConfig:
         rules.number(0, above=True),
         "Longest an engine step may run; beyond it the device hangs and the worker is replaced.",
     )
+    index_bytes: int = _setting(
+        2 << 30,
+        rules.size(),
+        "Memory that the global prefix index may take; a worker beyond it is served unindexed.",
+    )
     gpus_per_worker: float = _setting(
         1.0, rules.number(0, above=True), "GPUs that Ray reserves for a worker on a GPU."
     )

@@ -40,22 +40,36 @@ class Digest:
     count: int = 0
     xor: int = 0
 
+    def shown(self) -> dict[str, Any]:
+        """For people, who never see an identity whole: the XOR of one is that one."""
+        return {"count": self.count, "xor": f"{self.xor & 0xFFFFFFFF:08x}"}
+
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How busy a gang is: prompt tokens not yet computed of waiting and of running requests,
-    sequences, blocks promised to both out of `blocks`, and measured seconds: of a prompt token,
-    of a step of single tokens, and since the step under way began."""
+    """How busy a gang is, and how fast.
+
+    queued_tokens: prompt tokens that waiting requests lack, prefill_tokens: those that running ones
+    still lack, pulling_tokens: on their way from other gangs. waiting and running: sequences.
+    committed_blocks of its `blocks` are in use, or needed by who waits. step_tokens_max: tokens of
+    a step. Measured: prompt_s for having prompts in a step at all and token_s more for each of
+    their tokens; step_s for a step of single tokens on an empty pool and block_s more for each
+    committed block; link_tokens_per_s is 0 where nothing can be pulled.
+    """
 
     queued_tokens: int = 0
     prefill_tokens: int = 0
+    pulling_tokens: int = 0
     waiting: int = 0
     running: int = 0
     committed_blocks: int = 0
     blocks: int = 0
+    step_tokens_max: int = 0
+    prompt_s: float = 0.0
     token_s: float = 0.0
     step_s: float = 0.0
-    step_age_s: float = 0.0
+    block_s: float = 0.0
+    link_tokens_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from worker import decoding, wire
+from worker.load import Rates
 from worker.params import ParamError
 from worker.philox import derive
 from worker.request import Request, Sequence
@@ -61,6 +62,7 @@ class Engine:
         self.cpu_clock = cpu_clock
         self.requests: dict[str, Request] = {}
         self.stats = EngineStats()
+        self.rates = Rates()
         self.on_step_error: Callable[[BaseException, bool], None] = lambda error, retried: None
         self._flying: deque[InFlight] = deque()
 
@@ -200,6 +202,7 @@ class Engine:
         stats.steps += 1
         stats.rows += len(plan.rows)
         stats.batch_tokens += plan.tokens
+        self.rates.note(plan, self.runner.execute_s - stats.execute_s)
         stats.build_s, stats.execute_s = self.runner.build_s, self.runner.execute_s
         out: list[Output] = []
         sampled = zip(result.tokens, result.bad, result.logprobs, strict=True)

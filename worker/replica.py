@@ -15,11 +15,13 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from configs.schema import Config
+from kvpaging.events import Announcer, Load
 from kvpaging.report import sharing, snapshot
 from worker import wire
 from worker.device import keep_freed_memory
 from worker.engine import Engine
 from worker.live import LiveLists
+from worker.load import load_of
 from worker.loop import EngineLoop
 from worker.params import ParamError, check
 from worker.request import NO_SLOT, Request
@@ -46,6 +48,9 @@ class GPUWorker:
         )
         self.started = False
         self.live = LiveLists()
+        self.announcer = Announcer(self.launch.name, self.gang)
+        self.loop.engine.scheduler.prefix.announce_to(self.announcer)
+        self._load: Load | None = None
 
     def _make(self) -> Engine:
         cluster = self.config.cluster
@@ -136,6 +141,23 @@ class GPUWorker:
             except (RuntimeError, TimeoutError) as error:  # the engine hangs or has stopped
                 log.warning("request %s could not be ended: %s", request, error)
 
+    async def announce(self, force: bool) -> bytes | None:
+        """The next batch for the index, cut between two steps; None where there is no news."""
+        self._start()
+        return await self.loop.call(lambda: self._cut(force))
+
+    def _cut(self, force: bool) -> bytes | None:
+        engine = self.loop.engine
+        load = load_of(engine.scheduler, engine.rates)
+        if not force and load == self._load and not self.announcer.changed:
+            return None
+        self._load = load
+        return self.announcer.cut(load)
+
+    async def repair(self, epoch: int, seq: int) -> list[bytes]:
+        """The batches after those that the index knows, or a dump of all."""
+        return await self.loop.call(lambda: self.announcer.repair(epoch, seq))
+
     async def info(self) -> dict[str, Any]:
         """What the ingress must know of the model, and the rows of the start-up table."""
         return {
@@ -173,6 +195,7 @@ class GPUWorker:
             "unshared_blocks": shared.unshared,
             "saved_blocks": max(0, shared.saved),  # a step may be changing what is counted
             "wasted_slots": sum(table.wasted_slots for table in tables),
+            "index": {"seq": self.announcer.seq, **self.announcer.digest.shown()},
             "step_age_s": self.loop.step_age_s,
             "failure": None if self.loop.failure is None else str(self.loop.failure),
             "pid": os.getpid(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -14,8 +14,10 @@ import httpx
 import uvicorn
 
 from cluster.calls import Misrouted
+from cluster.index import Answer, Hub, Version
 from cluster.ingress import Api, build_app
 from configs.schema import Config, load
+from kvpaging.events import Announcer, Load
 from tests.cluster import tokens
 from worker import wire
 from worker.prefix import PrefixStats
@@ -53,6 +55,7 @@ class FakeWorker:
         self.quiet = asyncio.Condition()
         self.alive = True
         self.gang = "gang-1"
+        self.announcer = Announcer(MODEL, self.gang)
         self.beat = asyncio.Event()
         self.cached = 0
         self.told: list[tuple[str, list[str]]] = []
@@ -158,6 +161,7 @@ class FakeWorker:
             "running": len(self.active),
             "prefix": asdict(PrefixStats()),
             "blocks": {"free": 6, "owned": 3, "idle": 1, "leased": 0, "quarantined": 0},
+            "index": {"seq": self.announcer.seq, **self.announcer.digest.shown()},
             "failure": None,
             "pid": 4242,
         }
@@ -188,6 +192,12 @@ class FakeWorker:
 
     async def still_wanted(self, ingress: str, requests: list[str]) -> None:
         self.told.append((ingress, requests))
+
+    async def announce(self, force: bool) -> bytes | None:
+        return self.announcer.cut(Load(running=len(self.active))) if force else None
+
+    async def repair(self, epoch: int, seq: int) -> list[bytes]:
+        return self.announcer.repair(epoch, seq)
 
     async def flush(self) -> int:
         return 7
@@ -224,6 +234,7 @@ class ServedFake(FakeWorker):
         if config.model.max_model_len == 1:
             raise DoesNotFit("a sequence of 1 token does not fit: use more")
         self.gang = serve.get_replica_context().replica_id.unique_id
+        self.announcer = Announcer(MODEL, self.gang)
         self.failure: str | None = None
 
     def gate_of(self, submit: wire.Submit) -> asyncio.Semaphore | None:
@@ -354,6 +365,29 @@ class Served:
         return [line.removeprefix("data: ") for line in lines]
 
 
+class LocalHub:
+    """A `reporting.Hub` in this process; only asks and tells when it is told to."""
+
+    def __init__(self) -> None:
+        self.hub = Hub(0.0)
+        self.news = asyncio.Event()
+        self.now = 0.0
+
+    async def report(self, messages: list[bytes]) -> Mapping[str, Version]:
+        for message in messages:
+            self.hub.apply(message, self.now)
+        self.news.set()
+        return self.hub.wanted
+
+    async def poll(
+        self, have: Mapping[str, Version], changes: int, wait_s: float
+    ) -> tuple[Answer, int]:
+        while self.hub.changes == changes:
+            self.news.clear()
+            await self.news.wait()
+        return self.hub.answer(have, self.now), self.hub.changes
+
+
 def config(*overrides: str) -> Config:
     return load(None, [f"model.name={MODEL}", *overrides])
 
@@ -366,6 +400,7 @@ def make_api(handle: LocalHandle, *overrides: str) -> Api:
         tokens.wrapped(),
         name="ingress-1",
         listed=handle.listed,
+        hub=LocalHub(),
     )
 
 

@@ -24,6 +24,7 @@ def _same_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker has a process to itself and so its logging and environment; here it has not."""
     monkeypatch.setattr("cluster.ingress.configure_logging", lambda *_, **__: None)
     monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    monkeypatch.setattr(app.Worker, "_report", lambda worker: None)
 
 
 def deployments(*overrides: str, gpus: bool = False) -> dict[str, Any]:

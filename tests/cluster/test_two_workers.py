@@ -111,12 +111,13 @@ def test_no_stream_is_broken_by_the_loss_of_a_worker(
 
 def ingresses(server: Server) -> set[int]:
     """The processes that answer HTTP, by the names that Ray gives them."""
-    found = set()
-    for pid in below(server.process.pid):
-        with contextlib.suppress(OSError):
-            if b":ingress" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.add(pid)
-    return found
+    return {pid for pid in below(server.process.pid) if b":ingress" in cmdline(pid)}
+
+
+def cmdline(pid: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
 
 
 def test_a_killed_ingress_costs_no_new_request(server: Server) -> None:
@@ -127,6 +128,27 @@ def test_a_killed_ingress_costs_no_new_request(server: Server) -> None:
         while lost in (there := ingresses(server)) or len(there) < 2:
             assert http.post("/v1/completions", json=body).status_code == 200
     server.wait_until(lambda: nothing_held(server))
+
+
+def mirrored(server: Server) -> bool:
+    """Whether the ingress that answers knows of every worker what that knows of itself."""
+    found = server.get("/debug/index").json()
+    known = {g: {k: entry[k] for k in own} for g, own in found["own"].items()
+             if (entry := found["gangs"].get(g))}  # fmt: skip
+    return len(known) == 2 and known == found["own"] and all(k["count"] for k in known.values())
+
+
+def test_every_ingress_knows_what_every_worker_has(server: Server) -> None:
+    """Also after the actor between them was killed."""
+    asyncio.run(streams(server))
+    for _ in range(4):  # any of the ingresses answers
+        server.wait_until(lambda: mirrored(server))
+    (hub,) = [pid for pid in below(server.process.pid) if b"HubActor" in cmdline(pid)]
+    os.kill(hub, signal.SIGKILL)
+    asyncio.run(streams(server))
+    server.wait_until(lambda: not alive(hub))
+    for _ in range(4):
+        server.wait_until(lambda: mirrored(server))
 
 
 @pytest.mark.full

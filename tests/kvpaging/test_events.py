@@ -18,7 +18,7 @@ from tests.kvpaging.caching import Cache, documents, findable, parents_of
 from tests.kvpaging.helpers import chained, names
 
 A, B, C, D = names(4)
-LOAD = Load(1, 2, 3, 4, 5, 6, 0.1, 0.2, 0.3)
+LOAD = Load(1, 2, 3, 4, 5, 6, 7, 8, 0.1, 0.2, 0.3, 0.4, 0.5)
 BATCH = Batch(
     "m",
     "g",

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.worker.fake import make_engine, make_request
+from worker.load import LARGE_TOKENS, Rates, load_of
+
+
+class Row:
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+
+class Plan:
+    """As much of a plan as rates look at."""
+
+    def __init__(self, *counts: int) -> None:
+        self.rows = [Row(count) for count in counts]
+        self.tokens = sum(counts)
+
+
+def test_rates_find_what_a_device_costs() -> None:
+    """0.03 s for prompts, 0.0001 s each token, 0.05 s for single tokens."""
+    rates = Rates()
+    for _ in range(200):
+        for counts in ((1, 1), (LARGE_TOKENS * 4,), (LARGE_TOKENS * 4, 1), (8,), (9, 1)):
+            prompt = sum(count for count in counts if count > 1)
+            took_s = (0.03 + 0.0001 * prompt) * (prompt > 0) + 0.05 * (1 in counts)
+            plan: Any = Plan(*counts)
+            rates.note(plan, took_s)
+    assert rates.prompt_s == pytest.approx(0.03, rel=0.05)
+    assert rates.token_s == pytest.approx(0.0001, rel=0.05)
+    assert rates.step_s == pytest.approx(0.05, rel=0.01)
+
+
+def test_the_load_counts_what_is_to_be_done() -> None:
+    engine = make_engine(blocks=16, block_size=4, seqs=2, batch_tokens=8)
+    assert load_of(engine.scheduler, engine.rates).running == 0
+    for name, tokens in (("a", 20), ("b", 7), ("c", 9)):
+        engine.submit(make_request(name, range(tokens), 4))
+    load = load_of(engine.scheduler, engine.rates, link_tokens_per_s=5.0)
+    assert (load.queued_tokens, load.waiting, load.running) == (36, 3, 0)
+    assert (load.committed_blocks, load.blocks) == (5 + 2 + 3, 16)
+    assert (load.step_tokens_max, load.link_tokens_per_s) == (8, 5.0)
+    engine.step(0.0)
+    load = load_of(engine.scheduler, engine.rates)
+    assert (load.running, load.waiting) == (1, 2)
+    assert load.prefill_tokens == 12
+    assert load.committed_blocks == 2 + 2 + 3
