@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -48,16 +49,19 @@ class Worker:
     """Stands for the real worker class, so that only its own process imports torch.
 
     `call` and `stream` name the gang they are meant for (`delivery.ANYONE` for any) and a method.
+    With one `key` all workers of the application name cached blocks alike.
     """
 
-    def __init__(self, kind: str, config: Config, directory: str) -> None:
+    def __init__(self, kind: str, config: Config, directory: str, key: bytes) -> None:
         from cluster.ingress import configure_logging
+        from cluster.transfer import Peers
 
         configure_logging(config.server.log_level, as_json=config.server.log_json)
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # standard error is no terminal
         module, _, name = kind.partition(":")
         try:
-            self._worker = getattr(importlib.import_module(module), name)(config, directory)
+            made = getattr(importlib.import_module(module), name)
+            self._worker = made(config, directory, key, Peers(WORKER))
         except Exception as error:
             if type(error).__name__ not in ("DoesNotFit", "UnsupportedModel"):
                 raise
@@ -157,7 +161,7 @@ def build(
         graceful_shutdown_timeout_s=5.0,
         request_router_config=RequestRouterConfig(request_router_class=delivery),
         **common,
-    ).bind(worker, config, directory)
+    ).bind(worker, config, directory, secrets.token_bytes(32))
     ingress = deployment(
         serve.ingress()(Ingress),
         name="ingress",

@@ -169,7 +169,9 @@ class ServerConfig:
 class ClusterConfig:
     """The Ray side: how many processes, and how long they may take."""
 
-    workers: int = _setting(1, rules.integer(1, 512), "Engines, each with its own copy of the model.")
+    workers: int = _setting(
+        1, rules.integer(1, 512), "Engines, each with its own copy of the model."
+    )
     ingresses: int = _setting(1, rules.integer(1, 64), "Processes that speak HTTP and tokenise.")
     start_timeout_s: float = _setting(
         600.0, rules.number(0, above=True), "Longest start before it is given up, weights included."
@@ -189,6 +191,16 @@ class ClusterConfig:
         1.0, rules.number(0, above=True), "GPUs that Ray reserves for a worker on a GPU."
     )
     cpus_per_worker: float = _setting(1.0, rules.number(0), "CPUs that Ray reserves for a worker.")
+    pull_bytes_max: int = _setting(
+        256 * 2**20,
+        rules.size(),
+        "Most bytes of blocks on their way from other workers to one, and as many out of it.",
+    )
+    pull_timeout_s: float = _setting(
+        5.0,
+        rules.number(0, above=True),
+        "Longest wait for a piece of another worker's blocks; then they are computed.",
+    )
     threads: int | None = _setting(
         None,
         rules.integer(1),

@@ -7,7 +7,7 @@ import contextlib
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import httpx
@@ -18,6 +18,7 @@ from cluster.ingress import Api, build_app
 from configs.schema import Config, load
 from tests.cluster import tokens
 from worker import wire
+from worker.transfer import TransferStats
 
 MODEL = "fake"
 MAX_MODEL_LEN = 256
@@ -54,6 +55,10 @@ class FakeWorker:
         self.gang = "gang-1"
         self.beat = asyncio.Event()
         self.cached = 0
+        self.transfers: dict[str, Any] = {
+            **asdict(TransferStats()),
+            "prefill_tokens_per_s": 0.0,
+        }
 
     async def generate(self, data: bytes) -> AsyncGenerator[bytes]:
         submit = wire.decode_as(wire.Submit, data)
@@ -156,6 +161,7 @@ class FakeWorker:
             "running": len(self.active),
             "prefix": {"queries_tokens": 0, "hit_tokens": 0, "swapped_blocks": 0},
             "blocks": {"free": 6, "owned": 3, "idle": 1, "leased": 0, "quarantined": 0},
+            "transfers": self.transfers,
             "failure": None,
             "pid": 4242,
         }
@@ -212,7 +218,7 @@ ENDLESS, BREAKING = 13, 14
 class ServedFake(FakeWorker):
     """The same behind Serve, in a process of its own."""
 
-    def __init__(self, config: Config, directory: str) -> None:
+    def __init__(self, config: Config, directory: str, key: bytes, fetch: Any) -> None:
         from ray import serve  # warns of its own use of pydantic, so not where tests run
 
         super().__init__()

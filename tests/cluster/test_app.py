@@ -80,17 +80,17 @@ class UnsupportedModel(Exception):
 
 
 class Refusing:
-    def __init__(self, settings: Any, directory: str) -> None:
+    def __init__(self, settings: Any, directory: str, key: bytes, fetch: Any) -> None:
         raise UnsupportedModel('bloom: "never" calls\nthe hook')
 
 
 class Broken:
-    def __init__(self, settings: Any, directory: str) -> None:
+    def __init__(self, settings: Any, directory: str, key: bytes, fetch: Any) -> None:
         raise RuntimeError("out of luck")
 
 
 class Working:
-    def __init__(self, settings: Any, directory: str) -> None:
+    def __init__(self, settings: Any, directory: str, key: bytes, fetch: Any) -> None:
         self.directory = directory
 
         self.gang, self.left = "gang-1", False
@@ -110,7 +110,7 @@ class Working:
 
 
 def make(kind: type[Any]) -> app.Worker:
-    return app.Worker(f"{__name__}:{kind.__name__}", config(), "/models/m")
+    return app.Worker(f"{__name__}:{kind.__name__}", config(), "/models/m", b"secret")
 
 
 def test_a_refusal_survives_the_trace_it_is_reported_in() -> None:
