@@ -490,7 +490,7 @@ async def storm(seed: int) -> list[Side]:
     sides = [
         Side(
             groups=groups,
-            blocks=draw.choice([16, 30, 80]),
+            blocks=draw.choice([9, 16, 60]),
             seqs=draw.choice([2, 4]),
             depth=draw.choice([1, 2]),
             bytes_max=pieces(groups, blocks, 2),
