@@ -192,7 +192,7 @@ class ClusterConfig:
     )
     cpus_per_worker: float = _setting(1.0, rules.number(0), "CPUs that Ray reserves for a worker.")
     pull_bytes_max: int = _setting(
-        256 * 2**20,
+        128 * 2**20,
         rules.size(),
         "Most bytes of blocks on their way from other workers to one, and as many out of it.",
     )
