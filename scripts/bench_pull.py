@@ -147,6 +147,8 @@ async def compare(deployment: Any, options: argparse.Namespace) -> dict[str, Any
         )
     rates = [(await there.ask(gang, "stats"))["transfers"] for gang in there.gangs]
     links = [link for each in rates for link in each["links"].values()]
+    if not links:
+        raise SystemExit(f"no block came: {[each['failures'] for each in rates]}")
     found = {
         "link_bytes_per_s": statistics.mean(link["bytes_per_s"] for link in links),
         "link_tokens_per_s": statistics.mean(link["tokens_per_s"] for link in links),
