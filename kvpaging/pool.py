@@ -84,11 +84,6 @@ class BlockPool:
         """Blocks that `allocate` can hand out now: free and idle ones."""
         return self._counts[FREE] + self._counts[IDLE]
 
-    @property
-    def returning(self) -> bool:
-        """Whether blocks may wait for steps under way, which will give them back."""
-        return bool(self._waiting)
-
     def counts(self) -> Counts:
         return Counts(*self._counts)
 

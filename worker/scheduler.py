@@ -321,7 +321,7 @@ class _Step:
         """Make room by preempting newer sequences; False when it must wait for its blocks."""
         scheduler = self.scheduler
         while not table.fits(grow):
-            if scheduler.under_way and any(p.returning for p in scheduler.pools):
+            if scheduler.under_way and any(p.counts().leased for p in scheduler.pools):
                 return False  # blocks are on their way back
             victim = scheduler.running[-1]
             if victim is sequence or self.only is not None:
