@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -52,10 +53,12 @@ class Worker:
     """Stands for the real worker class, so that only its own process imports torch.
 
     `call` and `stream` name the gang they are meant for (`delivery.ANYONE` for any) and a method.
+    With one `key` all workers of the application name cached blocks alike.
     """
 
-    def __init__(self, kind: str, config: Config, directory: str) -> None:
+    def __init__(self, kind: str, config: Config, directory: str, key: bytes) -> None:
         from cluster.ingress import configure_logging
+        from cluster.transfer import Peers
 
         configure_logging(config.server.log_level, as_json=config.server.log_json)
         self._config = config
@@ -63,7 +66,8 @@ class Worker:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # standard error is no terminal
         module, _, name = kind.partition(":")
         try:
-            self._worker = getattr(importlib.import_module(module), name)(config, directory)
+            made = getattr(importlib.import_module(module), name)
+            self._worker = made(config, directory, key, Peers(WORKER))
         except Exception as error:
             if type(error).__name__ not in ("DoesNotFit", "UnsupportedModel"):
                 raise
@@ -178,7 +182,7 @@ def build(
         graceful_shutdown_timeout_s=5.0,
         request_router_config=RequestRouterConfig(request_router_class=delivery),
         **common,
-    ).bind(worker, config, directory)
+    ).bind(worker, config, directory, secrets.token_bytes(32))
     ingress = deployment(
         serve.ingress()(Ingress),
         name="ingress",

@@ -39,7 +39,7 @@ RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",  # at 15, the default, all else that runs here comes first
 }
-_OBJECT_STORE_BYTES = 256 << 20  # messages between replicas do not go through it
+_OBJECT_STORE_BYTES = 256 << 20  # only blocks that one worker pulls from another go through it
 
 Say = Callable[[str], None]
 
@@ -55,7 +55,7 @@ def serve_here(config: Config, directory: str, *, say: Say, worker: str | None =
     began_s = time.monotonic()
     stop = threading.Event()
     _stop_on_signals(stop)
-    with _local_ray(config, say):
+    with local_ray(config, say):
         _stop_on_signals(stop)  # Ray has set its own
         rows = _deploy(config, directory, worker, say, stop)
         if rows is not None:
@@ -84,7 +84,7 @@ def _check_port(host: str, port: int) -> None:
 
 
 @contextlib.contextmanager
-def _local_ray(config: Config, say: Say) -> Iterator[None]:
+def local_ray(config: Config, say: Say) -> Iterator[None]:
     """A Ray cluster of one node; on the way out no process of it is left."""
     say("starting Ray")
     import ray

@@ -207,6 +207,7 @@ class Metrics:
             for state, count in snapshot["blocks"].items():
                 blocks.add_metric((self._model, gang, state), float(count))
         yield blocks
+        yield from self._transfers(snapshots)
         config = GaugeMetricFamily(
             "vllm:cache_config_info",
             "The KV cache, as labels",
@@ -222,6 +223,23 @@ class Metrics:
         peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         memory.add_metric((self._labels["ingress"],), peak_kib * 1024.0)
         yield memory
+
+    def _transfers(self, snapshots: Mapping[str, Snapshot]) -> Iterator[Metric]:
+        labels = ("model_name", "engine")
+        failures = CounterMetricFamily(
+            "kvatlas:pull_failures", "Pulls that brought less", labels=(*labels, "reason")
+        )
+        link = GaugeMetricFamily(
+            "kvatlas:pull_bytes_per_second", "Measured rate of pulls", labels=(*labels, "source")
+        )
+        for gang, snapshot in snapshots.items():
+            transfers = snapshot["transfers"]
+            for reason, count in transfers["failures"].items():
+                failures.add_metric((self._model, gang, reason), float(count))
+            for source, rates in transfers["links"].items():
+                link.add_metric((self._model, gang, source), rates["bytes_per_s"])
+        yield failures
+        yield link
 
 
 class _Engines:
@@ -252,6 +270,10 @@ def _prefix(key: str) -> Callable[[Snapshot], float]:
     return lambda snapshot: float(snapshot["prefix"][key])
 
 
+def _transfer(key: str) -> Callable[[Snapshot], float]:
+    return lambda snapshot: float(snapshot["transfers"][key])
+
+
 _ENGINE_METRICS: tuple[tuple[str, str, str, Callable[[Snapshot], float]], ...] = (
     ("vllm:num_requests_running", "Sequences in steps", "gauge", _of("running")),
     ("vllm:num_requests_waiting", "Sequences in the queue", "gauge", _of("waiting")),
@@ -277,6 +299,24 @@ _ENGINE_METRICS: tuple[tuple[str, str, str, Callable[[Snapshot], float]], ...] =
     ("kvatlas:kv_copies", "Blocks copied on write", "counter", _of("copies")),
     ("kvatlas:kv_swapped_blocks", "Duplicates given up", "counter", _prefix("swapped_blocks")),
     ("kvatlas:kv_evictions", "Cached blocks reused", "counter", _of("evictions")),
+    ("kvatlas:pulls", "Requests that asked another engine", "counter", _transfer("pulls")),
+    ("kvatlas:pulling", "Requests that wait for blocks", "gauge", _transfer("pulling")),
+    ("kvatlas:pulled_blocks", "Blocks that came", "counter", _transfer("pulled_blocks")),
+    ("kvatlas:pulled_bytes", "Bytes that came", "counter", _transfer("pulled_bytes")),
+    ("kvatlas:exported_blocks", "Blocks given", "counter", _transfer("exported_blocks")),
+    ("kvatlas:exported_bytes", "Bytes given", "counter", _transfer("exported_bytes")),
+    (
+        "kvatlas:unconfirmed_blocks",
+        "Blocks that a late copy may write to",
+        "gauge",
+        _transfer("unconfirmed_blocks"),
+    ),
+    (
+        "kvatlas:prefill_tokens_per_second",
+        "Measured rate of computing prompts",
+        "gauge",
+        _transfer("prefill_tokens_per_s"),
+    ),
     ("kvatlas:pool_violations", "Failed pool checks", "counter", _of("violations")),
     ("kvatlas:step_age_seconds", "Age of the step under way", "gauge", _of("step_age_s")),
 )

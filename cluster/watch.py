@@ -78,12 +78,14 @@ class Watch:
         """Its entry in `/health/ready`."""
         entry = {"gang": gang, "ready": self.ready, "reason": self.complaint}
         if self._stats is None:
-            return {**entry, "pid": None, "step_age_s": None, "answer_age_s": None}
+            unknown = ("pid", "step_age_s", "answer_age_s", "quarantined_blocks")
+            return {**entry, **dict.fromkeys(unknown)}
         return {
             **entry,
             "pid": self._stats["pid"],
             "step_age_s": round(self._stats["step_age_s"], 3),
             "answer_age_s": round(self._clock() - self._answered_s, 3),
+            "quarantined_blocks": self._stats["blocks"]["quarantined"],
         }
 
     async def run(self) -> None:

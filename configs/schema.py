@@ -222,6 +222,16 @@ class ClusterConfig:
         1.0, rules.number(0, above=True), "GPUs that Ray reserves for a worker on a GPU."
     )
     cpus_per_worker: float = _setting(1.0, rules.number(0), "CPUs that Ray reserves for a worker.")
+    pull_bytes_max: int = _setting(
+        128 * 2**20,
+        rules.size(),
+        "Most bytes of blocks on their way from other workers to one, and as many out of it.",
+    )
+    pull_timeout_s: float = _setting(
+        5.0,
+        rules.number(0, above=True),
+        "Longest wait for a piece of another worker's blocks; then they are computed.",
+    )
     threads: int | None = _setting(
         None,
         rules.integer(1),

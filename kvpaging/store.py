@@ -8,9 +8,11 @@ Groups whose blocks have equal bytes share one arena; others have one each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -164,3 +166,54 @@ class BlockStore:
             "layer_stride": sum(self.layout.plane_bytes(member)),
             "layers": len(member.layers),
         }
+
+    def export(self, blocks: Sequence[Sequence[int]]) -> Any:
+        """The bytes of whole blocks, a uint8 numpy array `[n * slice_bytes]`.
+
+        `blocks[g]` are n blocks of group g. The array has the first block of each group, groups in
+        order, then the second ones, so its beginning is the beginning of a sequence. Any thread may
+        call while nobody writes these blocks; on a GPU the copies queue behind the steps launched
+        so far. Raises ValueError for blocks that there are not.
+        """
+        out = np.empty(self._columns(blocks) * self.layout.slice_bytes, np.uint8)
+        for arena, block, start, stop in self._moves(blocks):
+            # Not by torch on a CPU: its copies would start a second team of threads there.
+            if self.device.type == "cpu":
+                out[start:stop] = arena.numpy()[block]
+            else:
+                torch.from_numpy(out[start:stop]).copy_(arena[block])
+        return out
+
+    def import_(self, blocks: Sequence[Sequence[int]], data: Any) -> None:
+        """Fills whole blocks with what `export` gave: any object with a buffer, read-only or not.
+
+        Any thread may call while nobody else uses these blocks. Raises ValueError when `data` has
+        not exactly their bytes, before anything is written.
+        """
+        size, wanted = memoryview(data).nbytes, self._columns(blocks) * self.layout.slice_bytes
+        if size != wanted:
+            raise ValueError(f"{size} bytes were given for blocks of {wanted} bytes")
+        given = np.frombuffer(data, np.uint8) if size else np.empty(0, np.uint8)
+        for arena, block, start, stop in self._moves(blocks):
+            if self.device.type == "cpu":
+                arena.numpy()[block] = given[start:stop]
+            else:  # through a copy, because torch takes no read-only memory
+                arena[block].copy_(torch.from_numpy(given[start:stop].copy()))
+
+    def _columns(self, blocks: Sequence[Sequence[int]]) -> int:
+        groups, n = self.layout.groups, len(blocks[0]) if blocks else 0
+        if len(blocks) != len(groups) or any(len(column) != n for column in blocks):
+            raise ValueError(f"{len(groups)} equally long block lists are needed")
+        for group, column in zip(groups, blocks, strict=True):
+            most = self.blocks(group.arena)
+            if not all(0 <= block < most for block in column):
+                raise ValueError(f"blocks are numbered from 0 to {most - 1}, not {list(column)}")
+        return n
+
+    def _moves(self, blocks: Sequence[Sequence[int]]) -> Iterator[tuple[Tensor, int, int, int]]:
+        """Arena, block, and the range of its bytes in an exported array."""
+        start = 0
+        for row in zip(*blocks, strict=True):
+            for group, block in zip(self.layout.groups, row, strict=True):
+                yield self.arenas[group.arena], block, start, start + group.block_bytes
+                start += group.block_bytes

@@ -90,14 +90,19 @@ def affordable(scheduler: Scheduler, sequence: Sequence, table: BlockTable) -> b
     """Whether the whole sequence fits beside what running ones were promised, a beam search with a
     block more for each beam to come."""
     size = scheduler.block_size
-    promised = sum(
-        max(0, -(-(s.target + 1) // size) - len(s.table.blocks[0])) + 1
-        for s in scheduler.running
-        if s.table is not None
-    )
-    asked = -(-(len(sequence.tokens) + 1) // size) - len(table.blocks[0]) + promised
+    asked = -(-(len(sequence.tokens) + 1) // size) - len(table.blocks[0]) + promised(scheduler)
     asked += max(0, sequence.request.params.beam_width - len(sequence.request.sequences))
     need: dict[BlockPool, int] = {}
     for pool in scheduler.pools:
         need[pool] = need.get(pool, 0) + asked
     return not scheduler.running or all(n <= pool.available for pool, n in need.items())
+
+
+def promised(scheduler: Scheduler) -> int:
+    """Blocks of each layer group that running sequences were promised and have not taken."""
+    size = scheduler.block_size
+    return sum(
+        max(0, -(-(s.target + 1) // size) - len(s.table.blocks[0])) + 1
+        for s in scheduler.running
+        if s.table is not None
+    )

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from worker import wire
 from worker.engine import Engine, Output
 from worker.request import Request
+from worker.transfer import PrefillRate
 
 log = logging.getLogger("kvatlas.worker")
 
@@ -93,6 +94,7 @@ class EngineLoop:
         self.failure: BaseException | None = None
         self.busy_since_s: float | None = None
         self.violations = 0
+        self.prefill = PrefillRate()
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -136,7 +138,7 @@ class EngineLoop:
                 except Exception as error:
                     done.set_exception(error)
 
-        self._post(run)
+        self.post(run)
         return await asyncio.wait_for(asyncio.wrap_future(done), timeout_s)
 
     async def abort(self, request_id: str, choice: int | None = None) -> bool:
@@ -162,7 +164,7 @@ class EngineLoop:
         self._boxes[request.id] = box
         self._choices += request.choices
         choices_open = set(range(request.choices)) - request.ended
-        self._post(lambda: self._submit(request))
+        self.post(lambda: self._submit(request))
         try:
             sent_at_s = self.now()
             while choices_open:
@@ -177,7 +179,7 @@ class EngineLoop:
         finally:
             del self._boxes[request.id]
             self._choices -= request.choices
-            self._post(lambda: self._abort(request.id))
+            self.post(lambda: self._abort(request.id))
 
     async def _ready(self, box: Outbox, fine: bool, sent_at_s: float) -> bool:
         """Wait until a message is due: something to say, and the pace allows it or it is urgent."""
@@ -195,7 +197,8 @@ class EngineLoop:
                 pass
         return True
 
-    def _post(self, work: Callable[[], None]) -> None:
+    def post(self, work: Callable[[], None]) -> None:
+        """Have `work` done in the engine's thread between steps, in the order of the calls."""
         with self._wake:
             self._inbox.append(work)
             self._wake.notify()
@@ -247,6 +250,7 @@ class EngineLoop:
             item()
         before = self.engine.stats.steps
         self._send(self.engine.step(self.now()))
+        self.prefill.note(self.engine.stats)
         steps = self.engine.stats.steps
         if steps // AUDIT_STEPS > before // AUDIT_STEPS:
             self._audit()

@@ -6,7 +6,8 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,10 @@ from worker.live import LiveLists
 from worker.load import load_of
 from worker.loop import EngineLoop
 from worker.params import ParamError, check
+from worker.pull import Answer, Fetch, Puller
 from worker.request import NO_SLOT, Request
 from worker.startup import resolve, start
+from worker.transfer import PullFailed, Transfers, TransferStats
 
 log = logging.getLogger("kvatlas.worker")
 
@@ -33,24 +36,58 @@ ORPHANS_S = 3.0
 """How often requests are looked for whose ingress is gone."""
 
 
-class GPUWorker:
-    """Serves one model. The constructor returns when the model is loaded, checked and warm."""
+COPY_THREADS = 2
 
-    def __init__(self, config: Config, directory: str) -> None:
+
+async def no_peers(gang: str, chains: list[bytes], timeout_s: float) -> Answer:
+    """The `Fetch` of a worker that knows no others."""
+    raise PullFailed("unknown", f"{gang} is not known here")
+
+
+class GPUWorker:
+    """Serves one model. The constructor returns when the model is loaded, checked and warm.
+
+    `key` is the cluster's secret, without which blocks have other names than elsewhere; `fetch`
+    asks other workers for theirs.
+    """
+
+    def __init__(
+        self, config: Config, directory: str, key: bytes = b"", fetch: Fetch = no_peers
+    ) -> None:
         logging.getLogger("kvatlas").setLevel(config.server.log_level.upper())
         keep_freed_memory()
         self.config = config
-        self.gang = _gang_id()
+        self.gang, self._key = _gang_id(), key or os.urandom(32)
         self.launch = resolve(config, Path(directory))
         transformers_logging.disable_progress_bar()
         self.loop = EngineLoop(
             self._make, now=time.monotonic, messages_per_s=config.server.stream_messages_per_s
         )
+        self.puller = self._puller(fetch)
         self.started = False
         self.live = LiveLists()
         self.announcer = Announcer(self.launch.name, self.gang)
         self.loop.engine.scheduler.prefix.announce_to(self.announcer)
         self._load: Load | None = None
+
+    def _puller(self, fetch: Fetch) -> Puller:
+        engine, cluster = self.loop.engine, self.config.cluster
+        threads = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="copy")
+
+        def in_thread(work: Callable[[], Any]) -> asyncio.Future[Any]:
+            return asyncio.get_running_loop().run_in_executor(threads, work)
+
+        return Puller(
+            Transfers(engine.scheduler, TransferStats()),
+            engine.runner.model.store,
+            self.loop,
+            fetch,
+            slice_bytes=self.launch.layout.slice_bytes,
+            bytes_max=cluster.pull_bytes_max,
+            timeout_s=cluster.pull_timeout_s,
+            in_thread=in_thread,
+            now=time.monotonic,
+        )
 
     def _make(self) -> Engine:
         cluster = self.config.cluster
@@ -59,7 +96,7 @@ class GPUWorker:
             self.launch,
             clock=time.perf_counter,
             cpu_clock=time.thread_time,
-            key=os.urandom(32),
+            key=self._key,
             progress=log.info,
         )
 
@@ -78,12 +115,23 @@ class GPUWorker:
         except (wire.WireError, ParamError, ValueError) as error:
             yield wire.encode(wire.Rejected("invalid", 0.0, str(error)))
             return
+        pulling = None
         self.live.began(message.id, message.ingress, time.monotonic())
         try:
             async for event in self.loop.stream(request):
+                if isinstance(event, wire.Accepted) and message.pull and request.pulling:
+                    pulling = asyncio.create_task(self.puller.pull(request, message.pull))
                 yield wire.encode(event)
         finally:
             self.live.ended(message.id)
+            if pulling is not None:
+                pulling.cancel()
+
+    async def export(self, chains: list[bytes]) -> Answer:
+        """For other workers: blocks that are cached here, by their identities, end to end, of each
+        layer group. Raises ValueError for more than a call may carry."""
+        self._start()
+        return await self.puller.export(chains)
 
     def _request(self, message: wire.Submit) -> Request:
         """Check again what the ingress checked. Raises ValueError."""
@@ -105,6 +153,9 @@ class GPUWorker:
                 f"the prompt has {len(message.prompt)} tokens, sequences at most {longest} "
                 "(model.max_model_len changes it)"
             )
+        pull = message.pull
+        if pull is not None and pull.blocks < 0:
+            raise ValueError(f"pull.blocks is a count, not {pull.blocks}")
         return Request(
             id=message.id,
             prompt=message.prompt,
@@ -116,6 +167,7 @@ class GPUWorker:
             stream=message.stream,
             generated=tuple(tuple(choice.generated) for choice in message.choices),
             ended=frozenset(i for i, choice in enumerate(message.choices) if choice.finished),
+            pulling=pull is not None and pull.gang != self.gang,
         )
 
     async def abort(self, request_id: str, choice: int | None = None) -> bool:
@@ -189,6 +241,7 @@ class GPUWorker:
             "preemptions": scheduler.preemptions,
             "prefix": asdict(scheduler.prefix.stats),
             "violations": self.loop.violations,
+            "transfers": self._transfers(),
             "blocks": {name: sum(getattr(c, name) for c in counts) for name in states},
             "evictions": sum(pool.stats.evictions for pool in pools),
             "copies": scheduler.copies,
@@ -200,6 +253,14 @@ class GPUWorker:
             "failure": None if self.loop.failure is None else str(self.loop.failure),
             "pid": os.getpid(),
         }
+
+    def _transfers(self) -> dict[str, Any]:
+        bytes_per_token, rates = self.launch.layout.bytes_per_token, asdict(self.puller.stats)
+        rates["links"] = {
+            gang: {"bytes_per_s": rate["per_s"], "tokens_per_s": rate["per_s"] / bytes_per_token}
+            for gang, rate in rates["links"].items()
+        }
+        return {**rates, "prefill_tokens_per_s": self.loop.prefill.rate.per_s}
 
     async def beats(self, period_s: float) -> AsyncIterator[dict[str, Any]]:
         """`stats`, for as long as somebody listens: a listener hears when this process dies."""

@@ -108,6 +108,7 @@ class Request:
     admitted_s: float | None = None
     first_token_s: float | None = None
     preemptions: int = 0
+    pulling: bool = False  # blocks are on their way from another worker: it waits for them
     sequences: list[Sequence] = field(default_factory=list)  # a search: its beams, best first
     beams: BeamSearch | None = None
 

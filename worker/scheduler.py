@@ -356,8 +356,8 @@ class _Step:
                 return
             if self.preempted:
                 return
-            if sequence.offer is not None:
-                continue  # a beam that waits for the others of its search
+            if sequence.offer is not None or sequence.request.pulling:
+                continue  # it waits for the other beams of its search, or for blocks to arrive
             if not admission.seated(scheduler, sequence):
                 return
             table = admission.start(scheduler, sequence, self.rows.values())

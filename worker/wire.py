@@ -33,8 +33,17 @@ class ChoiceInput:
 
 
 @dataclass(frozen=True, slots=True)
+class Pull:
+    """Another worker that has the keys of a prompt's first `blocks` blocks, or is thought to."""
+
+    gang: str
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class Submit:
-    """Ingress to worker: one prompt. Without `stream` the ingress wants few, large deltas."""
+    """Ingress to worker: one prompt. Without `stream` the ingress wants few, large deltas; with
+    `pull` the worker gets blocks from another one before it starts."""
 
     id: str
     model: str
@@ -47,6 +56,7 @@ class Submit:
     salt: str = ""
     priority: int = 0
     ingress: str = ""
+    pull: Pull | None = None
 
 
 class TokenLogprob(NamedTuple):
@@ -158,7 +168,7 @@ _KINDS: dict[str, type[Any]] = {
     "error": Error,
     "mark": Mark,
 }
-_RECORDS = (*_KINDS.values(), SamplingParams, ChoiceInput)
+_RECORDS = (*_KINDS.values(), SamplingParams, ChoiceInput, Pull)
 _NAMES = {cls: tuple(f.name for f in fields(cls)) for cls in _RECORDS}
 _KIND_OF = {cls: kind for kind, cls in _KINDS.items()}
 

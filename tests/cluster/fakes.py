@@ -21,6 +21,7 @@ from kvpaging.events import Announcer, Load
 from tests.cluster import tokens
 from worker import wire
 from worker.prefix import PrefixStats
+from worker.transfer import TransferStats
 
 MODEL = "fake"
 MAX_MODEL_LEN = 256
@@ -59,6 +60,10 @@ class FakeWorker:
         self.beat = asyncio.Event()
         self.cached = 0
         self.told: list[tuple[str, list[str]]] = []
+        self.transfers: dict[str, Any] = {
+            **asdict(TransferStats()),
+            "prefill_tokens_per_s": 0.0,
+        }
 
     async def generate(self, data: bytes) -> AsyncGenerator[bytes]:
         submit = wire.decode_as(wire.Submit, data)
@@ -162,6 +167,7 @@ class FakeWorker:
             "prefix": asdict(PrefixStats()),
             "blocks": {"free": 6, "owned": 3, "idle": 1, "leased": 0, "quarantined": 0},
             "index": {"seq": self.announcer.seq, **self.announcer.digest.shown()},
+            "transfers": self.transfers,
             "failure": None,
             "pid": 4242,
         }
@@ -227,7 +233,7 @@ ENDLESS, BREAKING = 13, 14
 class ServedFake(FakeWorker):
     """The same behind Serve, in a process of its own."""
 
-    def __init__(self, config: Config, directory: str) -> None:
+    def __init__(self, config: Config, directory: str, key: bytes, fetch: Any) -> None:
         from ray import serve  # warns of its own use of pydantic, so not where tests run
 
         super().__init__()

@@ -11,6 +11,7 @@ import pytest
 
 from cluster.calls import Misrouted
 from cluster.errors import UserError
+from cluster.transfer import Peers
 from tests.cluster.fakes import config
 
 with warnings.catch_warnings():
@@ -81,19 +82,18 @@ class UnsupportedModel(Exception):
 
 
 class Refusing:
-    def __init__(self, settings: Any, directory: str) -> None:
+    def __init__(self, settings: Any, directory: str, key: bytes, fetch: Any) -> None:
         raise UnsupportedModel('bloom: "never" calls\nthe hook')
 
 
 class Broken:
-    def __init__(self, settings: Any, directory: str) -> None:
+    def __init__(self, settings: Any, directory: str, key: bytes, fetch: Any) -> None:
         raise RuntimeError("out of luck")
 
 
 class Working:
-    def __init__(self, settings: Any, directory: str) -> None:
-        self.directory = directory
-
+    def __init__(self, settings: Any, directory: str, key: bytes, fetch: Any) -> None:
+        self.directory, self.key, self.fetch = directory, key, fetch
         self.gang, self.left = "gang-1", False
 
     async def info(self) -> str:
@@ -111,7 +111,7 @@ class Working:
 
 
 def make(kind: type[Any]) -> app.Worker:
-    return app.Worker(f"{__name__}:{kind.__name__}", config(), "/models/m")
+    return app.Worker(f"{__name__}:{kind.__name__}", config(), "/models/m", b"secret")
 
 
 def test_a_refusal_survives_the_trace_it_is_reported_in() -> None:
@@ -141,6 +141,17 @@ async def test_a_call_reaches_the_method_of_the_worker_it_names() -> None:
         await worker.call("gang-2", "info")
     with pytest.raises(Misrouted):
         await anext(worker.stream("gang-2", "count", 3))
+
+
+def test_workers_of_one_application_share_a_secret_and_know_each_other() -> None:
+    keys = []
+    for _ in "ab":
+        made = deployments()["worker"].init_args
+        worker = app.Worker(f"{__name__}:Working", *made[1:])
+        assert isinstance(worker._worker.fetch, Peers)
+        keys.append(worker._worker.key)
+    assert len(keys[0]) == 32
+    assert keys[0] != keys[1]
 
 
 @pytest.mark.anyio

@@ -125,6 +125,26 @@ def test_engines_are_shown_from_their_snapshots() -> None:
     assert value(metrics, "vllm:cache_config_info", engine="g1", num_gpu_blocks="10") == 1
 
 
+def test_transfers_are_shown_by_reason_and_by_source() -> None:
+    taken = asyncio.run(snapshot())
+    taken["transfers"] |= {  # type: ignore[operator]
+        "pulls": 9,
+        "pulled_bytes": 4096,
+        "unconfirmed_blocks": 2,
+        "prefill_tokens_per_s": 900.0,
+        "failures": {"lost": 2, "no_room": 1},
+        "links": {"gang-2": {"bytes_per_s": 5e8, "tokens_per_s": 2e4}},
+    }
+    metrics = Metrics("m", "i", lambda: {"gang-1": taken})
+    assert value(metrics, "kvatlas:pulls_total", engine="gang-1") == 9
+    assert value(metrics, "kvatlas:pulled_bytes_total", engine="gang-1") == 4096
+    assert value(metrics, "kvatlas:unconfirmed_blocks", engine="gang-1") == 2
+    assert value(metrics, "kvatlas:prefill_tokens_per_second", engine="gang-1") == 900
+    for reason, count in (("lost", 2), ("no_room", 1)):
+        assert value(metrics, "kvatlas:pull_failures_total", reason=reason) == count
+    assert value(metrics, "kvatlas:pull_bytes_per_second", source="gang-2") == 5e8
+
+
 def test_the_pages_name_samples_that_are_there() -> None:
     metrics = asyncio.run(_engines())
     metrics.finished(record())

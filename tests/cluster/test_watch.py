@@ -76,10 +76,11 @@ async def test_ready_follows_the_answers() -> None:
         "pid": None,
         "step_age_s": None,
         "answer_age_s": None,
+        "quarantined_blocks": None,
     }
     await it.watch.look()
     assert it.watch.ready
-    known = {"pid": 4242, "step_age_s": 0, "answer_age_s": 0}
+    known = {"pid": 4242, "step_age_s": 0, "answer_age_s": 0, "quarantined_blocks": 0}
     assert it.watch.report("gang-1") == {
         "gang": "gang-1",
         "ready": True,

@@ -91,3 +91,59 @@ def test_locate_is_the_address_of_the_key():
                 )
                 memory = (ctypes.c_float * 16).from_address(address)
                 assert list(memory) == store.k(layer)[5, head, 3].tolist()
+
+
+def filled(shapes, slices, itemsize=4, dtype=torch.float32):
+    store = BlockStore(layout(shapes, 8, itemsize), slices, dtype, CPU)
+    for arena in store.arenas:
+        arena.random_(0, 256)
+    return store
+
+
+@pytest.mark.parametrize("shapes", [[FULL, FULL], [FULL, WINDOWED], [FULL, WIDE, WINDOWED]])
+@pytest.mark.parametrize("form", [lambda a: a, bytes, memoryview])
+def test_exported_blocks_come_back_elsewhere(shapes, form):
+    """Other blocks stay as they are, and the beginning of the bytes is that of the sequence."""
+    one, two = filled(shapes, 5), filled(shapes, 7)
+    groups = len(one.layout.groups)
+    source = [[3 + g, 1 + g] for g in range(groups)]
+    target = [[2 * g, 2 * g + 1] for g in range(groups)]
+    data = one.export(source)
+    assert data.nbytes == 2 * one.layout.slice_bytes
+    assert bytes(data[: one.layout.slice_bytes]) == bytes(one.export([c[:1] for c in source]))
+    data.flags.writeable = False
+    before = [arena.clone() for arena in two.arenas]
+    two.import_(target, form(data))
+    assert bytes(two.export(target)) == bytes(data)
+    touched: dict[int, set[int]] = {}
+    for group, column in zip(two.layout.groups, target, strict=True):
+        touched.setdefault(group.arena, set()).update(column)
+    for a, arena in enumerate(two.arenas):
+        others = [b for b in range(len(arena)) if b not in touched.get(a, set())]
+        assert torch.equal(arena[others], before[a][others])
+
+
+def test_nothing_can_be_moved_too():
+    store = filled([FULL, WIDE], 3)
+    assert store.export([[], []]).nbytes == 0
+    store.import_([[], []], b"")
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_written():
+    store = filled([FULL, WIDE], 3)
+    data = bytes(store.layout.slice_bytes)
+    before = [arena.clone() for arena in store.arenas]
+    for blocks, wrong in (
+        ([[0], [0]], data[1:]),
+        ([[0], [0]], data + b"x"),
+        ([[0, 1], [0, 1]], data),
+        ([[0]], data),
+        ([[0, 1], [0]], data),
+        ([[3], [0]], data),
+        ([[-1], [0]], data),
+    ):
+        with pytest.raises(ValueError, match=r"bytes were given|block lists|numbered from 0"):
+            store.import_(blocks, wrong)
+    with pytest.raises(ValueError, match="numbered from 0 to 2"):
+        store.export([[0], [3]])
+    assert all(torch.equal(a, b) for a, b in zip(store.arenas, before, strict=True))

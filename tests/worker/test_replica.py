@@ -6,6 +6,7 @@ import json
 import warnings
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from configs.schema import load
 from tests.cluster import tokens
 from tests.cluster.fakes import MODEL, Served, ids_of, serving
 from tests.families import FAMILIES, Family, build
+from worker import wire
+from worker.params import SamplingParams
 from worker.philox import derive
 
 with warnings.catch_warnings():
@@ -47,8 +50,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@asynccontextmanager
-async def served(directory: Path) -> AsyncIterator[Served]:
+def make(directory: Path, gang: str = "gang-1", **options: Any) -> replica.GPUWorker:
     settings = {
         "model.path": directory,
         "model.name": MODEL,
@@ -62,8 +64,13 @@ async def served(directory: Path) -> AsyncIterator[Served]:
     }
     config = load(None, [f"{name}={value}" for name, value in settings.items()])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replica, "_gang_id", lambda: "gang-1")
-        worker = replica.GPUWorker(config, str(directory))
+        patch.setattr(replica, "_gang_id", lambda: gang)
+        return replica.GPUWorker(config, str(directory), **options)
+
+
+@asynccontextmanager
+async def served(directory: Path) -> AsyncIterator[Served]:
+    worker = make(directory)
     try:
         async with serving(worker) as running:  # type: ignore[arg-type]
             yield running
@@ -222,3 +229,54 @@ async def test_prompt_log_probabilities_are_right_whether_or_not_it_is_cached(
                 wanted["token_logprobs"][1:count], abs=1e-9
             )
             assert found["top_logprobs"][5].keys() == wanted["top_logprobs"][5].keys()
+
+
+IDS = ids_of(PROMPT) * 3
+FULL = len(IDS) // BLOCK
+
+
+async def said(worker: replica.GPUWorker, pull: wire.Pull | None) -> wire.Finish:
+    """The end of an answer, with all its tokens."""
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    submit = wire.Submit("r", MODEL, IDS, params, 60.0, pull=pull)
+    tokens: list[int] = []
+    async for data in worker.generate(wire.encode(submit)):
+        event = wire.decode(data)
+        tokens += getattr(event, "tokens", [])
+    assert isinstance(event, wire.Finish), event
+    return replace(event, tokens=tokens)
+
+
+@pytest.mark.parametrize(("key", "found"), [(b"same", FULL), (b"other", 0)])
+async def test_a_request_finds_what_another_worker_with_the_same_secret_has(
+    directory: Path, key: bytes, found: int
+) -> None:
+    owner = make(directory, "owner", key=b"same")
+
+    async def fetch(gang: str, chains: list[bytes], timeout_s: float) -> Any:
+        assert (gang, timeout_s) == ("owner", 5.0)
+        return await owner.export(chains)
+
+    puller = make(directory, "puller", key=key, fetch=fetch)
+    try:
+        wanted = await said(owner, None)
+        got = await said(puller, wire.Pull("owner", FULL))
+        assert got.tokens == wanted.tokens
+        assert got.cached_tokens == found * BLOCK
+        stats = (await puller.stats())["transfers"]
+        assert stats["pulled_blocks"] == found
+        assert stats["failures"] == ({} if found else {"gone": 1})
+        if found:
+            rates = stats["links"]["owner"]
+            size = puller.launch.layout.bytes_per_token
+            assert rates["bytes_per_s"] == pytest.approx(size * rates["tokens_per_s"])
+        assert (await puller.stats())["blocks"]["leased"] == 0
+        # A gang that pulls from itself, or knows no other, computes.
+        await owner.flush()
+        assert (await said(owner, wire.Pull("owner", FULL))).cached_tokens == 0
+        await owner.flush()
+        assert (await said(owner, wire.Pull("puller", FULL))).tokens == wanted.tokens
+        assert (await owner.stats())["transfers"]["failures"] == {"unknown": 1}
+    finally:
+        owner.loop.stop()
+        puller.loop.stop()

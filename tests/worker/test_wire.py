@@ -22,6 +22,7 @@ SUBMIT = wire.Submit(
 TOP = [(3, -0.25), (4, -1.5)]
 MESSAGES = [
     SUBMIT,
+    replace(SUBMIT, pull=wire.Pull("worker#1", 12)),
     wire.Accepted("cmpl-1", 3),
     wire.Rejected("queue_full", 1.5, "256 requests wait already"),
     wire.Delta(0, [1, 2], started=wire.Started(0.5, 16)),

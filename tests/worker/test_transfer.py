@@ -1,0 +1,220 @@
+"""The rates, and the books under random use; `test_pull.py` has them in pulls."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from tests.worker.fake import VOCAB, check, expected, make_engine, make_request
+from worker import wire
+from worker.engine import EngineStats
+from worker.transfer import (
+    LINKS_MAX,
+    Loan,
+    Piece,
+    PrefillRate,
+    Pull,
+    PullFailed,
+    Rate,
+    Transfers,
+    TransferStats,
+)
+
+
+def test_a_rate_follows_what_is_measured() -> None:
+    rate = Rate()
+    rate.add(100, 0.0)
+    assert rate.per_s == 0.0
+    rate.add(100, 2.0)
+    assert rate.per_s == 50.0
+    rate.add(100, 1.0)
+    assert rate.per_s == pytest.approx(60.0)
+    for _ in range(60):
+        rate.add(10, 1.0)
+    assert rate.per_s == pytest.approx(10.0, rel=1e-3)
+
+
+def test_only_steps_of_chunks_say_how_fast_prompts_are_computed() -> None:
+    stats, rate = EngineStats(), PrefillRate()
+    for rows, tokens, seconds, wanted in (
+        (64, 64, 1.0, 0.0),  # single tokens
+        (1, 20, 1.0, 0.0),  # hardly any
+        (2, 100, 0.5, 200.0),
+        (0, 0, 0.0, 200.0),  # a turn without a step
+    ):
+        stats.rows += rows
+        stats.batch_tokens += tokens
+        stats.execute_s += seconds
+        rate.note(stats)
+        assert rate.rate.per_s == wanted
+
+
+def test_links_are_bounded_and_those_in_use_stay() -> None:
+    stats = TransferStats()
+    stats.link("busy").add(1, 1)
+    for i in range(3 * LINKS_MAX):
+        stats.link(f"gang-{i}")
+        assert stats.link("busy").per_s == 1
+    assert len(stats.links) == LINKS_MAX
+
+
+SIZE = 4
+
+
+class Books:
+    """Random use of the books of one engine: pulls, loans, requests, at any stage of each."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.groups = self.draw.choice([1, 2])
+        self.engine = make_engine(
+            block_size=SIZE,
+            groups=self.groups,
+            blocks=self.draw.choice([9, 20, 50]),
+            depth=self.draw.choice([1, 2]),
+        )
+        self.transfers = Transfers(self.engine.scheduler, TransferStats())
+        self.stems = [[0] * 24]
+        self.pulls: list[Pull] = []
+        self.late: list[Piece] = []  # of pulls that have ended
+        self.writers: dict[Piece, list[list[int]]] = {}
+        self.loans: list[Loan] = []
+        self.made = self.landed = self.finished = self.refused = self.quarantines = 0
+
+    def submit(self) -> None:
+        self.made += 1
+        self.begin()
+        pulling = self.draw.random() < 0.7
+        if self.draw.random() < 0.5:
+            self.stems.append([self.draw.randrange(VOCAB) for _ in range(24)])
+        request = make_request(f"r{self.made}", self.prompt(), 3, pulling=pulling)
+        self.engine.submit(request)
+        if pulling:
+            self.pulls.append(Pull(request, "owner"))
+            self.begin()
+
+    def prompt(self) -> list[int]:
+        return [*self.draw.choice(self.stems[-3:])[: self.draw.randint(4, 24)], 1]
+
+    def begin(self) -> None:
+        for pull in self.pulls:
+            if not pull.wanted:
+                other = self.transfers.begin(pull, self.draw.randrange(8))
+                assert other is None or other in self.pulls
+
+    def reserve(self) -> None:
+        pull = self.draw.choice(self.pulls)
+        start = pull.pieces[-1].stop if pull.pieces else 0
+        if start >= pull.count:
+            return
+        piece = Piece(start, self.draw.randint(start + 1, pull.count))
+        before = [pool.counts() for pool in self.transfers.pools]
+        try:
+            self.transfers.reserve(pull, piece)
+        except PullFailed:
+            self.refused += 1
+            assert before == [pool.counts() for pool in self.transfers.pools]
+
+    def land(self) -> None:
+        pull = self.draw.choice(self.pulls)
+        for piece in pull.pieces:
+            if piece.blocks and piece.blocks[0] and not piece.writing:
+                count = self.draw.randint(0, len(piece.blocks[0]))
+                self.fill(pull, piece, count)
+                self.transfers.land(pull, piece, count)
+                self.landed += count
+                return
+
+    def fill(self, pull: Pull, piece: Piece, count: int) -> None:
+        """What a copy does: the keys of the prompt, where they belong."""
+        runner: Any = self.engine.runner
+        chain = self.engine.scheduler.prefix.chains(pull.request.sequences[0])[0]
+        for at in range(count):
+            first = chain.index(pull.wanted[0][piece.start + at]) * SIZE
+            for group, column in enumerate(piece.blocks):
+                for offset in range(SIZE):
+                    token = pull.request.sequences[0].tokens[first + offset]
+                    runner.pages[group, column[at], offset] = (first + offset, token)
+
+    def write(self) -> None:
+        for piece in self.draw.choice(self.pulls).pieces:
+            if piece.blocks and not piece.writing:
+                piece.writing = True
+                self.writers[piece] = [[*column] for column in piece.blocks]
+
+    def end(self) -> None:
+        pull = self.pulls.pop(self.draw.randrange(len(self.pulls)))
+        self.late += [piece for piece in pull.pieces if piece.writing]
+        self.transfers.end(pull)
+
+    def confirm(self) -> None:
+        """Until then the writer may write."""
+        piece = self.late.pop(self.draw.randrange(len(self.late)))
+        runner: Any = self.engine.runner
+        for group, column in enumerate(self.writers.pop(piece)):
+            for block in column:
+                runner.pages.update({(group, block, offset): (-1, -1) for offset in range(SIZE)})
+        self.transfers.confirmed(piece)
+
+    def quarantine(self) -> None:
+        piece = self.draw.choice(self.late)
+        if not piece.overdue:
+            self.transfers.quarantine(piece)
+            self.quarantines += 1
+
+    def lend(self) -> None:
+        request = make_request("asks", self.prompt(), 1)
+        chains = self.engine.scheduler.prefix.chains(request.sequences[0])
+        self.loans.append(Loan())
+        self.transfers.lend(self.loans[-1], chains)
+
+    def give_back(self) -> None:
+        self.transfers.returned(self.loans.pop(self.draw.randrange(len(self.loans))))
+
+    def turn(self, *, more: bool) -> None:
+        choices = [self.submit, self.lend] if more else []
+        if self.pulls:
+            choices += [self.reserve, self.reserve, self.land, self.write, self.end]
+        if self.late:
+            choices += [self.confirm, self.quarantine]
+        if self.loans:
+            choices += [self.give_back]
+        if self.engine.requests and self.draw.random() < 0.05:
+            self.engine.abort(self.draw.choice(sorted(self.engine.requests)))
+        if choices:
+            self.draw.choice(choices)()
+            check(self.engine)
+        for request, event in self.engine.step(0.0):
+            if isinstance(event, wire.Finish) and event.reason != "abort":
+                assert request.sequences[0].tokens == [
+                    *request.prompt,
+                    *expected(request.prompt, 3),
+                ]
+                self.finished += 1
+        check(self.engine)
+        assert sum(pool.counts().quarantined for pool in self.engine.scheduler.pools) == (
+            self.transfers.stats.unconfirmed_blocks
+        )
+
+    def run(self) -> None:
+        for _ in range(300):
+            self.turn(more=True)
+        while self.pulls or self.late or self.loans or not self.engine.idle:
+            self.turn(more=False)
+        for pool in self.engine.scheduler.pools:
+            counts = pool.counts()
+            assert counts.idle + counts.free == pool.blocks
+            assert not any(pool.holds(block) for block in range(pool.blocks))
+        assert not self.transfers._coming
+
+
+@pytest.mark.parametrize("first", range(0, 40, 10))
+def test_the_books_conserve_blocks_whatever_is_done_in_whatever_order(first: int) -> None:
+    """And what landed is what requests read, on a device that finds any misplaced key."""
+    books = [Books(seed) for seed in range(first, first + 10)]
+    for each in books:
+        each.run()
+    for name in ("landed", "finished", "refused", "quarantines"):
+        assert sum(getattr(each, name) for each in books) > 10, name

@@ -1,0 +1,262 @@
+"""The books of block transfers between engines: what is lent to others, what is on its way here.
+
+Everything here runs in the engine's thread, between steps; `worker.pull` moves the bytes meanwhile.
+A block that somebody reads or fills is held, so it is neither evicted nor given away, and no hold
+ends before the copy it is for. What arrived is published like a block computed here, and kept until
+its pull ends, so that a pull never evicts what it brought.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from worker import admission
+
+if TYPE_CHECKING:
+    from kvpaging.pool import BlockPool
+    from worker.engine import EngineStats
+    from worker.request import Request
+    from worker.scheduler import Scheduler
+
+RATE_WEIGHT = 0.2
+LINKS_MAX = 64
+PREFILL_TOKENS = 32
+"""A step that computes fewer tokens says little about how fast prompts are computed."""
+
+
+class PullFailed(Exception):
+    """Blocks will not come, so they are computed; failures are counted by `reason`, a word."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(slots=True)
+class Rate:
+    """Amounts per second, a moving average in which a new value counts for a fifth."""
+
+    per_s: float = 0.0
+
+    def add(self, amount: float, seconds: float) -> None:
+        if seconds > 0:
+            value = amount / seconds
+            self.per_s += (value - self.per_s) * (RATE_WEIGHT if self.per_s else 1.0)
+
+
+class PrefillRate:
+    """How fast this engine computes prompts, in tokens per second, from the counters it keeps."""
+
+    def __init__(self) -> None:
+        self.rate = Rate()
+        self._seen = (0, 0, 0.0)
+
+    def note(self, stats: EngineStats) -> None:
+        """A turn has passed. Counts where most tokens were of chunks, not one per row."""
+        seen = (stats.batch_tokens, stats.rows, stats.execute_s)
+        tokens, rows, seconds = (now - was for now, was in zip(seen, self._seen, strict=True))
+        self._seen = seen
+        if tokens >= max(PREFILL_TOKENS, 2 * rows):
+            self.rate.add(tokens, seconds)
+
+
+@dataclass(slots=True)
+class TransferStats:
+    """Counters since start; `blocks` are of all layer groups, `links` bytes per second by owner."""
+
+    pulls: int = 0
+    pulling: int = 0
+    pulled_blocks: int = 0
+    pulled_bytes: int = 0
+    exports: int = 0
+    exported_blocks: int = 0
+    exported_bytes: int = 0
+    unconfirmed_blocks: int = 0
+    failures: dict[str, int] = field(default_factory=dict)
+    links: dict[str, Rate] = field(default_factory=dict)
+
+    def link(self, gang: str) -> Rate:
+        """The rate from `gang`; the one not used for longest makes room for a new one."""
+        rate = self.links.pop(gang, None) or Rate()
+        if len(self.links) >= LINKS_MAX:
+            del self.links[next(iter(self.links))]
+        self.links[gang] = rate
+        return rate
+
+    def failed(self, reason: str) -> None:
+        self.failures[reason] = self.failures.get(reason, 0) + 1
+
+
+@dataclass(slots=True, eq=False)
+class Loan:
+    """Blocks of each group that are held while they are copied out."""
+
+    blocks: list[list[int]] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    """Blocks `start` to `stop` of what a pull wants, which one call brings. While `writing`,
+    somebody may still write to them, and only his word ends the holds."""
+
+    start: int
+    stop: int
+    blocks: list[list[int]] = field(default_factory=list)
+    landed: asyncio.Event = field(default_factory=asyncio.Event)
+    writing: bool = False
+    overdue: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Pull:
+    """One request's pull. `wanted[g]` are identities of group g whose blocks are not here, the
+    first of which follow `parents`; `kept[g]` the blocks before and those that came, all held."""
+
+    request: Request
+    gang: str
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    parents: list[bytes | None] = field(default_factory=list)
+    wanted: list[list[bytes]] = field(default_factory=list)
+    kept: list[list[int]] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
+    failure: str = ""
+    bytes: int = 0
+
+    @property
+    def count(self) -> int:
+        """Blocks wanted of each group."""
+        return len(self.wanted[0]) if self.wanted else 0
+
+
+class Transfers:
+    """Loans and pulls over a scheduler's pools. Raises nothing but PullFailed, from `reserve`."""
+
+    def __init__(self, scheduler: Scheduler, stats: TransferStats) -> None:
+        self.scheduler, self.stats = scheduler, stats
+        self.pools = scheduler.pools
+        self._coming: dict[bytes, Pull] = {}
+
+    def lend(self, loan: Loan, chains: Seq[Seq[bytes]]) -> None:
+        """Hold the longest run of leading identities that all groups have."""
+        loan.blocks = [[] for _ in self.pools]
+        for identities in zip(*chains, strict=True):
+            found = [p.lookup(i) for p, i in zip(self.pools, identities, strict=True)]
+            if None in found:
+                return
+            for pool, column, block in zip(self.pools, loan.blocks, found, strict=True):
+                assert block is not None
+                pool.hold(block)
+                column.append(block)
+
+    def returned(self, loan: Loan) -> None:
+        """Nobody reads them for the loan any more."""
+        self._unhold(loan.blocks)
+        loan.blocks = []
+
+    def begin(self, pull: Pull, most: int) -> Pull | None:
+        """Find which of the request's first `most` blocks are not here, and keep those that are.
+
+        Gives another pull that brings the next one already, if there is one: wait for it, then
+        begin again. Nothing is wanted where the next one is being computed.
+        """
+        self._forget(pull)
+        prefix = self.scheduler.prefix
+        open_ = [s for s in pull.request.sequences if s.finish_reason is None]
+        if not open_ or not prefix.enabled:
+            return None
+        chains = prefix.chains(open_[0])
+        found = [column[:most] for column in prefix.match(open_[0])]
+        here, end = len(found[0]), min(most, len(chains[0]))
+        if here >= end or prefix.being_computed(open_[0], here):
+            return None
+        other = self._coming.get(chains[0][here])
+        if other is not None:
+            return other
+        for pool, column in zip(self.pools, found, strict=True):
+            for block in column:
+                pool.hold(block)
+        pull.kept = found
+        pull.parents = [chain[here - 1] if here else None for chain in chains]
+        pull.wanted = [chain[here:end] for chain in chains]
+        self._coming.update(dict.fromkeys(pull.wanted[0], pull))
+        return None
+
+    def reserve(self, pull: Pull, piece: Piece) -> None:
+        """Take blocks for a piece, in all groups or none, and none that running ones will need.
+
+        Raises PullFailed where there is no room: nobody is preempted for a pull.
+        """
+        n, promised = piece.stop - piece.start, admission.promised(self.scheduler)
+        need: dict[BlockPool, int] = {}
+        for pool in self.pools:
+            need[pool] = need.get(pool, 0) + n + promised
+        for pool, blocks in need.items():
+            if blocks > pool.available:
+                raise PullFailed("no_room", f"{n} blocks asked, {pool.available} available")
+        piece.blocks = [pool.allocate(n) for pool in self.pools]
+        for pool, column in zip(self.pools, piece.blocks, strict=True):
+            for block in column:
+                pool.hold(block)
+                pool.unref(block)
+        pull.pieces.append(piece)
+
+    def land(self, pull: Pull, piece: Piece, count: int) -> None:
+        """The first `count` blocks of a piece are filled: they can be found from now on."""
+        rest = [column[count:] for column in piece.blocks]
+        for group, pool in enumerate(self.pools):
+            chain = pull.wanted[group]
+            for at, block in enumerate(piece.blocks[group][:count], piece.start):
+                parent = chain[at - 1] if at else pull.parents[group]
+                found = pool.publish(block, chain[at], parent)
+                if found != block:  # computed here meanwhile
+                    pool.hold(found)
+                    pool.unhold(block)
+                pull.kept[group].append(found)
+        piece.blocks = rest
+        self.stats.pulled_blocks += count * len(self.pools)
+
+    def quarantine(self, piece: Piece) -> None:
+        """The end of a copy into these blocks is overdue: nobody gets them until it is known."""
+        if not piece.writing:
+            return
+        piece.overdue = True
+        self.stats.unconfirmed_blocks += sum(map(len, piece.blocks))
+        for pool, column in zip(self.pools, piece.blocks, strict=True):
+            for block in column:
+                pool.quarantine(block, "a copy into it has not ended")
+
+    def confirmed(self, piece: Piece) -> None:
+        """Nobody writes to these blocks any more."""
+        if piece.overdue:
+            self.stats.unconfirmed_blocks -= sum(map(len, piece.blocks))
+            for pool, column in zip(self.pools, piece.blocks, strict=True):
+                for block in column:
+                    pool.readmit(block)
+        piece.writing = piece.overdue = False
+        self._unhold(piece.blocks)
+        piece.blocks = []
+
+    def end(self, pull: Pull) -> None:
+        """The request may start. Blocks that are still written to stay held until `confirmed`."""
+        for piece in pull.pieces:
+            if not piece.writing:
+                self._unhold(piece.blocks)
+                piece.blocks = []
+        self._forget(pull)
+        pull.request.pulling = False
+
+    def _forget(self, pull: Pull) -> None:
+        for identity in pull.wanted[0] if pull.wanted else ():
+            if self._coming.get(identity) is pull:
+                del self._coming[identity]
+        self._unhold(pull.kept)
+        pull.wanted, pull.kept = [], []
+
+    def _unhold(self, blocks: Seq[Seq[int]]) -> None:
+        """Tail first, so that a chain's tail is evicted before its head."""
+        for pool, column in zip(self.pools, blocks, strict=False):
+            for block in reversed(column):
+                pool.unhold(block)
