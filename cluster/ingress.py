@@ -112,10 +112,7 @@ def build_app(api: Api, *, echo_label: bool = True) -> FastAPI:
         api.text.close()
 
     app = FastAPI(title="kvatlas", lifespan=lifespan)
-    limits = api.config.limits
-    app.add_middleware(
-        BodyLimit, max_bytes=limits.max_body_bytes, timeout_s=limits.body_timeout_s, echo=echo_label
-    )
+    app.add_middleware(BodyLimit, limits=lambda: api.config.limits, echo=echo_label)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)

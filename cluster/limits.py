@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.answers import dumps
 from cluster.errors import ApiError
+from configs.schema import LimitsConfig
 
 _LABEL_MAX = 128
 
 
 class BodyLimit:
-    """Refuses a body that is larger than `max_bytes` (413), by what its header announces or by what
-    was counted, and one that takes longer than `timeout_s` to arrive (408)."""
+    """Refuses a body that is larger than `limits` allow (413), by what its header announces or by
+    what was counted, and one that takes longer to arrive (408). Asks for the limits each time."""
 
-    def __init__(self, app: ASGIApp, *, max_bytes: int, timeout_s: float, echo: bool) -> None:
+    def __init__(self, app: ASGIApp, *, limits: Callable[[], LimitsConfig], echo: bool) -> None:
         self._app = app
-        self._max_bytes = max_bytes
-        self._timeout_s = timeout_s
+        self._limits = limits
         self._echo = echo
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -31,18 +32,15 @@ class BodyLimit:
         label = label_of(headers)
         if self._echo and label:
             send = _labelled(send, label)
-        if _announced(headers) > self._max_bytes:
-            await _answer(send, self._too_large())
+        limits = self._limits()
+        if _announced(headers) > limits.max_body_bytes:
+            await _answer(send, _too_large(limits))
             return
-        await self._app(scope, self._bounded(receive), send)
+        await self._app(scope, self._bounded(receive, limits), send)
 
-    def _too_large(self) -> ApiError:
-        allowed = f"{self._max_bytes} bytes (limits.max_body_bytes)"
-        return ApiError(413, "body_too_large", f"the body may have {allowed}")
-
-    def _bounded(self, receive: Receive) -> Receive:
+    def _bounded(self, receive: Receive, limits: LimitsConfig) -> Receive:
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._timeout_s
+        deadline = loop.time() + limits.body_timeout_s
         received, complete = 0, False
 
         async def bounded() -> Message:
@@ -53,15 +51,20 @@ class BodyLimit:
                 async with asyncio.timeout_at(deadline):
                     message = await receive()
             except TimeoutError:
-                allowed = f"{self._timeout_s:g} s (limits.body_timeout_s)"
+                allowed = f"{limits.body_timeout_s:g} s (limits.body_timeout_s)"
                 raise ApiError(408, "timeout", f"the body took more than {allowed}") from None
             received += len(message.get("body", b""))
-            if received > self._max_bytes:
-                raise self._too_large()
+            if received > limits.max_body_bytes:
+                raise _too_large(limits)
             complete = not message.get("more_body", False)
             return message
 
         return bounded
+
+
+def _too_large(limits: LimitsConfig) -> ApiError:
+    allowed = f"{limits.max_body_bytes} bytes (limits.max_body_bytes)"
+    return ApiError(413, "body_too_large", f"the body may have {allowed}")
 
 
 def _announced(headers: Headers) -> int:

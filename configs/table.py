@@ -20,6 +20,7 @@ def tables() -> str:
         for key, field in settings():
             if key.startswith(section + "."):
                 possible, doc = field.metadata["rule"].possible, field.metadata["doc"]
+                doc += " *Live.*" if field.metadata["live"] else ""
                 lines.append(f"| `{key}` | `{shown(field.default)}` | {possible} | {doc} |")
         lines.append("")
     return "\n".join(lines)
