@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import logging
 import math
 import os
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from cluster import gangs
 from cluster.calls import Misrouted
 from cluster.delivery import ANYONE, Delivery
 from cluster.errors import UserError
-from configs.schema import Config
+from configs.schema import Config, ConfigError, adjusted, load
 
 APP = "kvatlas"
 WORKER = "worker"
@@ -32,6 +33,9 @@ MAX_ONGOING = 100_000
 _CONTROL_CALLS = 1000  # room for questions beside the requests that an engine may hold
 _SEQUENCES_AUTO_MAX = 256
 _MARK = "kvatlas cannot start: "
+_SHARE_OF_A_RESOURCE = 0.001  # what an ingress takes of `cluster.ingress_resource`: next to nothing
+
+log = logging.getLogger("kvatlas.start")
 
 
 class StartError(UserError):
@@ -50,18 +54,16 @@ class Worker:
     `call` and `stream` name the gang they are meant for (`delivery.ANYONE` for any) and a method.
     """
 
-    def __init__(self, kind: str, config: Config, directory: str) -> None:
+    def __init__(self, kind: str, config: Config, directory: str | None) -> None:
         from cluster.ingress import configure_logging
 
+        self._config = config
         configure_logging(config.server.log_level, as_json=config.server.log_json)
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # standard error is no terminal
         module, _, name = kind.partition(":")
-        try:
-            self._worker = getattr(importlib.import_module(module), name)(config, directory)
-        except Exception as error:
-            if type(error).__name__ not in ("DoesNotFit", "UnsupportedModel"):
-                raise
-            raise RuntimeError(_MARK + json.dumps(str(error))) from None
+        with _refusals():
+            where = directory or model_directory(config)
+            self._worker = getattr(importlib.import_module(module), name)(config, where)
 
     async def call(self, gang: str, method: str, *arguments: Any) -> Any:
         """What a method answers. Raises Misrouted."""
@@ -79,6 +81,10 @@ class Worker:
             raise Misrouted(f"this is {own}, not {gang}")
         return getattr(self._worker, method)
 
+    def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Serve has new live settings; of these a worker knows how it logs."""
+        _reconfigured(self._config, user_config)
+
     async def check_health(self) -> None:
         """Raises where Serve should make another worker."""
         await self._worker.check_health()
@@ -87,13 +93,15 @@ class Worker:
 class Ingress:
     """The HTTP side in a replica of Serve."""
 
-    def __init__(self, config: Config, model: str, directory: str, worker: Any) -> None:
+    def __init__(self, config: Config, model: str, directory: str | None, worker: Any) -> None:
         from cluster.calls import ServeHandle
         from cluster.ingress import Api, configure_logging
         from cluster.text import load_tokenizer
 
+        self._config = config
         configure_logging(config.server.log_level, as_json=config.server.log_json)
-        tokenizer = load_tokenizer(Path(directory))
+        with _refusals():
+            tokenizer = load_tokenizer(Path(directory or model_directory(config)))
         name = serve.get_replica_context().replica_id.unique_id
         self._api = Api(
             config,
@@ -104,10 +112,51 @@ class Ingress:
             listed=lambda: gangs.listed.get(WORKER, frozenset()),
         )
 
+    def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Serve has new live settings."""
+        self._api.config = _reconfigured(self._config, user_config)
+
     def __serve_build_asgi_app__(self) -> Any:
         from cluster.ingress import build_app
 
         return build_app(self._api, echo_label=False)
+
+
+def _reconfigured(config: Config, user_config: dict[str, Any]) -> Config:
+    """The settings that hold from now on: those of the start, and the live ones on top.
+
+    Wrong ones are left out and logged: Serve would replace every replica that raises, in turn.
+    """
+    from cluster.ingress import configure_logging
+
+    try:
+        config = adjusted(config, user_config)
+    except ConfigError as error:
+        log.error("user_config is not used: %s", error)
+    configure_logging(config.server.log_level, as_json=config.server.log_json)
+    return config
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """Marks what a user can change, so that it is found again in the trace that Serve reports."""
+    try:
+        yield
+    except Exception as error:
+        if type(error).__name__ not in ("DoesNotFit", "UnsupportedModel", "ModelError"):
+            raise
+        raise RuntimeError(_MARK + json.dumps(str(error))) from None
+
+
+def model_directory(config: Config) -> str:
+    """The model's directory on this host, made or fetched where it is not there.
+
+    Raises quickstart.ModelError.
+    """
+    from cluster import quickstart
+
+    found = quickstart.resolve(config.model.path, config.model.revision, say=log.info)
+    return str(found)
 
 
 def model_name(config: Config) -> str:
@@ -127,10 +176,28 @@ def check_ongoing(config: Config) -> None:
         )
 
 
+def application(args: dict[str, Any]) -> serve.Application:
+    """What `serve deploy` builds on a running cluster, see configs/serve.yaml.
+
+    `args` has `config` (sections of settings, or the path of a file that every host has), `set`
+    (a list of section.key=value on top) and `worker` (another worker class, for tests).
+    Raises ConfigError, and ValueError for other arguments.
+    """
+    if unknown := args.keys() - {"config", "set", "worker"}:
+        raise ValueError(f"args has {sorted(unknown)}; possible are config, set and worker")
+    import ray
+
+    config = load(args.get("config"), args.get("set") or ())
+    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    gpus = config.model.device == "cuda" or resources.get("GPU", 0.0) > 0
+    return build(config, None, gpus=gpus, worker=args.get("worker") or REAL_WORKER)
+
+
 def build(
-    config: Config, directory: str, *, gpus: bool = False, worker: str = REAL_WORKER
+    config: Config, directory: str | None, *, gpus: bool = False, worker: str = REAL_WORKER
 ) -> serve.Application:
-    """The application. `directory` holds the model; `worker` names the class as module:name.
+    """The application. `directory` holds the model, None lets each host find it by `model.path`;
+    `worker` names the class as module:name.
 
     Raises ValueError when the configuration asks for more requests than Serve lets through.
     """
@@ -147,6 +214,9 @@ def build(
     resources = {"num_cpus": cluster.cpus_per_worker}
     if on_gpu:
         resources["num_gpus"] = cluster.gpus_per_worker
+    at_ingress: dict[str, Any] = {"num_cpus": 0}
+    if cluster.ingress_resource is not None:
+        at_ingress["resources"] = {cluster.ingress_resource: _SHARE_OF_A_RESOURCE}
     deployment: Any = serve.deployment  # its annotations do not know that it makes deployments
     delivery: Any = Delivery
     workers = deployment(
@@ -162,7 +232,7 @@ def build(
         serve.ingress()(Ingress),
         name="ingress",
         num_replicas=cluster.ingresses,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options=at_ingress,
         graceful_shutdown_timeout_s=5.0,
         **common,
     )

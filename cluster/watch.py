@@ -78,9 +78,10 @@ class Watch:
         """Its entry in `/health/ready`."""
         entry = {"gang": gang, "ready": self.ready, "reason": self.complaint}
         if self._stats is None:
-            return {**entry, "pid": None, "step_age_s": None, "answer_age_s": None}
+            return {**entry, **dict.fromkeys(("host", "pid", "step_age_s", "answer_age_s"))}
         return {
             **entry,
+            "host": self._stats["host"],
             "pid": self._stats["pid"],
             "step_age_s": round(self._stats["step_age_s"], 3),
             "answer_age_s": round(self._clock() - self._answered_s, 3),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 import time
 from collections.abc import AsyncIterator
 from dataclasses import asdict
@@ -148,6 +149,7 @@ class GPUWorker:
             "step_age_s": self.loop.step_age_s,
             "failure": None if self.loop.failure is None else str(self.loop.failure),
             "pid": os.getpid(),
+            "host": socket.gethostname(),
         }
 
     async def beats(self, period_s: float) -> AsyncIterator[dict[str, Any]]:

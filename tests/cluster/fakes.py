@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -158,6 +159,7 @@ class FakeWorker:
             "blocks": {"free": 6, "owned": 3, "idle": 1, "leased": 0, "quarantined": 0},
             "failure": None,
             "pid": 4242,
+            "host": "here",
         }
 
     async def beats(self, period_s: float) -> AsyncGenerator[dict[str, Any]]:
@@ -209,6 +211,9 @@ ENDLESS, BREAKING = 13, 14
 """Seeds of requests that a `ServedFake` never finishes, the second one because it breaks."""
 
 
+PACE_S = 0.25
+
+
 class ServedFake(FakeWorker):
     """The same behind Serve, in a process of its own."""
 
@@ -227,7 +232,11 @@ class ServedFake(FakeWorker):
         return asyncio.Semaphore(3) if submit.params.seed in (ENDLESS, BREAKING) else None
 
     async def stats(self) -> dict[str, Any]:
-        return {**await super().stats(), "pid": os.getpid(), "failure": self.failure}
+        here = {"pid": os.getpid(), "host": socket.gethostname()}
+        return {**await super().stats(), **here, "failure": self.failure}
+
+    async def debug_requests(self) -> list[dict[str, Any]]:
+        return [{**entry, "gang": self.gang} for entry in await super().debug_requests()]
 
     async def beats(self, period_s: float) -> AsyncGenerator[dict[str, Any]]:
         while True:
@@ -239,6 +248,21 @@ class ServedFake(FakeWorker):
     async def check_health(self) -> None:
         if self.failure is not None:
             raise RuntimeError(self.failure)
+
+
+class PacedFake(ServedFake):
+    """Says a token each `PACE_S`, so that there is time to lose it."""
+
+    def gate_of(self, submit: wire.Submit) -> asyncio.Semaphore | None:
+        gate, loop = asyncio.Semaphore(), asyncio.get_running_loop()
+
+        def tick() -> None:
+            gate.release()
+            if submit.id in self.active:
+                loop.call_later(PACE_S, tick)
+
+        tick()
+        return gate
 
 
 class DoesNotFit(Exception):

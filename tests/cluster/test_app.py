@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cluster.calls import Misrouted
 from cluster.errors import UserError
+from configs.schema import ConfigError
 from tests.cluster.fakes import config
 
 with warnings.catch_warnings():
@@ -53,6 +55,48 @@ def test_a_worker_takes_a_gpu_where_there_is_one_and_it_is_wanted() -> None:
     assert resources(gpus=True) == {"num_cpus": 0.5, "num_gpus": 1.0}
     assert resources("model.device=cpu", gpus=True) == {"num_cpus": 0.5}
     assert resources("cluster.gpus_per_worker=0.25", gpus=True)["num_gpus"] == 0.25
+
+
+def test_ingresses_go_where_a_resource_is() -> None:
+    def asked(*overrides: str) -> Any:
+        return deployments(*overrides)["ingress"].ray_actor_options.get("resources")
+
+    assert not asked()
+    assert asked("cluster.ingress_resource=front") == {"front": 0.001}
+
+
+def from_file(monkeypatch: pytest.MonkeyPatch, args: Any, **resources: float) -> dict[str, Any]:
+    """The deployments of what `serve deploy` builds on a cluster with these resources."""
+    monkeypatch.setattr("ray.cluster_resources", lambda: resources)
+    built: Any = app.application(args)
+    ingress = built._bound_deployment
+    (worker,) = [a for a in ingress.init_args if hasattr(a, "_bound_deployment")]
+    return {d.name: d for d in (ingress, worker._bound_deployment)}
+
+
+def test_a_file_for_serve_deploy_says_what_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = {
+        "config": {"cluster": {"workers": 3}, "model": {"path": "/m/x"}},
+        "set": ["kv.blocks=9"],
+    }
+    made = from_file(monkeypatch, args)
+    kind, settings, directory = made["worker"].init_args
+    assert (kind, directory) == (app.REAL_WORKER, None)
+    assert (settings.kv.blocks, settings.cluster.workers, made["worker"].num_replicas) == (9, 3, 3)
+    assert made["ingress"].init_args[1] == "x"
+    with pytest.raises(ConfigError, match=r"kv.blocks \(--set\): 0"):
+        app.application({"set": ["kv.blocks=0"]})
+    with pytest.raises(ValueError, match=r"\['sets'\]; possible are config, set and worker"):
+        app.application({"sets": []})
+
+
+def test_a_cluster_that_grows_gpus_when_asked_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gpus(args: Any, **resources: float) -> Any:
+        return from_file(monkeypatch, args, **resources)["worker"].ray_actor_options.get("num_gpus")
+
+    assert gpus({}) is None
+    assert gpus({}, GPU=2.0) == 1
+    assert gpus({"config": {"model": {"device": "cuda"}}}) == 1
 
 
 def test_more_requests_than_serve_lets_through_are_refused() -> None:
@@ -121,6 +165,35 @@ def test_a_refusal_survives_the_trace_it_is_reported_in() -> None:
     assert isinstance(found, UserError)
     assert str(found) == 'bloom: "never" calls\nthe hook'
     assert app.StartError.found_in(json.dumps({"no": "refusal"})) is None
+
+
+def test_each_host_finds_the_model_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = "cluster.quickstart.resolve"
+    monkeypatch.setattr(found, lambda path, revision, *, say: Path(f"/here/{path}/{revision}"))
+    made = app.Worker(f"{__name__}:Working", config("model.path=m", "model.revision=r"), None)
+    assert made._worker.directory == "/here/m/r"
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError) as error:
+        app.Worker(f"{__name__}:Working", config("model.path=/no/such/model"), None)
+    assert "no such directory" in str(app.StartError.found_in(str(error.value)))
+
+
+def test_live_settings_come_while_requests_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging_as: list[Any] = []
+    monkeypatch.setattr(
+        "cluster.ingress.configure_logging", lambda level, *, as_json: logging_as.append(level)
+    )
+    start = config("limits.request_timeout_s=9")
+    made = app._reconfigured(
+        start, {"limits": {"max_stop_strings": 1}, "server": {"log_level": "error"}}
+    )
+    assert (made.limits.max_stop_strings, made.limits.request_timeout_s) == (1, 9)
+    with caplog.at_level("ERROR", "kvatlas.start"):
+        assert app._reconfigured(start, {"kv": {"blocks": 1}}) == start
+    assert "user_config is not used: 1 problem" in caplog.text
+    assert logging_as == ["error", "info"]
 
 
 def test_other_faults_of_a_worker_keep_their_trace() -> None:
