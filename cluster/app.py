@@ -208,6 +208,8 @@ def build(
         "health_check_period_s": cluster.health_period_s,
         "health_check_timeout_s": cluster.health_timeout_s,
         "max_constructor_retry_count": 1,
+        # Who is told to stop gets no more requests and ends those that it has.
+        "graceful_shutdown_timeout_s": config.limits.request_timeout_s,
         "logging_config": LoggingConfig(log_level="WARNING", enable_access_log=False),
     }
     on_gpu = gpus and config.model.device != "cpu"
@@ -224,7 +226,6 @@ def build(
         name=WORKER,
         num_replicas=cluster.workers,
         ray_actor_options=resources,
-        graceful_shutdown_timeout_s=5.0,
         request_router_config=RequestRouterConfig(request_router_class=delivery),
         **common,
     ).bind(worker, config, directory)
@@ -233,7 +234,6 @@ def build(
         name="ingress",
         num_replicas=cluster.ingresses,
         ray_actor_options=at_ingress,
-        graceful_shutdown_timeout_s=5.0,
         **common,
     )
     app: serve.Application = ingress.bind(config, model_name(config), directory, workers)

@@ -57,6 +57,11 @@ def test_a_worker_takes_a_gpu_where_there_is_one_and_it_is_wanted() -> None:
     assert resources("cluster.gpus_per_worker=0.25", gpus=True)["num_gpus"] == 0.25
 
 
+def test_who_is_told_to_stop_has_time_for_its_requests() -> None:
+    for deployment in deployments("limits.request_timeout_s=77").values():
+        assert deployment._deployment_config.graceful_shutdown_timeout_s == 77
+
+
 def test_ingresses_go_where_a_resource_is() -> None:
     def asked(*overrides: str) -> Any:
         return deployments(*overrides)["ingress"].ray_actor_options.get("resources")
