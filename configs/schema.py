@@ -214,7 +214,7 @@ class ClusterConfig:
     threads: int | None = _setting(
         None,
         rules.integer(1),
-        "Threads a CPU worker computes with; null is all cores shared by the workers.",
+        "Threads of a CPU worker; null is all cores, shared by the workers that fit on a host.",
     )
 
 

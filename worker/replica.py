@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-from configs.schema import Config
+from configs.schema import ClusterConfig, Config
 from kvpaging.report import sharing, snapshot
 from worker import wire
 from worker.device import keep_freed_memory
@@ -44,8 +44,7 @@ class GPUWorker:
         self.started = False
 
     def _make(self) -> Engine:
-        cluster = self.config.cluster
-        torch.set_num_threads(cluster.threads or max(1, (os.cpu_count() or 1) // cluster.workers))
+        torch.set_num_threads(threads_of(self.config.cluster, os.cpu_count() or 1))
         return start(
             self.launch,
             clock=time.perf_counter,
@@ -265,6 +264,12 @@ class GPUWorker:
     def __del__(self) -> None:
         if getattr(self, "started", False):
             self.loop.stop()
+
+
+def threads_of(cluster: ClusterConfig, cores: int) -> int:
+    """Threads of one CPU worker: the host's cores, shared by as many workers as it has room for."""
+    room = cores / cluster.cpus_per_worker if cluster.cpus_per_worker else cluster.workers
+    return cluster.threads or max(1, cores // max(1, min(cluster.workers, int(room))))
 
 
 def _gang_id() -> str:

@@ -17,6 +17,7 @@ from tests.cluster import tokens
 from tests.cluster.fakes import MODEL, Served, ids_of, serving
 from tests.families import FAMILIES, Family, build
 from worker.philox import derive
+from worker.replica import threads_of
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Serve warns of its own use of pydantic
@@ -222,3 +223,18 @@ async def test_prompt_log_probabilities_are_right_whether_or_not_it_is_cached(
                 wanted["token_logprobs"][1:count], abs=1e-9
             )
             assert found["top_logprobs"][5].keys() == wanted["top_logprobs"][5].keys()
+
+
+def test_workers_share_the_cores_of_the_host_they_fit_on() -> None:
+    def threads(cores: int, *overrides: str) -> int:
+        return threads_of(load(None, overrides).cluster, cores)
+
+    assert threads(16) == 16
+    assert threads(16, "cluster.workers=4") == 4
+    assert threads(2, "cluster.workers=4") == 1
+    assert threads(16, "cluster.workers=64") == 1
+    # Four workers on four hosts, which have room for one each.
+    assert threads(16, "cluster.workers=4", "cluster.cpus_per_worker=16") == 16
+    assert threads(16, "cluster.workers=4", "cluster.cpus_per_worker=0") == 4
+    assert threads(1, "cluster.cpus_per_worker=3") == 1
+    assert threads(16, "cluster.threads=3") == 3
