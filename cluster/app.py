@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import importlib
 import json
+import logging
 import math
 import os
 import re
-import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,13 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
-from cluster import gangs
+from cluster import gangs, secret
 from cluster.calls import Misrouted
 from cluster.delivery import ANYONE, Delivery
 from cluster.errors import UserError
 from cluster.hub import HubClient
 from cluster.reporting import Reporter
-from configs.schema import Config
+from configs.schema import Config, ConfigError, adjusted, load
 
 APP = "kvatlas"
 WORKER = "worker"
@@ -37,6 +37,9 @@ MAX_ONGOING = 100_000
 _CONTROL_CALLS = 1000  # room for questions beside the requests that an engine may hold
 _SEQUENCES_AUTO_MAX = 256
 _MARK = "kvatlas cannot start: "
+_SHARE_OF_A_RESOURCE = 0.001  # what an ingress takes of `cluster.ingress_resource`: next to nothing
+
+log = logging.getLogger("kvatlas.start")
 
 
 class StartError(UserError):
@@ -56,22 +59,20 @@ class Worker:
     With one `key` all workers of the application name cached blocks alike.
     """
 
-    def __init__(self, kind: str, config: Config, directory: str, key: bytes) -> None:
+    def __init__(self, kind: str, config: Config, directory: str | None, key: bytes) -> None:
         from cluster.ingress import configure_logging
         from cluster.transfer import Peers
 
+        self._config = config
         configure_logging(config.server.log_level, as_json=config.server.log_json)
         self._config = config
         self._reporting: asyncio.Task[None] | None = None
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # standard error is no terminal
         module, _, name = kind.partition(":")
-        try:
+        with _refusals():
+            where = directory or model_directory(config)
             made = getattr(importlib.import_module(module), name)
-            self._worker = made(config, directory, key, Peers(WORKER))
-        except Exception as error:
-            if type(error).__name__ not in ("DoesNotFit", "UnsupportedModel"):
-                raise
-            raise RuntimeError(_MARK + json.dumps(str(error))) from None
+            self._worker = made(config, where, key, Peers(WORKER))
 
     def _report(self) -> None:
         """Tell the index about this worker from now on; on the event loop, so not before a call."""
@@ -97,6 +98,10 @@ class Worker:
             raise Misrouted(f"this is {own}, not {gang}")
         return getattr(self._worker, method)
 
+    def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Serve has new live settings; of these a worker knows how it logs."""
+        _reconfigured(self._config, user_config)
+
     async def check_health(self) -> None:
         """Raises where Serve should make another worker."""
         await self._worker.check_health()
@@ -110,13 +115,17 @@ async def _for_ever(turn: Callable[[], Awaitable[None]]) -> None:
 class Ingress:
     """The HTTP side in a replica of Serve."""
 
-    def __init__(self, config: Config, model: str, directory: str, worker: Any) -> None:
+    def __init__(
+        self, config: Config, model: str, directory: str | None, key: bytes, worker: Any
+    ) -> None:
         from cluster.calls import ServeHandle
         from cluster.ingress import Api, configure_logging, keep_turning
         from cluster.text import load_tokenizer
 
+        self._config = config
         configure_logging(config.server.log_level, as_json=config.server.log_json)
-        tokenizer = load_tokenizer(Path(directory))
+        with _refusals():
+            tokenizer = load_tokenizer(Path(directory or model_directory(config)))
         name = serve.get_replica_context().replica_id.unique_id
         self._api = Api(
             config,
@@ -124,15 +133,57 @@ class Ingress:
             ServeHandle(worker),
             tokenizer,
             name=name,
+            key=key,
             listed=lambda: gangs.listed.get(WORKER, frozenset()),
             hub=HubClient(config.cluster.index_bytes, config.server.log_level),
         )
         keep_turning()
 
+    def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Serve has new live settings."""
+        self._api.config = _reconfigured(self._config, user_config)
+
     def __serve_build_asgi_app__(self) -> Any:
         from cluster.ingress import build_app
 
         return build_app(self._api, echo_label=False)
+
+
+def _reconfigured(config: Config, user_config: dict[str, Any]) -> Config:
+    """The settings that hold from now on: those of the start, and the live ones on top.
+
+    Wrong ones are left out and logged: Serve would replace every replica that raises, in turn.
+    """
+    from cluster.ingress import configure_logging
+
+    try:
+        config = adjusted(config, user_config)
+    except ConfigError as error:
+        log.error("user_config is not used: %s", error)
+    configure_logging(config.server.log_level, as_json=config.server.log_json)
+    return config
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """Marks what a user can change, so that it is found again in the trace that Serve reports."""
+    try:
+        yield
+    except Exception as error:
+        if type(error).__name__ not in ("DoesNotFit", "UnsupportedModel", "ModelError"):
+            raise
+        raise RuntimeError(_MARK + json.dumps(str(error))) from None
+
+
+def model_directory(config: Config) -> str:
+    """The model's directory on this host, made or fetched where it is not there.
+
+    Raises quickstart.ModelError.
+    """
+    from cluster import quickstart
+
+    found = quickstart.resolve(config.model.path, config.model.revision, say=log.info)
+    return str(found)
 
 
 def model_name(config: Config) -> str:
@@ -152,10 +203,34 @@ def check_ongoing(config: Config) -> None:
         )
 
 
+def application(args: dict[str, Any]) -> serve.Application:
+    """What `serve deploy` builds on a running cluster, see configs/serve.yaml.
+
+    `args` has `config` (sections of settings, or the path of a file that every host has), `set`
+    (a list of section.key=value on top) and `worker` (another worker class, for tests).
+    Raises ConfigError, and ValueError for other arguments.
+    """
+    if unknown := args.keys() - {"config", "set", "worker"}:
+        raise ValueError(f"args has {sorted(unknown)}; possible are config, set and worker")
+    import ray
+
+    config = load(args.get("config"), args.get("set") or ())
+    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    gpus = config.model.device == "cuda" or resources.get("GPU", 0.0) > 0
+    key = secret.of_this_cluster()
+    return build(config, None, key, gpus=gpus, worker=args.get("worker") or REAL_WORKER)
+
+
 def build(
-    config: Config, directory: str, *, gpus: bool = False, worker: str = REAL_WORKER
+    config: Config,
+    directory: str | None,
+    key: bytes,
+    *,
+    gpus: bool = False,
+    worker: str = REAL_WORKER,
 ) -> serve.Application:
-    """The application. `directory` holds the model; `worker` names the class as module:name.
+    """The application. `directory` holds the model, None lets each host find it by `model.path`;
+    `key` is the cluster's secret; `worker` names the class as module:name.
 
     Raises ValueError when the configuration asks for more requests than Serve lets through.
     """
@@ -166,12 +241,17 @@ def build(
         "health_check_period_s": cluster.health_period_s,
         "health_check_timeout_s": cluster.health_timeout_s,
         "max_constructor_retry_count": 1,
+        # Who is told to stop gets no more requests and ends those that it has.
+        "graceful_shutdown_timeout_s": config.limits.request_timeout_s,
         "logging_config": LoggingConfig(log_level="WARNING", enable_access_log=False),
     }
     on_gpu = gpus and config.model.device != "cpu"
     resources = {"num_cpus": cluster.cpus_per_worker}
     if on_gpu:
         resources["num_gpus"] = cluster.gpus_per_worker
+    at_ingress: dict[str, Any] = {"num_cpus": 0}
+    if cluster.ingress_resource is not None:
+        at_ingress["resources"] = {cluster.ingress_resource: _SHARE_OF_A_RESOURCE}
     deployment: Any = serve.deployment  # its annotations do not know that it makes deployments
     delivery: Any = Delivery
     workers = deployment(
@@ -179,19 +259,17 @@ def build(
         name=WORKER,
         num_replicas=cluster.workers,
         ray_actor_options=resources,
-        graceful_shutdown_timeout_s=5.0,
         request_router_config=RequestRouterConfig(request_router_class=delivery),
         **common,
-    ).bind(worker, config, directory, secrets.token_bytes(32))
+    ).bind(worker, config, directory, key)
     ingress = deployment(
         serve.ingress()(Ingress),
         name="ingress",
         num_replicas=cluster.ingresses,
-        ray_actor_options={"num_cpus": 0},
-        graceful_shutdown_timeout_s=5.0,
+        ray_actor_options=at_ingress,
         **common,
     )
-    app: serve.Application = ingress.bind(config, model_name(config), directory, workers)
+    app: serve.Application = ingress.bind(config, model_name(config), directory, key, workers)
     return app
 
 

@@ -19,7 +19,8 @@ listed: dict[str, frozenset[str]] = {}
 
 
 class Gangs:
-    """Follows the gangs that `listed` names, as long as it names them."""
+    """Follows the gangs that `listed` names, as long as it names them. `check` says why a worker
+    with this `info` cannot be used, or nothing."""
 
     def __init__(
         self,
@@ -31,13 +32,14 @@ class Gangs:
         timeout_s: float,
         step_timeout_s: float,
         on_failure: Callable[[], None],
+        check: Callable[[dict[str, Any]], str] = lambda info: "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._handle, self._listed, self._model = handle, listed, model
         self._times = {
             "period_s": period_s, "timeout_s": timeout_s, "step_timeout_s": step_timeout_s
         }  # fmt: skip
-        self._on_failure, self._clock = on_failure, clock
+        self._on_failure, self._check, self._clock = on_failure, check, clock
         self._info: dict[str, Any] | None = None
         self._watches: dict[str, Watch] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -59,6 +61,7 @@ class Gangs:
             watch = self._watches[gang] = Watch(
                 self._handle.to(gang),
                 on_failure=self._on_failure,
+                check=self._check,
                 clock=self._clock,
                 **self._times,
             )

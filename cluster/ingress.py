@@ -27,6 +27,7 @@ from cluster.completions import Completion
 from cluster.dispatch import Dispatcher
 from cluster.errors import ApiError, invalid
 from cluster.gangs import Gangs
+from cluster.identity import Identities
 from cluster.index import Mirror
 from cluster.keys import Access
 from cluster.limits import BodyLimit, label_of, printable
@@ -61,6 +62,7 @@ class Api:
         tokenizer: Any,
         *,
         name: str,
+        key: bytes,
         listed: Callable[[], frozenset[str]],
         hub: Hub,
     ) -> None:
@@ -69,6 +71,7 @@ class Api:
         self.model = model
         self.handle = handle
         self.text = TextService(tokenizer)
+        self.identities = Identities(key)
         self.gangs = Gangs(
             handle,
             listed,
@@ -77,6 +80,7 @@ class Api:
             timeout_s=config.cluster.health_timeout_s,
             step_timeout_s=config.cluster.step_timeout_s,
             on_failure=lambda: self.metrics.background_failure("watch"),
+            check=self.identities.problem,
         )
         self.mirror = Mirror()
         self.follower = Follower(self.mirror, hub, time.monotonic)
@@ -153,10 +157,7 @@ def build_app(api: Api, *, echo_label: bool = True) -> FastAPI:
         api.text.close()
 
     app = FastAPI(title="kvatlas", lifespan=lifespan)
-    limits = api.config.limits
-    app.add_middleware(
-        BodyLimit, max_bytes=limits.max_body_bytes, timeout_s=limits.body_timeout_s, echo=echo_label
-    )
+    app.add_middleware(BodyLimit, limits=lambda: api.config.limits, echo=echo_label)
     app.add_exception_handler(ApiError, _on_api_error(api))
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)

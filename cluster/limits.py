@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.answers import dumps
 from cluster.errors import ApiError
+from configs.schema import LimitsConfig
 
 MAX_BODIES = 64
 """As many bodies of the largest size may be there at once, or more that are smaller."""
@@ -19,14 +20,13 @@ _CLOSE = (b"connection", b"close")
 
 
 class BodyLimit:
-    """Refuses a body that is larger than `max_bytes` (413), by what its header announces or by what
-    was counted, one that takes longer than `timeout_s` to arrive (408), and one that is too much
-    with all others that are being answered (429)."""
+    """Refuses a body that is larger than `limits` allow (413), by what its header announces or by
+    what was counted, one that takes longer to arrive (408), and one that is too much with all
+    others that are being answered (429). Asks for the limits each time."""
 
-    def __init__(self, app: ASGIApp, *, max_bytes: int, timeout_s: float, echo: bool) -> None:
+    def __init__(self, app: ASGIApp, *, limits: Callable[[], LimitsConfig], echo: bool) -> None:
         self._app = app
-        self.max_bytes = max_bytes
-        self.timeout_s = timeout_s
+        self._limits = limits
         self.held_bytes = 0  # of all requests that are not answered yet
         self._echo = echo
 
@@ -38,10 +38,11 @@ class BodyLimit:
         label = label_of(headers)
         if self._echo and label:
             send = _with(send, lambda: [(b"x-request-id", label.encode())])
-        if _announced(headers) > self.max_bytes:
-            await _answer(send, _too_large(self.max_bytes))
+        limits = self._limits()
+        if _announced(headers) > limits.max_body_bytes:
+            await _answer(send, _too_large(limits))
             return
-        body = _Body(self, receive)
+        body = _Body(self, limits, receive)
         try:
             # What would still come of a refused body is not waited for.
             await self._app(scope, body, _with(send, lambda: [_CLOSE] if body.refused else []))
@@ -52,9 +53,9 @@ class BodyLimit:
 class _Body:
     """The messages of a request; raises ApiError for a body that breaks a bound."""
 
-    def __init__(self, limit: BodyLimit, receive: Receive) -> None:
-        self._limit, self._receive = limit, receive
-        self._deadline = asyncio.get_running_loop().time() + limit.timeout_s
+    def __init__(self, all_bodies: BodyLimit, limits: LimitsConfig, receive: Receive) -> None:
+        self._all, self._limits, self._receive = all_bodies, limits, receive
+        self._deadline = asyncio.get_running_loop().time() + limits.body_timeout_s
         self._complete = False
         self.received = 0
         self.refused = False
@@ -62,20 +63,20 @@ class _Body:
     async def __call__(self) -> Message:
         if self._complete:
             return await self._receive()
-        limit = self._limit
+        limits = self._limits
         try:
             async with asyncio.timeout_at(self._deadline):
                 message = await self._receive()
         except TimeoutError:
-            allowed = f"{limit.timeout_s:g} s (limits.body_timeout_s)"
+            allowed = f"{limits.body_timeout_s:g} s (limits.body_timeout_s)"
             raise self._refusal(408, "timeout", f"the body took more than {allowed}") from None
         size = len(message.get("body", b""))
         self.received += size
-        limit.held_bytes += size
-        if self.received > limit.max_bytes:
+        self._all.held_bytes += size
+        if self.received > limits.max_body_bytes:
             self.refused = True
-            raise _too_large(limit.max_bytes)
-        if limit.held_bytes > MAX_BODIES * limit.max_bytes:
+            raise _too_large(limits)
+        if self._all.held_bytes > MAX_BODIES * limits.max_body_bytes:
             raise self._refusal(429, "queue_full", "the server holds too many large bodies")
         self._complete = not message.get("more_body", False)
         return message
@@ -86,8 +87,8 @@ class _Body:
         return ApiError(status, code, message, retry_after_s=retry_after_s)
 
 
-def _too_large(max_bytes: int) -> ApiError:
-    allowed = f"{max_bytes} bytes (limits.max_body_bytes)"
+def _too_large(limits: LimitsConfig) -> ApiError:
+    allowed = f"{limits.max_body_bytes} bytes (limits.max_body_bytes)"
     return ApiError(413, "body_too_large", f"the body may have {allowed}")
 
 

@@ -150,6 +150,7 @@ def _deploy(
     from ray import serve
     from ray.serve import RunTarget
 
+    from cluster import secret
     from cluster.app import APP, REAL_WORKER, build
 
     resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
@@ -161,7 +162,8 @@ def _deploy(
             "lower cluster.workers or cluster.gpus_per_worker, or use model.device=cpu"
         )
     try:
-        app = build(config, directory, gpus=gpus > 0, worker=worker or REAL_WORKER)
+        key = secret.of_this_cluster()
+        app = build(config, directory, key, gpus=gpus > 0, worker=worker or REAL_WORKER)
     except ValueError as error:
         raise UserError(str(error)) from None
     say("starting the server")

@@ -33,12 +33,14 @@ class Watch:
         timeout_s: float,
         step_timeout_s: float,
         on_failure: Callable[[], None],
+        check: Callable[[dict[str, Any]], str] = lambda info: "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._handle = handle
         self._period_s, self._timeout_s = period_s, timeout_s
         self._step_timeout_s = step_timeout_s
-        self._on_failure = on_failure
+        self._on_failure, self._check = on_failure, check
+        self._unfit = ""
         self._clock = clock
         self._stats: dict[str, Any] | None = None
         self._answered_s = clock()
@@ -59,6 +61,8 @@ class Watch:
     def _why_not(self) -> str:
         if self._stats is None or self.info is None:
             return self._complaint
+        if self._unfit:
+            return self._unfit
         age_s = self._clock() - self._answered_s
         if age_s > self._period_s + self._timeout_s:
             return f"the worker's last answer is {age_s:.1f} s old"
@@ -78,10 +82,11 @@ class Watch:
         """Its entry in `/health/ready`."""
         entry = {"gang": gang, "ready": self.ready, "reason": self.complaint}
         if self._stats is None:
-            unknown = ("pid", "step_age_s", "answer_age_s", "quarantined_blocks")
+            unknown = ("host", "pid", "step_age_s", "answer_age_s", "quarantined_blocks")
             return {**entry, **dict.fromkeys(unknown)}
         return {
             **entry,
+            "host": self._stats["host"],
             "pid": self._stats["pid"],
             "step_age_s": round(self._stats["step_age_s"], 3),
             "answer_age_s": round(self._clock() - self._answered_s, 3),
@@ -123,6 +128,7 @@ class Watch:
     async def _heard(self, stats: dict[str, Any], deadline_s: float) -> None:
         if self.info is None or self._stats is None or stats["gang"] != self._stats["gang"]:
             self.info = await ask(self._handle, "info", deadline_s=deadline_s)
+            self._unfit = self._check(self.info)
             log.info("worker %s (process %s) answers", stats["gang"], stats["pid"])
         self._stats, self._answered_s = stats, self._clock()
 

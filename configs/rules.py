@@ -104,3 +104,10 @@ def choice(*options: str) -> Rule:
         return value
 
     return Rule("one of " + ", ".join(options), parse)
+
+
+def shown(value: object) -> str:
+    """A value as it would be written in YAML, on one line and not too long."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return " ".join((value if isinstance(value, str) else repr(value)).split())[:80]

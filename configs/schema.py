@@ -10,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
 from configs import rules
+from configs.rules import shown
+from configs.source import read
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -34,8 +35,9 @@ class ConfigError(Exception):
         super().__init__(f"{head} in the configuration:\n  " + "\n  ".join(problems))
 
 
-def _setting(default: object, rule: rules.Rule, doc: str) -> Any:
-    return dataclasses.field(default=default, metadata={"rule": rule, "doc": doc})
+def _setting(default: object, rule: rules.Rule, doc: str, *, live: bool = False) -> Any:
+    """A `live` setting is read each time it is needed, so it can change while requests run."""
+    return dataclasses.field(default=default, metadata={"rule": rule, "doc": doc, "live": live})
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +131,11 @@ class LimitsConfig:
         20, rules.integer(0), "Most alternatives per token in `logprobs` and `top_logprobs`."
     )
     max_stop_strings: int = _setting(
-        16, rules.integer(0, MAX_ITEMS), "Most stop strings in one request."
+        16, rules.integer(0, MAX_ITEMS), "Most stop strings in one request.", live=True
     )
-    max_stop_length: int = _setting(256, rules.integer(1), "Longest stop string, in characters.")
+    max_stop_length: int = _setting(
+        256, rules.integer(1), "Longest stop string, in characters.", live=True
+    )
     max_logit_bias: int = _setting(
         1024, rules.integer(0, MAX_ITEMS), "Most entries of `logit_bias` in one request."
     )
@@ -147,13 +151,19 @@ class LimitsConfig:
         0, rules.integer(-1000, 1000), "Lowest `priority` a request may ask for; low goes first."
     )
     max_body_bytes: int = _setting(
-        16 * 2**20, rules.size(), "Largest request body; larger gets 413."
+        16 * 2**20, rules.size(), "Largest request body; larger gets 413.", live=True
     )
     body_timeout_s: float = _setting(
-        30.0, rules.number(0, above=True), "Time for a request body to arrive; later gets 408."
+        30.0,
+        rules.number(0, above=True),
+        "Time for a request body to arrive; later gets 408.",
+        live=True,
     )
     request_timeout_s: float = _setting(
-        600.0, rules.number(0, above=True), "Longest life of a request, waiting included."
+        600.0,
+        rules.number(0, above=True),
+        "Longest life of a request, waiting included.",
+        live=True,
     )
 
 
@@ -179,6 +189,7 @@ class ServerConfig:
         False,
         rules.flag(),
         "Refuse unknown request parameters with 400; off ignores and counts them.",
+        live=True,
     )
     stream_messages_per_s: float = _setting(
         400.0,
@@ -186,9 +197,12 @@ class ServerConfig:
         "Stream messages a worker sends per second; more are folded.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = _setting(
-        "info", rules.choice("debug", "info", "warning", "error"), "Least severe log lines shown."
+        "info",
+        rules.choice("debug", "info", "warning", "error"),
+        "Least severe log lines shown.",
+        live=True,
     )
-    log_json: bool = _setting(False, rules.flag(), "Write log lines as JSON objects.")
+    log_json: bool = _setting(False, rules.flag(), "Write log lines as JSON objects.", live=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +213,11 @@ class ClusterConfig:
         1, rules.integer(1, 512), "Engines, each with its own copy of the model."
     )
     ingresses: int = _setting(1, rules.integer(1, 64), "Processes that speak HTTP and tokenise.")
+    ingress_resource: str | None = _setting(
+        None,
+        rules.text(),
+        "Ray resource that a host must have to run ingresses; null is any host.",
+    )
     start_timeout_s: float = _setting(
         600.0, rules.number(0, above=True), "Longest start before it is given up, weights included."
     )
@@ -235,7 +254,7 @@ class ClusterConfig:
     threads: int | None = _setting(
         None,
         rules.integer(1),
-        "Threads a CPU worker computes with; null is all cores shared by the workers.",
+        "Threads of a CPU worker; null is all cores, shared by the workers that fit on a host.",
     )
 
 
@@ -264,16 +283,20 @@ def settings() -> Iterator[tuple[str, dataclasses.Field[Any]]]:
 _FIELDS: Mapping[str, dataclasses.Field[Any]] = dict(settings())
 
 
-def load(path: str | None = None, overrides: Sequence[str] = ()) -> Config:
-    """The configuration in the YAML file `path` with `section.key=value` overrides on top.
+def load(source: str | Mapping[str, object] | None = None, overrides: Sequence[str] = ()) -> Config:
+    """The configuration in `source` with `section.key=value` overrides on top.
 
-    Without a file all settings have their defaults, and null anywhere means the default.
-    Raises ConfigError with all problems of the file and the overrides together.
+    `source` is the path of a YAML file or what such a file holds. Without it all settings have
+    their defaults, and null anywhere means the default.
+    Raises ConfigError with all problems of the source and the overrides together.
     """
     problems: list[str] = []
     given: dict[str, tuple[str, object]] = {}  # key -> where it was said, value
-    for key, value in _flatten(_read(path, problems), str(path), problems):
-        given[key] = (str(path), value)
+    by_path = source is None or isinstance(source, str)
+    where = str(source) if by_path else "config"
+    tree = read(source, problems) if by_path else source  # type: ignore[arg-type]
+    for key, value in _flatten(tree, where, problems):
+        given[key] = (where, value)
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals:
@@ -282,6 +305,27 @@ def load(path: str | None = None, overrides: Sequence[str] = ()) -> Config:
             problems.append(f"--set {override}: {key} is a section, set one of its keys")
         else:
             given[key] = ("--set", _scalar(key, text))
+    return _with(Config(), given, problems)
+
+
+def adjusted(config: Config, changes: Mapping[str, object]) -> Config:
+    """`config` with other values of live settings; `changes` has sections, as a file has.
+
+    Raises ConfigError with all problems, other settings among them.
+    """
+    problems: list[str] = []
+    given: dict[str, tuple[str, object]] = {}
+    for key, value in _flatten(changes, "user_config", problems):
+        if key in _FIELDS and not _FIELDS[key].metadata["live"]:
+            live = ", ".join(name for name, field in _FIELDS.items() if field.metadata["live"])
+            problems.append(f"{key} (user_config): needs a restart; what does not is {live}")
+        else:
+            given[key] = ("user_config", value)
+    return _with(config, given, problems)
+
+
+def _with(config: Config, given: Mapping[str, tuple[str, object]], problems: list[str]) -> Config:
+    """`config` with what was given, checked. Raises ConfigError with these and earlier problems."""
     values: dict[str, dict[str, object]] = {section: {} for section in SECTIONS}
     for key, (where, value) in given.items():
         field = _FIELDS.get(key)
@@ -300,37 +344,11 @@ def load(path: str | None = None, overrides: Sequence[str] = ()) -> Config:
                 )
     if problems:
         raise ConfigError(problems)
-    return Config(**{section: kind(**values[section]) for section, kind in SECTIONS.items()})
-
-
-class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses a key written twice, where YAML would silently drop the first."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for at, key in enumerate(keys):
-            if key in keys[:at]:
-                mark = node.value[at][0].start_mark
-                raise yaml.MarkedYAMLError(problem=f"key {key} is given twice", problem_mark=mark)
-        return super().construct_mapping(node, deep)
-
-
-def _read(path: str | None, problems: list[str]) -> object:
-    if path is None:
-        return None
-    try:
-        return yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
-    except OSError as error:
-        problems.append(f"{path}: cannot be read: {error.strerror}")
-    except UnicodeDecodeError:
-        problems.append(f"{path}: is not UTF-8 text")
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        line = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        problems.append(f"{path}{line}: is not valid YAML: {error.problem}")
-    except (yaml.YAMLError, TypeError) as error:
-        problems.append(f"{path}: is not valid YAML: {error}")
-    return None
+    changed = {
+        section: dataclasses.replace(getattr(config, section), **found)
+        for section, found in values.items()
+    }
+    return dataclasses.replace(config, **changed)
 
 
 def _flatten(tree: object, path: str, problems: list[str]) -> Iterator[tuple[str, object]]:
@@ -379,10 +397,3 @@ def _meant(key: str) -> str:
     if similar := difflib.get_close_matches(key, SECTIONS, n=1):
         return f"; did you mean section {similar[0]}?"
     return f"; the sections are {', '.join(SECTIONS)}"
-
-
-def shown(value: object) -> str:
-    """A value as it would be written in YAML, on one line and not too long."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return " ".join((value if isinstance(value, str) else repr(value)).split())[:80]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from configs.schema import SECTIONS, settings, shown
+from configs.rules import shown
+from configs.schema import SECTIONS, settings
 
 BEGIN = "<!-- settings: written by `python -m configs.table` -->"
 END = "<!-- end of settings -->"
@@ -20,6 +21,7 @@ def tables() -> str:
         for key, field in settings():
             if key.startswith(section + "."):
                 possible, doc = field.metadata["rule"].possible, field.metadata["doc"]
+                doc += " *Live.*" if field.metadata["live"] else ""
                 lines.append(f"| `{key}` | `{shown(field.default)}` | {possible} | {doc} |")
         lines.append("")
     return "\n".join(lines)

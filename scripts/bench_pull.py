@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import random
+import secrets
 import statistics
 import sys
 import time
@@ -177,7 +178,7 @@ def run(config: Config, directory: Path, options: argparse.Namespace) -> dict[st
         serve.start(http_options={"location": "NoServer"}, logging_config={"log_level": "ERROR"})
         gpus = ray.cluster_resources().get("GPU", 0.0) > 0  # type: ignore[no-untyped-call]
         say(f"loading {directory} twice")
-        serve.run(build(config, str(directory), gpus=gpus), name=APP)
+        serve.run(build(config, str(directory), secrets.token_bytes(32), gpus=gpus), name=APP)
         return asyncio.run(compare(serve.get_deployment_handle(WORKER, APP), options))
 
 

@@ -10,11 +10,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvpaging import hashing
 from kvpaging.events import Announcer
 from kvpaging.pool import BlockPool
 from worker import request as requests
+
+PROBE_BLOCKS = 2
+PROBE_SALT = b"probe"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,17 @@ class PrefixCache:
         if self.enabled and self.indexed is not None:
             announcer.listen(self.pools[self.indexed])
 
+    def shown(self) -> dict[str, Any]:
+        """How blocks of the indexed group get their names, but for the key and the salt, and the
+        names of a probe: whoever finds the same ones names all blocks alike."""
+        if self.indexed is None or not self.enabled:
+            return {"identity": None, "probe": []}
+        parts = self._parts(self.indexed)
+        root = hashing.root(**parts, salt=PROBE_SALT, key=self.identity.key)
+        tokens = range(PROBE_BLOCKS * self.block_size)
+        probe = hashing.chain(root, tokens, self.block_size, key=self.identity.key)
+        return {"identity": parts, "probe": probe}
+
     def chains(self, sequence: requests.Sequence) -> list[list[bytes]]:
         """The identities of the sequence's full blocks, one list per group, as far as known."""
         chains = sequence.chains
@@ -88,14 +103,15 @@ class PrefixCache:
         return chains
 
     def _root(self, group: int, salt: bytes) -> bytes:
-        return hashing.root(
-            fingerprint=self.identity.fingerprint,
-            kv_dtype=self.identity.kv_dtype,
-            block_size=self.block_size,
-            group=group,
-            salt=salt,
-            key=self.identity.key,
-        )
+        return hashing.root(**self._parts(group), salt=salt, key=self.identity.key)
+
+    def _parts(self, group: int) -> dict[str, Any]:
+        return {
+            "fingerprint": self.identity.fingerprint,
+            "kv_dtype": self.identity.kv_dtype,
+            "block_size": self.block_size,
+            "group": group,
+        }
 
     def match(self, sequence: requests.Sequence) -> list[list[int]]:
         """The longest run of leading blocks that all groups have, one list of blocks per group."""

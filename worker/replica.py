@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-from configs.schema import Config
+from configs.schema import ClusterConfig, Config
 from kvpaging.events import Announcer, Load
 from kvpaging.report import sharing, snapshot
 from worker import wire
@@ -90,8 +91,7 @@ class GPUWorker:
         )
 
     def _make(self) -> Engine:
-        cluster = self.config.cluster
-        torch.set_num_threads(cluster.threads or max(1, (os.cpu_count() or 1) // cluster.workers))
+        torch.set_num_threads(threads_of(self.config.cluster, os.cpu_count() or 1))
         return start(
             self.launch,
             clock=time.perf_counter,
@@ -222,6 +222,7 @@ class GPUWorker:
             "dtype": str(self.launch.dtype).removeprefix("torch."),
             "eos_token_ids": sorted(self.loop.engine.end_tokens),
             "table": self.launch.table(),
+            **self.loop.engine.scheduler.prefix.shown(),
         }
 
     async def stats(self) -> dict[str, Any]:
@@ -252,6 +253,7 @@ class GPUWorker:
             "step_age_s": self.loop.step_age_s,
             "failure": None if self.loop.failure is None else str(self.loop.failure),
             "pid": os.getpid(),
+            "host": socket.gethostname(),
         }
 
     def _transfers(self) -> dict[str, Any]:
@@ -375,6 +377,12 @@ class GPUWorker:
     def __del__(self) -> None:
         if getattr(self, "started", False):
             self.loop.stop()
+
+
+def threads_of(cluster: ClusterConfig, cores: int) -> int:
+    """Threads of one CPU worker: the host's cores, shared by as many workers as it has room for."""
+    room = cores / cluster.cpus_per_worker if cluster.cpus_per_worker else cluster.workers
+    return cluster.threads or max(1, cores // max(1, min(cluster.workers, int(room))))
 
 
 def _gang_id() -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
@@ -20,10 +22,11 @@ from configs.schema import Config, load
 from kvpaging.events import Announcer, Load
 from tests.cluster import tokens
 from worker import wire
-from worker.prefix import PrefixStats
+from worker.prefix import Identity, PrefixCache, PrefixStats
 from worker.transfer import TransferStats
 
 MODEL = "fake"
+KEY = bytes(32)
 MAX_MODEL_LEN = 256
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -31,6 +34,12 @@ ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 def ids_of(text: str) -> list[int]:
     ids: list[int] = tokens.wrapped().encode(text, add_special_tokens=False)
     return ids
+
+
+def prefix(key: bytes) -> PrefixCache:
+    """One that names blocks, and never holds any."""
+    identity = Identity(b"fake", "float32", key)
+    return PrefixCache([], 16, identity, enabled=True, cpu_clock=time.thread_time)
 
 
 class FakeWorker:
@@ -57,6 +66,7 @@ class FakeWorker:
         self.alive = True
         self.gang = "gang-1"
         self.announcer = Announcer(MODEL, self.gang)
+        self.prefix = prefix(KEY)
         self.beat = asyncio.Event()
         self.cached = 0
         self.told: list[tuple[str, list[str]]] = []
@@ -170,6 +180,7 @@ class FakeWorker:
             "transfers": self.transfers,
             "failure": None,
             "pid": 4242,
+            "host": "here",
         }
 
     async def beats(self, period_s: float) -> AsyncGenerator[dict[str, Any]]:
@@ -190,6 +201,7 @@ class FakeWorker:
             "dtype": "float32",
             "eos_token_ids": [tokens.EOS],
             "table": {"model": MODEL},
+            **self.prefix.shown(),
         }
 
     async def abort(self, request_id: str, choice: int) -> bool:
@@ -230,6 +242,9 @@ ENDLESS, BREAKING = 13, 14
 """Seeds of requests that a `ServedFake` never finishes, the second one because it breaks."""
 
 
+PACE_S = 0.25
+
+
 class ServedFake(FakeWorker):
     """The same behind Serve, in a process of its own."""
 
@@ -240,7 +255,7 @@ class ServedFake(FakeWorker):
         if config.model.max_model_len == 1:
             raise DoesNotFit("a sequence of 1 token does not fit: use more")
         self.gang = serve.get_replica_context().replica_id.unique_id
-        self.announcer = Announcer(MODEL, self.gang)
+        self.announcer, self.prefix = Announcer(MODEL, self.gang), prefix(key)
         self.failure: str | None = None
 
     def gate_of(self, submit: wire.Submit) -> asyncio.Semaphore | None:
@@ -249,7 +264,11 @@ class ServedFake(FakeWorker):
         return asyncio.Semaphore(3) if submit.params.seed in (ENDLESS, BREAKING) else None
 
     async def stats(self) -> dict[str, Any]:
-        return {**await super().stats(), "pid": os.getpid(), "failure": self.failure}
+        here = {"pid": os.getpid(), "host": socket.gethostname()}
+        return {**await super().stats(), **here, "failure": self.failure}
+
+    async def debug_requests(self) -> list[dict[str, Any]]:
+        return [{**entry, "gang": self.gang} for entry in await super().debug_requests()]
 
     async def beats(self, period_s: float) -> AsyncGenerator[dict[str, Any]]:
         while True:
@@ -261,6 +280,21 @@ class ServedFake(FakeWorker):
     async def check_health(self) -> None:
         if self.failure is not None:
             raise RuntimeError(self.failure)
+
+
+class PacedFake(ServedFake):
+    """Says a token each `PACE_S`, so that there is time to lose it."""
+
+    def gate_of(self, submit: wire.Submit) -> asyncio.Semaphore | None:
+        gate, loop = asyncio.Semaphore(), asyncio.get_running_loop()
+
+        def tick() -> None:
+            gate.release()
+            if submit.id in self.active:
+                loop.call_later(PACE_S, tick)
+
+        tick()
+        return gate
 
 
 class DoesNotFit(Exception):
@@ -405,6 +439,7 @@ def make_api(handle: LocalHandle, *overrides: str) -> Api:
         handle,  # type: ignore[arg-type]
         tokens.wrapped(),
         name="ingress-1",
+        key=KEY,
         listed=handle.listed,
         hub=LocalHub(),
     )

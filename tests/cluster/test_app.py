@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ import pytest
 from cluster.calls import Misrouted
 from cluster.errors import UserError
 from cluster.transfer import Peers
-from tests.cluster.fakes import config
+from configs.schema import ConfigError
+from tests.cluster.fakes import KEY, config
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of pydantic, about Ray Serve
@@ -30,7 +32,7 @@ def _same_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def deployments(*overrides: str, gpus: bool = False) -> dict[str, Any]:
     """The deployments of an application by their names."""
-    built: Any = app.build(config(*overrides), "/models/m", gpus=gpus)
+    built: Any = app.build(config(*overrides), "/models/m", KEY, gpus=gpus)
     ingress = built._bound_deployment
     (worker,) = [a for a in ingress.init_args if hasattr(a, "_bound_deployment")]
     return {d.name: d for d in (ingress, worker._bound_deployment)}
@@ -57,10 +59,58 @@ def test_a_worker_takes_a_gpu_where_there_is_one_and_it_is_wanted() -> None:
     assert resources("cluster.gpus_per_worker=0.25", gpus=True)["num_gpus"] == 0.25
 
 
+def test_who_is_told_to_stop_has_time_for_its_requests() -> None:
+    for deployment in deployments("limits.request_timeout_s=77").values():
+        assert deployment._deployment_config.graceful_shutdown_timeout_s == 77
+
+
+def test_ingresses_go_where_a_resource_is() -> None:
+    def asked(*overrides: str) -> Any:
+        return deployments(*overrides)["ingress"].ray_actor_options.get("resources")
+
+    assert not asked()
+    assert asked("cluster.ingress_resource=front") == {"front": 0.001}
+
+
+def from_file(monkeypatch: pytest.MonkeyPatch, args: Any, **resources: float) -> dict[str, Any]:
+    """The deployments of what `serve deploy` builds on a cluster with these resources."""
+    monkeypatch.setattr("ray.cluster_resources", lambda: resources)
+    monkeypatch.setattr("cluster.secret.of_this_cluster", lambda: KEY)
+    built: Any = app.application(args)
+    ingress = built._bound_deployment
+    (worker,) = [a for a in ingress.init_args if hasattr(a, "_bound_deployment")]
+    return {d.name: d for d in (ingress, worker._bound_deployment)}
+
+
+def test_a_file_for_serve_deploy_says_what_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = {
+        "config": {"cluster": {"workers": 3}, "model": {"path": "/m/x"}},
+        "set": ["kv.blocks=9"],
+    }
+    made = from_file(monkeypatch, args)
+    kind, settings, directory, key = made["worker"].init_args
+    assert (kind, directory, key) == (app.REAL_WORKER, None, KEY)
+    assert (settings.kv.blocks, settings.cluster.workers, made["worker"].num_replicas) == (9, 3, 3)
+    assert made["ingress"].init_args[1] == "x"
+    with pytest.raises(ConfigError, match=r"kv.blocks \(--set\): 0"):
+        app.application({"set": ["kv.blocks=0"]})
+    with pytest.raises(ValueError, match=r"\['sets'\]; possible are config, set and worker"):
+        app.application({"sets": []})
+
+
+def test_a_cluster_that_grows_gpus_when_asked_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gpus(args: Any, **resources: float) -> Any:
+        return from_file(monkeypatch, args, **resources)["worker"].ray_actor_options.get("num_gpus")
+
+    assert gpus({}) is None
+    assert gpus({}, GPU=2.0) == 1
+    assert gpus({"config": {"model": {"device": "cuda"}}}) == 1
+
+
 def test_more_requests_than_serve_lets_through_are_refused() -> None:
     with pytest.raises(ValueError, match=r"scheduler.max_waiting=98745 and .* more than the 99000"):
-        app.build(config("scheduler.max_waiting=98745"), "/models/m")
-    app.build(config("scheduler.max_waiting=98744"), "/models/m")
+        app.build(config("scheduler.max_waiting=98745"), "/models/m", KEY)
+    app.build(config("scheduler.max_waiting=98744"), "/models/m", KEY)
 
 
 def test_a_local_ray_has_room_for_every_worker_however_few_cores(
@@ -124,6 +174,35 @@ def test_a_refusal_survives_the_trace_it_is_reported_in() -> None:
     assert app.StartError.found_in(json.dumps({"no": "refusal"})) is None
 
 
+def test_each_host_finds_the_model_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = "cluster.quickstart.resolve"
+    monkeypatch.setattr(found, lambda path, revision, *, say: Path(f"/here/{path}/{revision}"))
+    made = app.Worker(f"{__name__}:Working", config("model.path=m", "model.revision=r"), None, KEY)
+    assert made._worker.directory == "/here/m/r"
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError) as error:
+        app.Worker(f"{__name__}:Working", config("model.path=/no/such/model"), None, KEY)
+    assert "no such directory" in str(app.StartError.found_in(str(error.value)))
+
+
+def test_live_settings_come_while_requests_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging_as: list[Any] = []
+    monkeypatch.setattr(
+        "cluster.ingress.configure_logging", lambda level, *, as_json: logging_as.append(level)
+    )
+    start = config("limits.request_timeout_s=9")
+    made = app._reconfigured(
+        start, {"limits": {"max_stop_strings": 1}, "server": {"log_level": "error"}}
+    )
+    assert (made.limits.max_stop_strings, made.limits.request_timeout_s) == (1, 9)
+    with caplog.at_level("ERROR", "kvatlas.start"):
+        assert app._reconfigured(start, {"kv": {"blocks": 1}}) == start
+    assert "user_config is not used: 1 problem" in caplog.text
+    assert logging_as == ["error", "info"]
+
+
 def test_other_faults_of_a_worker_keep_their_trace() -> None:
     with pytest.raises(RuntimeError, match="out of luck"):
         make(Broken)
@@ -144,14 +223,12 @@ async def test_a_call_reaches_the_method_of_the_worker_it_names() -> None:
 
 
 def test_workers_of_one_application_share_a_secret_and_know_each_other() -> None:
-    keys = []
-    for _ in "ab":
-        made = deployments()["worker"].init_args
-        worker = app.Worker(f"{__name__}:Working", *made[1:])
-        assert isinstance(worker._worker.fetch, Peers)
-        keys.append(worker._worker.key)
-    assert len(keys[0]) == 32
-    assert keys[0] != keys[1]
+    made = deployments()
+    *rest, key = made["worker"].init_args
+    worker = app.Worker(f"{__name__}:Working", *rest[1:], key)
+    assert isinstance(worker._worker.fetch, Peers)
+    assert worker._worker.key == KEY
+    assert KEY in made["ingress"].init_args
 
 
 @pytest.mark.anyio

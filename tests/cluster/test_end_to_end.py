@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from cluster.keys import salt
 from tests.cluster import tiny, tokens
-from tests.cluster.fakes import MODEL, Served, config, ids_of, serving
+from tests.cluster.fakes import KEY, MODEL, Served, config, ids_of, serving
 from worker import replica, wire
 from worker.live import SILENCE_S
 from worker.params import SamplingParams
@@ -57,7 +57,7 @@ def _outside_serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @asynccontextmanager
 async def running(directory: Path, *overrides: str) -> AsyncIterator[Served]:
     settings = (f"model.path={directory}", *SETTINGS, *overrides)
-    worker: Any = replica.GPUWorker(config(*settings), str(directory))
+    worker: Any = replica.GPUWorker(config(*settings), str(directory), KEY)
     try:
         async with serving(worker, *settings) as served:
             yield served

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cluster import limits
-from tests.cluster.fakes import FakeWorker, Served, serving
+from tests.cluster.fakes import FakeWorker, Served, config, serving
 
 pytestmark = pytest.mark.anyio
 PATH = "/v1/completions"
@@ -56,6 +56,15 @@ async def test_a_body_without_an_announced_length_is_counted() -> None:
         for size, expected in ((LIMIT - 16, 200), (LIMIT, 413)):
             answer = await served.http.post(PATH, content=padded(size))
             assert answer.status_code == expected
+
+
+async def test_limits_may_change_while_requests_run() -> None:
+    async with serving(FakeWorker()) as served:
+        assert (await served.post(PATH, {"prompt": "hi"})).status_code == 200
+        served.api.config = config("limits.max_body_bytes=8")
+        assert (await served.post(PATH, {"prompt": "hi"})).status_code == 413
+        served.api.config = config("limits.max_stop_length=1")
+        assert (await served.post(PATH, {"prompt": "hi", "stop": "no"})).status_code == 400
 
 
 async def test_a_body_that_does_not_come_is_a_408() -> None:

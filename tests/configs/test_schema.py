@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs import schema
-from configs.schema import Config, ConfigError, load
+from configs.schema import Config, ConfigError, adjusted, load
 
 
 def write(folder: Path, text: str) -> str:
@@ -149,7 +149,7 @@ def test_possible_values(override: str, result: object) -> None:
         "server.port=65536",
         "server.port=8000.0",
         "server.log_level=verbose",
-        "cluster.workers=2",
+        "cluster.workers=513",
         "scheduler.max_waiting=x",
         "scheduler.max_waiting=[1",
     ],
@@ -225,11 +225,30 @@ def test_a_missing_file_hides_no_problem_of_the_overrides() -> None:
 
 
 def test_the_shipped_files_load() -> None:
-    files = sorted(Path(schema.__file__).parent.glob("*.yaml"))
-    assert [file.name for file in files] == ["local.yaml"]
-    for file in files:
-        load(str(file))
-    assert load(str(files[0])) == Config()
+    """Those of settings; `test_files_of_ray.py` has the others."""
+    folder = Path(schema.__file__).parent
+    assert load(str(folder / "local.yaml")) == Config()
+    assert load(str(folder / "two-workers.yaml")).cluster.workers == 2
+
+
+def test_what_a_file_would_hold_is_as_good_as_a_file() -> None:
+    made = load({"kv": {"block_size": 8}, "cluster": None}, ["kv.blocks=9"])
+    assert made == load(None, ["kv.block_size=8", "kv.blocks=9"])
+    with pytest.raises(ConfigError, match=r"kv.block_size \(config\): 9 is not possible"):
+        load({"kv": {"block_size": 9}})
+
+
+def test_live_settings_change_and_others_do_not() -> None:
+    config = load(None, ["kv.blocks=9", "limits.max_body_bytes=1000"])
+    changed = adjusted(config, {"limits": {"request_timeout_s": 7, "max_body_bytes": None}})
+    assert changed.limits.request_timeout_s == 7
+    assert changed.limits.max_body_bytes == 1000
+    assert changed.kv == config.kv
+    with pytest.raises(ConfigError) as error:
+        adjusted(config, {"kv": {"blocks": 8}, "server": {"log_level": 1}, "limits": {"no": 1}})
+    first, *rest = error.value.problems
+    assert first.startswith("kv.blocks (user_config): needs a restart; what does not is limits.")
+    assert len(rest) == 2
 
 
 _json = st.recursive(

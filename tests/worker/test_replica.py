@@ -20,6 +20,7 @@ from tests.families import FAMILIES, Family, build
 from worker import wire
 from worker.params import SamplingParams
 from worker.philox import derive
+from worker.replica import threads_of
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Serve warns of its own use of pydantic
@@ -280,3 +281,18 @@ async def test_a_request_finds_what_another_worker_with_the_same_secret_has(
     finally:
         owner.loop.stop()
         puller.loop.stop()
+
+
+def test_workers_share_the_cores_of_the_host_they_fit_on() -> None:
+    def threads(cores: int, *overrides: str) -> int:
+        return threads_of(load(None, overrides).cluster, cores)
+
+    assert threads(16) == 16
+    assert threads(16, "cluster.workers=4") == 4
+    assert threads(2, "cluster.workers=4") == 1
+    assert threads(16, "cluster.workers=64") == 1
+    # Four workers on four hosts, which have room for one each.
+    assert threads(16, "cluster.workers=4", "cluster.cpus_per_worker=16") == 16
+    assert threads(16, "cluster.workers=4", "cluster.cpus_per_worker=0") == 4
+    assert threads(1, "cluster.cpus_per_worker=3") == 1
+    assert threads(16, "cluster.threads=3") == 3

@@ -1,0 +1,58 @@
+"""Three hosts, `ray up`, `serve deploy`, a host cut off: `scripts/three_hosts.py` from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts import hosts
+from tests.cluster import tokens
+from tests.cluster.fakes import MODEL
+
+pytestmark = pytest.mark.hosts
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 400  # of a story that takes two minutes on an idle machine
+
+
+@pytest.fixture(autouse=True)
+def _where_it_can_be() -> None:
+    if reason := hosts.missing():
+        pytest.skip(reason)
+
+
+def story(*arguments: str) -> dict[str, Any]:
+    """What the script reports when all that was promised has happened."""
+    command = [sys.executable, "-m", "scripts.three_hosts", *arguments]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return report
+
+
+def test_a_host_that_is_cut_off_costs_no_request_and_comes_back(tmp_path: Path) -> None:
+    model = tokens.save(tmp_path)
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"")  # a fake worker reads neither
+    report = story(
+        *("--worker", "tests.cluster.fakes:PacedFake", "--model", str(model)),
+        *("--set", f"model.name={MODEL}", "--tokens", "60"),
+    )
+    assert report["streams_hit"] > 0
+    assert report["short_requests"] > 0
+    assert all(count > 1 for count in report["processes"].values())
+    assert report["processes"].keys() == {"head", "left", "right"}
+    left = [line for line in os.listdir("/sys/class/net") if line in ("switch", "port10")]
+    assert left == []
+
+
+@pytest.mark.full
+def test_the_same_with_a_real_model() -> None:
+    assert story("--set", "model.dtype=float32")["streams_hit"] > 0
