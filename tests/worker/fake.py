@@ -52,6 +52,7 @@ class FakeRunner:
         self.last_token: dict[int, int] = {}
         self.fault = fault or (lambda point, plan: None)
         self.build_s = self.execute_s = 0.0
+        self.saved_reads = 0
         self._results: dict[int, StepResult] = {}
 
     def launch(self, plan: StepPlan) -> InFlight:
