@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvpaging.attention import Rows
 
 SCORE_BYTES_MAX = 64 << 20
+SLICE_BYTES = 4 << 20  # of keys and values gathered at a time, for each thread
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -273,48 +274,70 @@ def _attend_bucket(
 
     The query heads that read one KV head stand side by side as if they were more queries.
     """
-    singles = bucket.queries == 1 and bucket.rows > 1 and not bucket.blind
-    if singles and softcap is None and values_dtype.itemsize == 2:
-        return _attend_singles(q, k_pages, v_pages, bucket, scale, values_dtype)
-    kv_heads, heads = k_pages.shape[1], q.shape[1]
-    group, count = heads // kv_heads, bucket.queries
+    kv_heads, heads, count = k_pages.shape[1], q.shape[1], bucket.queries
+    group = heads // kv_heads
     packed = q.view(bucket.rows, count, kv_heads, group, -1)
     packed = packed.permute(0, 2, 3, 1, 4).reshape(bucket.rows, kv_heads, group * count, -1)
-    k, v = _gather(k_pages, bucket.table, q.dtype), _gather(v_pages, bucket.table, q.dtype)
-    bias = bucket.bias_for(group, q.dtype)
-    if softcap is None and k.shape[3] == v.shape[3]:
-        out, lse = _flash(packed, k, v, 0.0, False, attn_mask=bias, scale=scale)
+    singles = count == 1 and bucket.rows > 1 and not bucket.blind
+    narrow = singles and softcap is None and values_dtype.itemsize == 2
+    bias = bucket.bias_for(1 if narrow else group, q.dtype)
+
+    def some(rows: slice, some_heads: slice) -> tuple[Tensor, Tensor]:
+        query, table = packed[rows, some_heads], bucket.table[rows]
+        hide = None if bias is None else bias[rows]
+        k = _gather(k_pages[:, some_heads], table, q.dtype)
+        v = _gather(v_pages[:, some_heads], table, values_dtype if narrow else q.dtype)
+        if narrow:
+            return _singles(query, k, v, hide, scale)
+        if softcap is None and k.shape[3] == v.shape[3]:
+            out, lse = _flash(query, k, v, 0.0, False, attn_mask=hide, scale=scale)
+            return out, lse
+        return _plain(query, k, v, hide, scale, softcap)
+
+    keys = bucket.table.shape[1] * k_pages.shape[2]
+    slices = _slices(
+        bucket.rows, kv_heads, keys * (k_pages.shape[3] + v_pages.shape[3]) * q.element_size()
+    )
+    if len(slices) == 1:
+        out, lse = some(*slices[0])
     else:
-        out, lse = _plain(packed, k, v, bias, scale, softcap)
+        out = q.new_empty(*packed.shape[:3], v_pages.shape[3])
+        lse = q.new_empty(packed.shape[:3])
+        for one in slices:
+            out[one], lse[one] = some(*one)
     if bucket.blind and bucket.hidden is not None:
         seen = ~bucket.hidden.all(2).repeat(1, group).unsqueeze(1)
         out = torch.where(seen.unsqueeze(3), out, 0.0)
         lse = torch.where(seen, lse, float("-inf"))
     out = out.reshape(bucket.rows, heads, count, -1).transpose(1, 2)
     lse = lse.reshape(bucket.rows, heads, count).transpose(1, 2)
-    return out.reshape(-1, heads, v.shape[3]), lse.reshape(-1, heads)
+    return out.reshape(-1, heads, v_pages.shape[3]), lse.reshape(-1, heads)
 
 
-def _attend_singles(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    bucket: Bucket,
-    scale: float,
-    values_dtype: torch.dtype,
+def _slices(rows: int, heads: int, head_bytes: int) -> list[tuple[slice, slice]]:
+    """Rows and KV heads to attend at a time: what is gathered for them, `head_bytes` for each head
+    of a row, then stays in the processor's caches, in memory that is used over and over."""
+    most = max(1, SLICE_BYTES * torch.get_num_threads() // head_bytes)
+    some_heads, some_rows = min(heads, most), max(1, most // heads)
+    return [
+        (slice(row, row + some_rows), slice(head, head + some_heads))
+        for row in range(0, rows, some_rows)
+        for head in range(0, heads, some_heads)
+    ]
+
+
+def _singles(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Many rows of one query each, q [S, Hq, Dk] float32: scores in float32, values in 16 bit."""
-    rows, heads = q.shape[:2]
-    kv_heads, group = k_pages.shape[1], q.shape[1] // k_pages.shape[1]
-    k, v = _gather(k_pages, bucket.table, q.dtype), _gather(v_pages, bucket.table, values_dtype)
-    k, v = k.flatten(0, 1), v.flatten(0, 1)
-    bias = bucket.bias_for(1, q.dtype)
+    """Many rows of one query each, q [S, Hkv, G, Dk] and k float32, v in 16 bit: scores are float32
+    and are rounded to 16 bit as weights of the values only."""
     assert bias is not None
-    bias = bias.expand(-1, kv_heads, 1, -1).reshape(len(k), 1, -1)
-    packed = q.reshape(len(k), group, -1)
-    scores = torch.baddbmm(bias, packed, k.transpose(1, 2), alpha=scale)
-    out = torch.bmm(scores.softmax(2).to(values_dtype), v)
-    return out.view(rows, heads, -1), scores.logsumexp(2).view(rows, heads)
+    shape = q.shape[:3]
+    hide = bias.expand(-1, shape[1], 1, -1).reshape(-1, 1, k.shape[2])
+    q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+    scores = torch.baddbmm(hide, q, k.transpose(1, 2), alpha=scale)
+    out = torch.bmm(scores.softmax(2).to(v.dtype), v)
+    return out.view(*shape, -1), scores.logsumexp(2).view(shape)
 
 
 def _gather(pages: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
