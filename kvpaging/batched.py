@@ -137,7 +137,7 @@ def _bucket(
         since, until = torch.tensor(gap).T[:, :, None]
         column += torch.where(column >= since, until - since, 0)
     used = column < rows.blocks.long()[row, None]
-    column = torch.where(used, column, column[:, :1])
+    column = torch.where(used, column, lowest[:, None])
     table = rows.table.long()[row[:, None], column]
     logical = column if rows.logical is None else rows.logical.long()[row[:, None], column]
     key = logical[..., None] * block_size + torch.arange(block_size)

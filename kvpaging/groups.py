@@ -22,9 +22,12 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.int64]
 
-# A run costs a few small operations and the merge of its sums, in each layer; what it saves is the
-# reading of its keys for all rows but one. Below about a thousand keys that does not pay.
-SAVED_KEYS_MIN = 1024
+# A run saves the reading of its keys for all rows but one, and costs some small operations and the
+# merge of its sums, in each layer. `scripts/bench_groups.py` shows where that starts to pay on a
+# CPU: at 2,000 to 4,000 keys, the more the smaller the heads are. On a GPU it costs the launch of a
+# merge, in whose time about as many keys could be read (an estimate). How many rows and splits
+# the keys come from does not matter.
+SAVED_KEYS_MIN = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +41,17 @@ class Run:
     length: int
 
     @property
+    def end(self) -> int:
+        """The split after the last."""
+        return self.split + self.splits
+
+    @property
     def start(self) -> int:
         return self.split * self.length
 
     @property
     def stop(self) -> int:
-        return (self.split + self.splits) * self.length
+        return self.end * self.length
 
     @property
     def saved_keys(self) -> int:
@@ -121,9 +129,7 @@ class _Tree:
         kept, whole = kept[order], whole[order]
         differ = np.pad(kept[1:] != kept[:-1], ((0, 0), (0, 1)), constant_values=True)
         # Splits that neighbours have in common; a whole interval shares the least of its own.
-        self.common = np.minimum(
-            differ.argmax(1) // blocks, np.minimum(whole[1:], whole[:-1])
-        ).tolist()
+        self.common = np.minimum(differ.argmax(1) // blocks, whole[1:]).tolist()
 
     def runs(self) -> Iterator[Run]:
         """The intervals of rows with their common splits below those of the interval around."""
@@ -151,12 +157,12 @@ class _Tree:
 
 
 def _joined(runs: list[Run]) -> list[Run]:
-    """Runs of the same rows that follow one another, as one."""
+    """Runs of the same rows that follow one another, as one; of each row, runs ascend."""
     last: dict[tuple[tuple[int, ...], int, int], Run] = {}
-    for run in sorted(runs, key=lambda run: run.split):
+    for run in runs:
         before = last.pop((run.rows, run.length, run.split), None)
         whole = run if before is None else Run(
             run.rows, before.split, before.splits + run.splits, run.length
         )  # fmt: skip
-        last[run.rows, run.length, whole.split + whole.splits] = whole
+        last[run.rows, run.length, whole.end] = whole
     return [*last.values()]

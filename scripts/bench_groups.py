@@ -84,9 +84,12 @@ def batch(load: Load) -> tuple[Rows, Tensor, Tensor]:
 
 
 def find(load: Load, table: np.ndarray) -> tuple[groups.Run, ...]:
+    """What the rows share, whether or not reading it once pays."""
     lens = np.ones(load.rows, np.int64)
     firsts = lens * (load.shared + load.private - 1)
-    return groups.find(table, np.arange(load.rows), lens, firsts, load.block, None)
+    return groups.find(
+        table, np.arange(load.rows), lens, firsts, load.block, None, saved_keys_min=1
+    )
 
 
 def measure(load: Load, seconds: float, progress: Callable[[int], None]) -> Times:

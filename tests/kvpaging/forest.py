@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
 from kvpaging import groups
 from kvpaging.attention import Rows
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +27,17 @@ class Sprout:
     count: int = 1
 
 
-def sprouts(most: int, longest: int, count: int = 40) -> st.SearchStrategy[list[Sprout]]:
+TREE = (
+    Sprout(0, 0, 800), Sprout(0, 770, 780), Sprout(0, 600, 620, count=3),
+    Sprout(0, 768, 810, count=6), Sprout(2, 512, 513), Sprout(9, 0, 40),
+)  # fmt: skip
+"""Single tokens and short chunks, forks of forks, and a row that shares nothing."""
+
+
+def sprouts(most: int, longest: int, count: int = 40) -> SearchStrategy[list[Sprout]]:
     """Up to `most` rows of up to `longest` keys; singles and short chunks."""
+    from hypothesis import strategies as st  # not needed where only fixed trees are
+
     near = st.sampled_from([256, 512, 520, 1024, longest]) | st.integers(1, longest)
     counts = st.just(1) | st.integers(1, count)
     one = st.builds(Sprout, st.integers(0, most), near, near, counts)

@@ -19,19 +19,19 @@ from worker.wire import Event
 if TYPE_CHECKING:
     from worker.model import PagedModel
 
-LENGTH = 700
-SHARED = 512  # of it, in whole splits
+LENGTH = 1700
+SHARED = 1536  # of it, in whole splits
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma2"])
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     path = tmp_path_factory.mktemp(request.param)
     model = build(request.param, fixed=False).float()
-    model.config.max_position_embeddings = 1024
+    model.config.max_position_embeddings = 2048
     model.save_pretrained(path)
     settings = {
         "model.path": path, "model.dtype": "float64", "model.device": "cpu",
-        "kv.block_size": 16, "kv.blocks": 256, "scheduler.max_num_seqs": 4,
+        "kv.block_size": 16, "kv.blocks": 160, "scheduler.max_num_seqs": 4,
     }  # fmt: skip
     launch = resolve(
         load(None, [f"{k}={v}" for k, v in settings.items()]), path, free_bytes=FREE_BYTES
@@ -42,7 +42,7 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def sample(loaded: tuple[Launch, PagedModel], **params: object) -> tuple[list[list[int]], int, int]:
     """The tokens of each choice, reads saved, and reads that sharing rows should have saved."""
     engine = build_engine(*loaded, lambda: 0.0)
-    prompt = (prompts()[-1] * 10)[:LENGTH]
+    prompt = (prompts()[-1] * 30)[:LENGTH]
     asked = SamplingParams(max_tokens=12, n=4, **params)
     events: list[Event] = engine.submit(Request("r", prompt, asked, generated=((),) * 4))
     expected = 0
