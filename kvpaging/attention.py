@@ -14,6 +14,11 @@ import torch
 from torch import Tensor
 
 from kvpaging import batched
+from kvpaging.groups import Run
+from kvpaging.partials import Partial as Partial
+from kvpaging.partials import finish_reference as finish_reference
+from kvpaging.partials import finite_maximum
+from kvpaging.partials import merge_reference as merge_reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +37,8 @@ class Rows:
     slots: Tensor  # int64 [T], block * B + offset that receives token t's K and V; -1 for none
     lens: tuple[int, ...]  # host copy of the rows' lengths
     firsts: tuple[int, ...]  # host copy of `first`
+    groups: tuple[Run, ...] = ()  # keys that several rows read from the same blocks
     cache: dict[Any, Any] = field(default_factory=dict)  # what a backend plans once for all layers
-
-
-@dataclass(frozen=True, slots=True)
-class Partial:
-    """Softmax-weighted sums over some of the keys: `acc = sum e^(x-m) v`, `l = sum e^(x-m)`.
-
-    m is the largest logit.  Over no keys at all it is (0, -inf, 0), the exact identity of merge.
-    """
-
-    acc: Tensor  # [..., Hq, Dv]
-    m: Tensor  # [..., Hq]
-    l: Tensor  # [..., Hq]  # noqa: E741
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -207,40 +201,13 @@ def attend_reference(
         x = x.masked_fill(~visible[:, None, None, :], -torch.inf)
         x = torch.cat([x, x.new_full((*x.shape[:-1], 1), -torch.inf)], -1)  # a row without keys
         m = x.amax(-1)
-        p = torch.exp(x - _finite(m)[..., None])
+        p = torch.exp(x - finite_maximum(m)[..., None])
         acc.append(torch.einsum("thgk,khd->thgd", p[..., :-1], v).flatten(1, 2))
         maxima.append(m.flatten(1, 2))
         sums.append(p.sum(-1).flatten(1, 2))
     return Partial(torch.cat(acc), torch.cat(maxima), torch.cat(sums))
 
 
-def merge_reference(parts: Partial) -> Partial:
-    """A left fold of `m = max(a.m, b.m)`, `x = a.x e^(a.m-m) + b.x e^(b.m-m)` for acc and l."""
-    acc, m, l = parts.acc[0], parts.m[0], parts.l[0]  # noqa: E741
-    for next_acc, next_m, next_l in zip(parts.acc[1:], parts.m[1:], parts.l[1:], strict=True):
-        top = torch.maximum(m, next_m)
-        old, new = torch.exp(m - _finite(top)), torch.exp(next_m - _finite(top))
-        acc = acc * old[..., None] + next_acc * new[..., None]
-        m, l = top, l * old + next_l * new  # noqa: E741
-    return Partial(acc, m, l)
-
-
-def finish_reference(partial: Partial, sink: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`acc / (l + e^(sink-m))`, both scaled by `e^(m-top)`, where `top = max(m, sink)`."""
-    acc, m, total = partial.acc, partial.m, partial.l
-    if sink is not None:
-        top = torch.maximum(m, sink.to(m.dtype))
-        weight = torch.exp(m - _finite(top))
-        acc, total = acc * weight[..., None], total * weight + torch.exp(sink - _finite(top))
-    seen = (m > -torch.inf)[..., None]
-    return torch.where(seen, acc / total[..., None], 0).to(dtype)
-
-
 def copy_reference(arena: Tensor, src: Tensor, dst: Tensor) -> None:
     """Gather, then scatter."""
     arena.index_copy_(0, dst, arena.index_select(0, src))
-
-
-def _finite(m: Tensor) -> Tensor:
-    """m with -inf replaced by 0, so that `e^(x-m)` of no key at all is 0 and not NaN."""
-    return torch.where(m == -torch.inf, 0, m)

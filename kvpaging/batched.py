@@ -3,21 +3,28 @@
 What to gather is planned once per step and window, then every layer of the group runs the same few
 large operations per bucket. Sums are float32 (float64 for float64 input). Pages hold finite numbers
 only (`write` sees to it), so a masked key adds an exact zero whoever used its block before.
+
+Keys that several rows share are gathered once and meet all their queries as one matrix product; the
+rows' other keys are attended as ever, and the parts are merged.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from kvpaging.partials import Partial, finish_reference, merge_reference
+
 if TYPE_CHECKING:
     from kvpaging.attention import Rows
 
 SCORE_BYTES_MAX = 64 << 20
+SLICE_BYTES = 4 << 20  # of keys and values gathered at a time, for each thread
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -30,12 +37,15 @@ class Bucket:
     table: Tensor  # int64 [S, W] physical blocks
     rows: int
     queries: int
-    hidden: Tensor  # bool [S, Q, L] keys that a query does not see
-    blind: bool  # some query sees no key
+    hidden: Tensor | None  # bool [S, Q, L] keys that a query does not see; None = it sees all
+    blind: bool = False  # some query sees no key
+    joins: bool = False  # some query has met other keys in a bucket before
     bias: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
 
-    def bias_for(self, group: int, dtype: torch.dtype) -> Tensor:
+    def bias_for(self, group: int, dtype: torch.dtype) -> Tensor | None:
         """Additive mask [S, 1, group*Q, L]; made once per step, used by every layer."""
+        if self.hidden is None:
+            return None
         if (group, dtype) not in self.bias:
             mask = torch.zeros(self.hidden.shape, dtype=dtype)
             mask.masked_fill_(self.hidden, float("-inf"))
@@ -53,7 +63,8 @@ def _bucket_size(n: int) -> int:
 
 def plan(rows: Rows, block_size: int, window: int | None) -> list[Bucket]:
     """Sort rows into buckets of like size and prepare what each needs to gather and to hide."""
-    members: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
+    buckets, shared = _shared(rows, block_size)
+    members: dict[tuple[int, int, bool], list[_Member]] = defaultdict(list)
     start = 0
     for row, (count, first) in enumerate(zip(rows.lens, rows.firsts, strict=True)):
         if rows.logical is None:
@@ -61,13 +72,46 @@ def plan(rows: Rows, block_size: int, window: int | None) -> list[Bucket]:
             blocks = (first + count - 1) // block_size + 1 - lowest
         else:
             lowest, blocks = 0, int(rows.blocks[row])
+        gaps = shared.get(row, [])
+        blocks -= sum(until - since for since, until in gaps)
         if blocks > 0:
-            members[_bucket_size(count), _bucket_size(blocks)].append((row, start, lowest))
+            size = _bucket_size(count), _bucket_size(blocks), bool(gaps)
+            members[size].append(_Member(row, start, lowest, gaps))
         start += count
-    return [
-        _bucket(rows, block_size, window, queries, blocks, some)
-        for (queries, blocks), some in members.items()
-    ]
+    for (queries, blocks, joins), some in members.items():
+        buckets.append(_bucket(rows, block_size, window, queries, blocks, some, joins))
+    return buckets
+
+
+def _shared(rows: Rows, block_size: int) -> tuple[list[Bucket], dict[int, list[tuple[int, int]]]]:
+    """A bucket for each run of keys that rows share, and for each of the rows the table entries,
+    from and to, that it need not look at by itself, ascending."""
+    buckets: list[Bucket] = []
+    shared: dict[int, list[tuple[int, int]]] = {}
+    for run in rows.groups:
+        starts = rows.query_start[list(run.rows)].tolist()
+        tokens = [
+            torch.arange(start, start + rows.lens[row])
+            for row, start in zip(run.rows, starts, strict=True)
+        ]
+        gap = run.start // block_size, run.stop // block_size
+        table = rows.table[run.rows[0], gap[0] : gap[1]].long()
+        together = torch.cat(tokens)
+        joins = any(row in shared for row in run.rows)
+        buckets.append(Bucket(together, None, table[None], 1, len(together), None, joins=joins))
+        for row in run.rows:
+            shared.setdefault(row, []).append(gap)
+    return buckets, shared
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A row in a bucket: it reads its table from `lowest` on, without the `gaps`."""
+
+    row: int
+    start: int  # first token
+    lowest: int
+    gaps: list[tuple[int, int]]
 
 
 def _bucket(
@@ -76,18 +120,22 @@ def _bucket(
     window: int | None,
     queries: int,
     blocks: int,
-    members: list[tuple[int, int, int]],
+    members: list[_Member],
+    joins: bool,
 ) -> Bucket:
-    row = torch.tensor([m[0] for m in members])
-    start = torch.tensor([m[1] for m in members])
-    lowest = torch.tensor([m[2] for m in members])
-    count = torch.tensor([rows.lens[m[0]] for m in members])
+    row = torch.tensor([m.row for m in members])
+    start = torch.tensor([m.start for m in members])
+    lowest = torch.tensor([m.lowest for m in members])
+    count = torch.tensor([rows.lens[m.row] for m in members])
     index = torch.arange(queries)
     inside = torch.minimum(index, count[:, None] - 1)
     tokens = (start[:, None] + inside).flatten()
     real = (index < count[:, None]).flatten()
     position = rows.first.long()[row, None] + inside
     column = lowest[:, None] + torch.arange(blocks)
+    for gap in zip_longest(*(m.gaps for m in members), fillvalue=(0, 0)):
+        since, until = torch.tensor(gap).T[:, :, None]
+        column += torch.where(column >= since, until - since, 0)
     used = column < rows.blocks.long()[row, None]
     column = torch.where(used, column, lowest[:, None])
     table = rows.table.long()[row[:, None], column]
@@ -108,6 +156,7 @@ def _bucket(
         queries,
         hidden,
         bool(hidden.all(2).any()),
+        joins,
     )
 
 
@@ -197,9 +246,19 @@ def _attend(
         if bucket.keep is not None and tokens is not None:
             tokens = tokens[bucket.keep]
             parts = (parts[0][bucket.keep], parts[1][bucket.keep])
+        at = slice(None) if tokens is None else tokens
+        if bucket.joins:
+            parts = _join((out[at], lse[at]), parts)
         for whole, part in zip((out, lse), parts, strict=True):
-            whole[slice(None) if tokens is None else tokens] = part.to(whole.dtype)
+            whole[at] = part.to(whole.dtype)
     return out, lse
+
+
+def _join(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Merge two normalised outputs [n, Hq, Dv] with their log-sum-exps [n, Hq] into one."""
+    acc, m = (torch.stack([a, b.to(a.dtype)]) for a, b in zip(one, other, strict=True))
+    whole = merge_reference(Partial(acc, m, (m > float("-inf")).to(m.dtype)))
+    return finish_reference(whole, None, acc.dtype), whole.m + whole.l.log()
 
 
 def _attend_bucket(
@@ -215,46 +274,70 @@ def _attend_bucket(
 
     The query heads that read one KV head stand side by side as if they were more queries.
     """
-    singles = bucket.queries == 1 and bucket.rows > 1 and not bucket.blind
-    if singles and softcap is None and values_dtype.itemsize == 2:
-        return _attend_singles(q, k_pages, v_pages, bucket, scale, values_dtype)
-    kv_heads, heads = k_pages.shape[1], q.shape[1]
-    group, count = heads // kv_heads, bucket.queries
+    kv_heads, heads, count = k_pages.shape[1], q.shape[1], bucket.queries
+    group = heads // kv_heads
     packed = q.view(bucket.rows, count, kv_heads, group, -1)
     packed = packed.permute(0, 2, 3, 1, 4).reshape(bucket.rows, kv_heads, group * count, -1)
-    k, v = _gather(k_pages, bucket.table, q.dtype), _gather(v_pages, bucket.table, q.dtype)
-    bias = bucket.bias_for(group, q.dtype)
-    if softcap is None and k.shape[3] == v.shape[3]:
-        out, lse = _flash(packed, k, v, 0.0, False, attn_mask=bias, scale=scale)
+    singles = count == 1 and bucket.rows > 1 and not bucket.blind
+    narrow = singles and softcap is None and values_dtype.itemsize == 2
+    bias = bucket.bias_for(1 if narrow else group, q.dtype)
+
+    def some(rows: slice, some_heads: slice) -> tuple[Tensor, Tensor]:
+        query, table = packed[rows, some_heads], bucket.table[rows]
+        hide = None if bias is None else bias[rows]
+        k = _gather(k_pages[:, some_heads], table, q.dtype)
+        v = _gather(v_pages[:, some_heads], table, values_dtype if narrow else q.dtype)
+        if narrow:
+            return _singles(query, k, v, hide, scale)
+        if softcap is None and k.shape[3] == v.shape[3]:
+            out, lse = _flash(query, k, v, 0.0, False, attn_mask=hide, scale=scale)
+            return out, lse
+        return _plain(query, k, v, hide, scale, softcap)
+
+    keys = bucket.table.shape[1] * k_pages.shape[2]
+    slices = _slices(
+        bucket.rows, kv_heads, keys * (k_pages.shape[3] + v_pages.shape[3]) * q.element_size()
+    )
+    if len(slices) == 1:
+        out, lse = some(*slices[0])
     else:
-        out, lse = _plain(packed, k, v, bias, scale, softcap)
-    if bucket.blind:
+        out = q.new_empty(*packed.shape[:3], v_pages.shape[3])
+        lse = q.new_empty(packed.shape[:3])
+        for one in slices:
+            out[one], lse[one] = some(*one)
+    if bucket.blind and bucket.hidden is not None:
         seen = ~bucket.hidden.all(2).repeat(1, group).unsqueeze(1)
         out = torch.where(seen.unsqueeze(3), out, 0.0)
         lse = torch.where(seen, lse, float("-inf"))
     out = out.reshape(bucket.rows, heads, count, -1).transpose(1, 2)
     lse = lse.reshape(bucket.rows, heads, count).transpose(1, 2)
-    return out.reshape(-1, heads, v.shape[3]), lse.reshape(-1, heads)
+    return out.reshape(-1, heads, v_pages.shape[3]), lse.reshape(-1, heads)
 
 
-def _attend_singles(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    bucket: Bucket,
-    scale: float,
-    values_dtype: torch.dtype,
+def _slices(rows: int, heads: int, head_bytes: int) -> list[tuple[slice, slice]]:
+    """Rows and KV heads to attend at a time: what is gathered for them, `head_bytes` for each head
+    of a row, then stays in the processor's caches, in memory that is used over and over."""
+    most = max(1, SLICE_BYTES * torch.get_num_threads() // head_bytes)
+    some_heads, some_rows = min(heads, most), max(1, most // heads)
+    return [
+        (slice(row, row + some_rows), slice(head, head + some_heads))
+        for row in range(0, rows, some_rows)
+        for head in range(0, heads, some_heads)
+    ]
+
+
+def _singles(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Many rows of one query each, q [S, Hq, Dk] float32: scores in float32, values in 16 bit."""
-    rows, heads = q.shape[:2]
-    kv_heads, group = k_pages.shape[1], q.shape[1] // k_pages.shape[1]
-    k, v = _gather(k_pages, bucket.table, q.dtype), _gather(v_pages, bucket.table, values_dtype)
-    k, v = k.flatten(0, 1), v.flatten(0, 1)
-    bias = bucket.bias_for(1, q.dtype).expand(-1, kv_heads, 1, -1).reshape(len(k), 1, -1)
-    packed = q.reshape(len(k), group, -1)
-    scores = torch.baddbmm(bias, packed, k.transpose(1, 2), alpha=scale)
-    out = torch.bmm(scores.softmax(2).to(values_dtype), v)
-    return out.view(rows, heads, -1), scores.logsumexp(2).view(rows, heads)
+    """Many rows of one query each, q [S, Hkv, G, Dk] and k float32, v in 16 bit: scores are float32
+    and are rounded to 16 bit as weights of the values only."""
+    assert bias is not None
+    shape = q.shape[:3]
+    hide = bias.expand(-1, shape[1], 1, -1).reshape(-1, 1, k.shape[2])
+    q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+    scores = torch.baddbmm(hide, q, k.transpose(1, 2), alpha=scale)
+    out = torch.bmm(scores.softmax(2).to(v.dtype), v)
+    return out.view(*shape, -1), scores.logsumexp(2).view(shape)
 
 
 def _gather(pages: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
@@ -276,7 +359,7 @@ def _gather(pages: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _plain(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, softcap: float | None
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     """The formula itself, a bounded slice of queries at a time."""
     size = max(1, SCORE_BYTES_MAX // (q.shape[0] * q.shape[1] * k.shape[2] * q.element_size()))
@@ -285,7 +368,8 @@ def _plain(
         scores = torch.matmul(q[:, :, at : at + size], k.transpose(2, 3)).mul_(scale)
         if softcap is not None:
             scores.div_(softcap).tanh_().mul_(softcap)
-        scores.add_(bias[:, :, at : at + size])
+        if bias is not None:
+            scores.add_(bias[:, :, at : at + size])
         out.append(torch.matmul(scores.softmax(3), v))
         lse.append(scores.logsumexp(3))
     return torch.cat(out, 2), torch.cat(lse, 2)

@@ -5,23 +5,32 @@ nor a chunk's border moves a cut, and the splits of a query are always folded in
 Whether one program folds a tile's splits in registers, or many leave them in scratch rows for a
 merge, is a matter of speed alone.  Plain integers throughout: the list is made on the host, once
 per step and layer group.
+
+Keys that several rows share are read by tiles that stack queries of all of them.  A split's sums go
+to scratch rows of its own and are folded with the others in ascending order, so grouping changes no
+bit either.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from kvpaging.groups import Run
+
 SPLITS = 32  # of a query, at most
 SHORTEST_SPLIT = 256  # keys
 SCRATCH_ROWS = 2048  # partials of a token and all its heads that wait for a merge, at most
 BUSY = (1024, 256)  # programs with narrow and with wide tiles that keep a large device busy
 
-ITEM_FIELDS = 8  # row, first token, queries, first position, first split, splits, length, target
-MERGE_FIELDS = 4  # token, first scratch row, splits, distance of their rows
+# Row, first token, queries, first position, first split, splits, length, target.  Where the token
+# is -1 - i, the tile stacks the tokens listed from entry i on, and all of them see all its keys.
+ITEM_FIELDS = 8
+MERGE_FIELDS = 3  # token, first entry of the sources, how many
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +45,10 @@ class Tile:
     splits: int
     length: int  # keys of a split
 
+    @property
+    def all_splits(self) -> range:
+        return range(self.split, self.split + self.splits)
+
     def item(self, split: int, splits: int, target: int) -> tuple[int, ...]:
         """The piece that sums some of the splits: into the output (-1) or from a scratch row on."""
         return self.row, self.token, self.queries, self.position, split, splits, self.length, target
@@ -48,6 +61,8 @@ class WorkList:
     narrow: list[int]
     wide: list[int]
     merges: list[int]
+    sources: list[int]  # scratch rows, in the order in which a merge folds them
+    stacked: list[int]  # tokens of tiles over shared keys
     scratch: int  # scratch rows used
 
 
@@ -85,12 +100,13 @@ def build(
     programs: int,
     window: int | None = None,
     keys: Sequence[int] | None = None,
+    groups: Sequence[Run] = (),
 ) -> WorkList:
     """The work of a step.
 
     Rows of up to `narrow` queries become narrow tiles, longer ones tiles of `wide` queries; a tile
     takes `programs` programs.  `keys` counts each row's keys on this rank where the rank does not
-    hold the row's keys from 0 on.
+    hold the row's keys from 0 on.  `groups` tells which rows share keys.
     """
     lists: tuple[list[Tile], list[Tile]] = ([], [])
     token = 0
@@ -99,30 +115,149 @@ def build(
         held, cut = (first + count, window) if keys is None else (keys[row], None)
         to.extend(tiles(row, token, count, first, size, cut, held))
         token += count
-    count = len(lists[0]) + len(lists[1])
-    mean = sum(tile.splits for some in lists for tile in some) / max(1, count)
-    merges: list[int] = []
-    room = SCRATCH_ROWS
-    flat: list[list[int]] = []
-    added = 0
-    for some, busy, late in zip(lists, BUSY, (2 * mean, SPLITS), strict=True):
-        items: list[int] = []
-        for tile in sorted(some, key=lambda t: t.splits, reverse=True):
-            rows = tile.splits * tile.queries
-            # Spread while programs idle, or where one would still run when the others have ended.
-            idle = programs * count + added < busy
-            if tile.splits > 1 and rows <= room and (idle or tile.splits > late):
-                base = SCRATCH_ROWS - room
-                room -= rows
-                added += programs * (tile.splits - 1)
-                for i in range(tile.splits):
-                    items += tile.item(tile.split + i, 1, base + i * tile.queries)
-                for i in range(tile.queries):
-                    merges += tile.token + i, base + i, tile.splits, tile.queries
-            else:
-                items += tile.item(tile.split, tile.splits, -1)
-        flat.append(items)
-    return WorkList(flat[0], flat[1], merges, SCRATCH_ROWS - room)
+    pieces = _Pieces((narrow, wide))
+    if groups:
+        lists = pieces.group(lists, groups)
+    pieces.spread(lists, programs)
+    narrows, wides = pieces.items
+    return WorkList(
+        narrows, wides, pieces.merges, pieces.sources, pieces.stacked, SCRATCH_ROWS - pieces.room
+    )
+
+
+class _Pieces:
+    """The lists as they grow, and the scratch rows that are left."""
+
+    def __init__(self, sizes: tuple[int, int]) -> None:
+        """`sizes` are the queries of a narrow and of a wide tile."""
+        self.sizes = sizes
+        self.items: tuple[list[int], list[int]] = ([], [])
+        self.merges: list[int] = []
+        self.sources: list[int] = []
+        self.stacked: list[int] = []
+        self.room = SCRATCH_ROWS
+
+    def spread(self, lists: tuple[list[Tile], list[Tile]], programs: int) -> None:
+        """Each tile as one piece, or as a piece for each split where that is faster."""
+        count = len(lists[0]) + len(lists[1])
+        mean = sum(tile.splits for some in lists for tile in some) / max(1, count)
+        added = programs * sum(map(len, self.items)) // ITEM_FIELDS
+        for some, items, busy, late in zip(
+            lists, self.items, BUSY, (2 * mean, SPLITS), strict=True
+        ):
+            for tile in sorted(some, key=lambda t: t.splits, reverse=True):
+                rows = tile.splits * tile.queries
+                # Spread while programs idle, or where one would run when the others have ended.
+                idle = programs * count + added < busy
+                if tile.splits > 1 and rows <= self.room and (idle or tile.splits > late):
+                    added += programs * (tile.splits - 1)
+                    self._private(tile, [(split, 1) for split in tile.all_splits], {}, items)
+                else:
+                    items += tile.item(tile.split, tile.splits, -1)
+
+    def group(
+        self, lists: tuple[list[Tile], list[Tile]], groups: Sequence[Run]
+    ) -> tuple[list[Tile], list[Tile]]:
+        """Pieces of the rows in groups, as far as scratch rows last; returns the other tiles.
+
+        A row that alone fills half a wide tile stays alone: its keys already serve many queries.
+        """
+        most = max(self.sizes[0], self.sizes[1] // 2)
+        count = Counter(tile.row for some in lists for tile in some)
+        tiles = {
+            tile.row: (tile, items)
+            for some, items in zip(lists, self.items, strict=True)
+            for tile in some
+            if count[tile.row] == 1 and tile.queries <= most
+        }
+        cells = self._cells({row: tile for row, (tile, _) in tiles.items()}, groups)
+        found: dict[tuple[int, int], int] = {}  # row, split -> scratch row of its first query
+        for run in groups:
+            members = [tiles[row][0] for row in run.rows if row in cells]
+            if len(members) > 1:
+                inside = [c for c in cells[members[0].row] if run.split <= c[0] < run.end]
+                self._stack(run, members, inside, found)
+        for row, some_cells in cells.items():
+            tile, items = tiles[row]
+            self._private(tile, some_cells, found, items)
+        narrows, wides = ([tile for tile in some if tile.row not in cells] for some in lists)
+        return narrows, wides
+
+    def _cells(
+        self, tiles: dict[int, Tile], groups: Sequence[Run]
+    ) -> dict[int, list[tuple[int, int]]]:
+        """Row -> splits, and how many, that are summed before they go to a scratch row.
+
+        That is one each if scratch rows last, else leading shared splits are folded in registers:
+        only those are folded first in any case.
+        """
+        members = dict.fromkeys(row for run in groups for row in run.rows if row in tiles)
+        lead: dict[int, int] = {}
+        if sum(tiles[row].queries * tiles[row].splits for row in members) > self.room:
+            for run in groups:
+                some = [row for row in run.rows if row in tiles]
+                if all(tiles[row].split == run.split for row in some):
+                    lead |= dict.fromkeys(some, run.splits)
+        room = self.room
+        cells = {}
+        for row in members:
+            first, *others = tiles[row].all_splits
+            folded = lead.get(row, 1)
+            each = [(first, folded), *((split, 1) for split in others[folded - 1 :])]
+            if tiles[row].queries * len(each) <= room:
+                room -= tiles[row].queries * len(each)
+                cells[row] = each
+        return cells
+
+    def _stack(
+        self,
+        run: Run,
+        members: list[Tile],
+        cells: list[tuple[int, int]],
+        found: dict[tuple[int, int], int],
+    ) -> None:
+        """Pieces that sum a run for all its members, and where they leave what they `found`."""
+        start = len(self.stacked)
+        for tile in members:
+            self.stacked += range(tile.token, tile.token + tile.queries)
+        count = len(self.stacked) - start
+        kind = count > self.sizes[0]
+        for split, splits in cells:
+            base = self._take(count)
+            for at in range(0, count, self.sizes[kind]):
+                queries = min(self.sizes[kind], count - at)
+                stack = Tile(
+                    members[0].row, -1 - (start + at), queries, run.stop - 1, 0, 0, run.length
+                )
+                self.items[kind].extend(stack.item(split, splits, base + at))
+            for tile in members:
+                found[tile.row, split] = base
+                base += tile.queries
+
+    def _private(
+        self,
+        tile: Tile,
+        cells: list[tuple[int, int]],
+        found: dict[tuple[int, int], int],
+        items: list[int],
+    ) -> None:
+        """Pieces for the cells of a tile that are not `found` yet, and the merge of all."""
+        rows = []
+        for split, splits in cells:
+            base = found.get((tile.row, split))
+            if base is None:
+                base = self._take(tile.queries)
+                items += tile.item(split, splits, base)
+            rows.append(base)
+        for i in range(tile.queries):
+            self.merges += tile.token + i, len(self.sources), len(rows)
+            self.sources += [row + i for row in rows]
+
+    def _take(self, rows: int) -> int:
+        base = SCRATCH_ROWS - self.room
+        self.room -= rows
+        assert self.room >= 0
+        return base
 
 
 def padded(flat: list[int], fields: int) -> list[int]:

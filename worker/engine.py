@@ -36,6 +36,7 @@ class EngineStats:
     schedule_s: float = 0.0
     build_s: float = 0.0
     execute_s: float = 0.0
+    saved_reads: int = 0  # keys of a layer group that need not be read for another row
     finished: dict[str, int] = field(default_factory=dict)
 
 
@@ -204,6 +205,7 @@ class Engine:
         stats.batch_tokens += plan.tokens
         self.rates.note(plan, self.runner.execute_s - stats.execute_s)
         stats.build_s, stats.execute_s = self.runner.build_s, self.runner.execute_s
+        stats.saved_reads = self.runner.saved_reads
         out: list[Output] = []
         sampled = zip(result.tokens, result.bad, result.logprobs, strict=True)
         scores, offers = iter(result.scores), iter(result.offers)

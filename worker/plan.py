@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvpaging.attention import Rows
+from kvpaging.groups import find
 from kvpaging.store import Layout
 from worker.scheduler import StepPlan
 
@@ -125,8 +126,20 @@ class BatchBuilder:
         width = min(_bucket(int(blocks.max())), self.max_blocks)
         lens, firsts = tuple(counts.tolist()), tuple(starts.tolist())
         row_sets = tuple(
-            Rows(query_start, first, table[slots_, :width], blocks_, None, slot, lens, firsts)
-            for table, slot in zip(self.tables, slots_by_group, strict=True)
+            Rows(
+                query_start,
+                first,
+                table[slots_, :width],
+                blocks_,
+                None,
+                slot,
+                lens,
+                firsts,
+                find(host, slots, counts, starts, size, group.shape.window),
+            )
+            for table, host, slot, group in zip(
+                self.tables, self.host, slots_by_group, self.layout.groups, strict=True
+            )
         )
         logits_at = torch.cat((scored_, sampled_)) if len(scored) else sampled_
         return Batch(ids_, positions_, row_sets, logits_at, sampled_slots_, len(scored))

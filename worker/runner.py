@@ -63,11 +63,13 @@ class Runner:
         device = builder.device
         self.last_token = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.build_s = self.execute_s = 0.0
+        self.saved_reads = 0  # keys of a layer group that were read once for several rows
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlight:
         started, cpu_started = self.clock(), self.cpu_clock()
         batch = self.builder.build(plan)
+        self.saved_reads += sum(run.saved_keys for rows in batch.rows for run in rows.groups)
         sampled_rows = [row for row in plan.rows if row.sampled]
         self._seat(sampled_rows)
         sample_plan = self.sampler.plan([_sample_row(row) for row in sampled_rows])

@@ -8,6 +8,7 @@ from kvpaging.kernels.partials import close, fold
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NONE = tl.constexpr(float("-inf"))
+ALL = tl.constexpr(1 << 30)  # a window that hides nothing
 COUNTED = tl.constexpr(128)  # table entries looked at together
 
 
@@ -31,6 +32,16 @@ def _span(logical, entries, position, queries, window, B: tl.constexpr):
         begin = before * B
         end = until * B
     return begin, end
+
+
+@triton.jit
+def _tokens(stacked, token, query, queries):
+    """Tokens of a tile: consecutive ones of a row, or where `token` is negative those listed, all
+    of which see what their tile reads: it ends at its position and goes to scratch rows."""
+    listing = query < tl.where(token < 0, queries, 0)
+    stacked -= token + 1
+    listed = tl.load(stacked + query, mask=listing, other=0)
+    return tl.where(listing, listed, token + query)
 
 
 @triton.jit
@@ -113,14 +124,14 @@ def _deliver(
         "table_stride", "scratch", "heads",
     ],
     do_not_specialize_on_alignment=[
-        "q", "table", "logical", "used", "items", "sink", "m_out", "l_out",
+        "q", "table", "logical", "used", "items", "stacked", "sink", "m_out", "l_out",
     ],
 )
 def attend_kernel(
     q,  # [T, heads, DK], last dimension contiguous
     k_pages, v_pages,  # [blocks, heads / G, B, D], a block's planes contiguous
     table, logical, used,  # int32 [R, table_stride] twice, [R]; logical None: entries are 0, 1, 2
-    items,  # int32 [grid 0, 8], see kvpaging.work
+    items, stacked,  # int32 [grid 0, 8], [n], see kvpaging.work
     sink,  # [heads] or None
     out,  # [T, heads, DV] takes finished whole sums; None sends them to the partials
     acc_out, m_out, l_out,  # float32 [rows, heads, DV], [rows, heads]; `scratch` is scratch row 0
@@ -142,9 +153,12 @@ def attend_kernel(
     query = tl.arange(0, BLOCK_M) // HEADS
     live = (query < queries) & (member < G)
     head = kv_head * G + member
+    tokens = _tokens(stacked, token, query, queries)
+    if window is not None:
+        window = tl.where(token < 0, ALL, window)
     at = position + query
     dk, dv = tl.arange(0, DK_PAD), tl.arange(0, DV_PAD)
-    q += (token + query).to(tl.int64)[:, None] * q_token_stride + head[:, None] * q_head_stride
+    q += tokens.to(tl.int64)[:, None] * q_token_stride + head[:, None] * q_head_stride
     tile_q = tl.load(q + dk[None, :], mask=live[:, None] & (dk < DK)[None, :], other=0.0)
 
     table += row * table_stride

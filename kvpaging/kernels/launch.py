@@ -29,6 +29,8 @@ class Sweep:
     narrow: Tensor  # int32 [n, ITEM_FIELDS]
     wide: Tensor  # int32 [n, ITEM_FIELDS]
     merges: Tensor  # int32 [n, MERGE_FIELDS]
+    sources: Tensor  # int32 [n]
+    stacked: Tensor  # int32 [n]
     scratch: int  # rows
     shapes: tuple[Shape, Shape]  # of narrow and wide tiles
 
@@ -61,7 +63,7 @@ def copy(arena: Tensor, src: Tensor, dst: Tensor) -> None:
 def merge(acc: Tensor, m: Tensor, total: Tensor) -> State:
     count, tokens, heads, dim = acc.shape
     into = _rows(tokens, heads, dim, acc.device)
-    _merge((acc, m, total), None, None, None, into, count, tokens)
+    _merge((acc, m, total), None, None, None, into, count=count, stride=tokens)
     return into
 
 
@@ -69,7 +71,7 @@ def finish(
     acc: Tensor, m: Tensor, total: Tensor, sink: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     out = torch.empty_like(acc, dtype=dtype)
-    _merge((acc, m, total), None, sink, out, None, 1, 0)
+    _merge((acc, m, total), None, sink, out, None)
     return out
 
 
@@ -89,7 +91,7 @@ def attend(
     _attend(q, k_pages, v_pages, rows, sweep, None, None, every, scale, softcap, window, tokens)
     whole = _slice(every, 0, tokens)
     if sweep.scratch:
-        _merge(_slice(every, tokens, None), sweep.merges, None, None, whole, 0, 0)
+        _merge(_slice(every, tokens, None), sweep, None, None, whole)
     return whole
 
 
@@ -110,7 +112,7 @@ def attend_finish(
     parts = _rows(sweep.scratch, heads, v_pages.shape[3], q.device)
     _attend(q, k_pages, v_pages, rows, sweep, sink, out, parts, scale, softcap, window, 0)
     if sweep.scratch:
-        _merge(parts, sweep.merges, sink, out, None, 0, 0)
+        _merge(parts, sweep, sink, out, None)
     return out
 
 
@@ -168,6 +170,7 @@ def plan(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: Rows, window: int | 
             wide=wide.rows // min(group, wide.rows),
             programs=k_pages.shape[1],
             window=None if rows.logical is not None else window,
+            groups=rows.groups,
         )
         rows.cache[key] = _upload(lists, chosen, q.device)
     sweep: Sweep = rows.cache[key]
@@ -212,7 +215,8 @@ def _attend(
             continue
         fixed = constants(shape, group, block, k_dim, v_pages.shape[3])
         attend_kernel[len(items), kv_heads * -(-group // fixed["HEADS"])](
-            q, k_pages, v_pages, rows.table, rows.logical, rows.blocks, items, sink, out,
+            q, k_pages, v_pages, rows.table, rows.logical, rows.blocks, items, sweep.stacked,
+            sink, out,
             *parts, float(scale), None if softcap is None else float(softcap), window,
             q.stride(0), q.stride(1), _block_stride(k_pages), _block_stride(v_pages),
             rows.table.stride(0), scratch, heads,
@@ -222,19 +226,22 @@ def _attend(
 
 def _merge(
     parts: State,
-    items: Tensor | None,
+    sweep: Sweep | None,
     sink: Tensor | None,
     out: Tensor | None,
     into: State | None,
-    count: int,
-    stride: int,
+    *,
+    count: int = 1,
+    stride: int = 0,
 ) -> None:
+    """Fold the rows that the sweep lists, or else each `count` rows at a distance of `stride`."""
     heads, dim = parts[0].shape[-2:]
     together = heads_together(heads, dim)
+    items, sources = (None, None) if sweep is None else (sweep.merges, sweep.sources)
     rows = parts[0].numel() // (heads * dim * count) if items is None else len(items)
     merge_kernel[rows, -(-heads // together)](
-        *(part.contiguous() for part in parts), items, sink, out, *(into or (None, None, None)),
-        count, stride, heads,
+        *(part.contiguous() for part in parts), items, sources, sink, out,
+        *(into or (None, None, None)), count, stride, heads,
         D=dim, D_PAD=pad(dim), HEADS=together, enable_fp_fusion=True,
     )  # fmt: skip
 
@@ -272,11 +279,14 @@ def _upload(lists: work.WorkList, chosen: tuple[Shape, Shape], device: torch.dev
         (lists.narrow, work.ITEM_FIELDS),
         (lists.wide, work.ITEM_FIELDS),
         (lists.merges, work.MERGE_FIELDS),
+        (lists.sources, 1),
+        (lists.stacked, 1),
     ):
         start = len(flat)
         flat += work.padded(part, fields)
         ends.append((start, len(flat), fields))
     host = torch.tensor(flat, dtype=torch.int32, pin_memory=device.type == "cuda")
     there = host.to(device, non_blocking=True)
-    narrow, wide, merges = (there[a:b].view(-1, fields) for a, b, fields in ends)
-    return Sweep(narrow, wide, merges, lists.scratch, chosen)
+    parts = (there[a:b].view(-1, fields) for a, b, fields in ends)
+    narrow, wide, merges, sources, stacked = parts
+    return Sweep(narrow, wide, merges, sources, stacked, lists.scratch, chosen)

@@ -10,13 +10,14 @@ NONE = tl.constexpr(float("-inf"))
 
 @triton.jit(
     do_not_specialize=["parts", "stride", "heads"],
-    do_not_specialize_on_alignment=["items", "sink", "m_in", "l_in", "m_out", "l_out"],
+    do_not_specialize_on_alignment=["items", "sources", "sink", "m_in", "l_in", "m_out", "l_out"],
 )
 def merge_kernel(
     acc_in,
     m_in,
     l_in,  # float32 [rows, heads, D], [rows, heads]
-    items,  # int32 [grid 0, 4]: row written, first row read, rows read, their stride; or None
+    items,  # int32 [grid 0, 3]: row written, first of its sources, how many; or None
+    sources,  # int32 [n]: rows read; None without items
     sink,  # [heads] or None
     out,  # [T, heads, D] takes finished sums; None sends partials to the next three
     acc_out,
@@ -32,11 +33,10 @@ def merge_kernel(
     row = tl.program_id(0).to(tl.int64)
     source = row
     if items is not None:
-        item = items + row * 4
+        item = items + row * 3
         row = tl.load(item).to(tl.int64)
         source = tl.load(item + 1).to(tl.int64)
         parts = tl.load(item + 2)
-        stride = tl.load(item + 3)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     live = head < tl.where(parts > 0, heads, 0)
     d = tl.arange(0, D_PAD)[None, :]
@@ -45,7 +45,11 @@ def merge_kernel(
     m = tl.full([HEADS], NONE, tl.float32)
     total = tl.zeros([HEADS], tl.float32)
     for part in range(parts):
-        at = (source + part * stride) * heads + head
+        if items is None:
+            at = source + part * stride
+        else:
+            at = tl.load(sources + source + part).to(tl.int64)
+        at = at * heads + head
         part_acc = tl.load(acc_in + at[:, None] * D + d, mask=inside, other=0.0)
         part_m = tl.load(m_in + at, mask=live, other=NONE)
         part_total = tl.load(l_in + at, mask=live, other=0.0)

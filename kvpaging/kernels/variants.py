@@ -111,7 +111,7 @@ def _attend(name: str, target: str, words: list[str]) -> Build:
     fixed = constants(shape, int(case["group"]), int(case["block"]), k_dim, v_dim)
     pointer = f"*{dtype}"
     types = dict.fromkeys(("q", "k_pages", "v_pages", "out", "sink"), pointer)
-    types |= dict.fromkeys(("table", "logical", "used", "items"), "*i32")
+    types |= dict.fromkeys(("table", "logical", "used", "items", "stacked"), "*i32")
     types |= dict.fromkeys(("acc_out", "m_out", "l_out"), "*fp32")
     types |= {"scale": "fp32", "softcap": "fp32"}
     absent = [name for name in ("window", "softcap", "sink") if case[name] == "-"]
@@ -139,11 +139,12 @@ def _merge(name: str, target: str, words: list[str]) -> Build:
     finishes = name.startswith("finish")
     dtype, dim = (words[0], int(words[1])) if finishes else ("fp32", int(words[0]))
     floats = ("acc_in", "m_in", "l_in", "acc_out", "m_out", "l_out", "sink")
-    types = dict.fromkeys(floats, "*fp32") | {"items": "*i32", "out": f"*{dtype}"}
+    types = dict.fromkeys(floats, "*fp32") | {"out": f"*{dtype}"}
+    types |= dict.fromkeys(("items", "sources"), "*i32")
     fixed = {"D": dim, "D_PAD": pad(dim), "HEADS": heads_together(32, dim)}
     absent = ["acc_out", "m_out", "l_out"] if finishes else ["sink", "out"]
     if "listed" not in words:
-        absent.append("items")
+        absent += ["items", "sources"]
     return _build(name, merge_kernel, types, fixed, absent)
 
 

@@ -167,7 +167,7 @@ class FakeWorker:
         counters = (
             "steps rows batch_tokens prompt_tokens generated_tokens failed_steps schedule_s "
             "build_s execute_s waiting preemptions violations evictions step_age_s copies "
-            "saved_blocks unshared_blocks wasted_slots"
+            "saved_reads saved_blocks unshared_blocks wasted_slots"
         )
         return {
             **dict.fromkeys(counters.split(), 0),

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvpaging import attention, work
 from kvpaging.attention import Partial, Rows, attend_reference, finish_reference
+from tests.kvpaging.forest import TREE, alone, forest, pages
 from tests.kvpaging.ragged import Batch, ragged
 
 pytestmark = pytest.mark.skipif(
@@ -116,6 +117,25 @@ def test_sums_keep_their_bits(dtype: str) -> None:
         assert torch.equal(spread, folded)
     alone = attention.attend(gpu.q[:1], gpu.k_pages, gpu.v_pages, first_row(gpu.rows), **options)
     assert torch.equal(alone.acc[0], results[0].acc[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 600])
+def test_grouping_changes_no_bit(dtype: str, window: int | None) -> None:
+    rows = forest(TREE, 16, window)
+    k, v = pages(rows, 16, 2, 128, 128, DTYPES[dtype])
+    q = torch.randn(sum(rows.lens), 8, 128, generator=torch.Generator().manual_seed(3))
+    gpu = there(Batch(q.to(DTYPES[dtype]), k, v, rows, []))
+    options: dict[str, Any] = {"scale": 0.1, "window": window}
+    grouped, apart = (
+        attention.attend(gpu.q, gpu.k_pages, gpu.v_pages, some, **options)
+        for some in (gpu.rows, alone(gpu.rows))
+    )
+    for one, other in zip(fields(grouped), fields(apart), strict=True):
+        assert torch.equal(one, other)
+    want = finish_reference(exact(gpu, **options), None, torch.float64)
+    got = attention.finish(grouped, None, torch.float32)
+    assert error(got, want.cpu()) < TOLERANCE[dtype]
 
 
 def first_row(rows: Rows) -> Rows:

@@ -127,6 +127,20 @@ def test_many_single_tokens_in_16_bit_are_right_within_16_bit(sink):
     assert (got.float() - want).abs().max() < 2e-2
 
 
+@pytest.mark.parametrize("slice_bytes", [1, 20_000, 40_000])  # a head, some heads, some rows
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_slices_of_rows_and_heads_change_nothing(monkeypatch, slice_bytes, softcap):
+    monkeypatch.setattr(batched, "SLICE_BYTES", slice_bytes // torch.get_num_threads() or 1)
+    store = make_store(8, LayerShape(3, 8, 8), 200)
+    rows = make_rows([1, 1, 1, 1, 20, 20], [60, 61, 59, 62, 43, 44], 8, 200)
+    q = torch.randn(44, 6, 8, dtype=torch.float64)
+    compare(q, store, rows, window=None, softcap=softcap)
+    cut = {
+        len(batched._slices(b.rows, 3, len(b.table[0]) * 8 * 16 * 8)) for b in rows.cache[8, None]
+    }
+    assert cut == {1: {6, 12}, 20_000: {4, 8}, 40_000: {2, 4}}[slice_bytes]
+
+
 def test_slices_of_queries_change_nothing(monkeypatch):
     monkeypatch.setattr(batched, "SCORE_BYTES_MAX", 4096)
     store = make_store(8, LayerShape(1, 8, 8), 60)

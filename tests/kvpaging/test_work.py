@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import Any
+from unittest import mock
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvpaging import work
+from tests.kvpaging.forest import Sprout, find, sprouts, table_of
 
 NARROW, WIDE = 4, 16
 rows = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 40_000)), min_size=1, max_size=8)
@@ -31,8 +34,7 @@ class Item:
 class Merge:
     token: int
     source: int
-    splits: int
-    stride: int
+    count: int
 
 
 def entries(flat: list[int], fields: int) -> list[list[int]]:
@@ -44,7 +46,7 @@ def items(lists: work.WorkList) -> list[Item]:
     return [Item(*e) for flat in (lists.narrow, lists.wide) for e in entries(flat, 8)]
 
 
-def build(some: list[tuple[int, int]], window: int | None = None, **options: int) -> work.WorkList:
+def build(some: list[tuple[int, int]], window: int | None = None, **options: Any) -> work.WorkList:
     lens, firsts = zip(*some, strict=True)
     settings = {"narrow": NARROW, "wide": WIDE, "programs": 2} | options
     return work.build(lens, firsts, window=window, **settings)
@@ -54,11 +56,21 @@ def splits_by_query(lists: work.WorkList) -> dict[int, list[tuple[int, int]]]:
     """(length, split) of everything summed for each token."""
     seen = defaultdict(list)
     for item in items(lists):
-        for i in range(item.queries):
-            seen[item.token + i] += [
-                (item.length, s) for s in range(item.split, item.split + item.splits)
-            ]
+        for token in tokens(item, lists):
+            seen[token] += [(item.length, s) for s in range(item.split, item.split + item.splits)]
     return seen
+
+
+def tokens(item: Item, lists: work.WorkList) -> list[int]:
+    if item.token < 0:
+        return lists.stacked[-1 - item.token :][: item.queries]
+    return list(range(item.token, item.token + item.queries))
+
+
+def merges(lists: work.WorkList) -> list[tuple[int, list[int]]]:
+    """Each merge's token and the scratch rows it folds."""
+    found = [Merge(*e) for e in entries(lists.merges, 3)]
+    return [(m.token, lists.sources[m.source : m.source + m.count]) for m in found]
 
 
 @given(st.integers(0, 1 << 20))
@@ -104,17 +116,15 @@ def test_scratch_rows_are_disjoint_bounded_and_folded_in_order(some: list[tuple[
             assert item.target + i not in written
             written[item.target + i] = (item.token + i, item.split)
     assert sorted(written) == list(range(lists.scratch))
-    merges = [Merge(*e) for e in entries(lists.merges, 4)]
     read = []
-    for merge in merges:
-        sources = [merge.source + part * merge.stride for part in range(merge.splits)]
+    for token, sources in merges(lists):
         splits = [written[source] for source in sources]
-        assert {token for token, _ in splits} == {merge.token}
+        assert {token for token, _ in splits} == {token}
         assert [split for _, split in splits] == sorted(split for _, split in splits)
         read += sources
     assert sorted(read) == sorted(written)
     whole = {i.token + q for i in items(lists) if i.target < 0 for q in range(i.queries)}
-    assert whole.isdisjoint(merge.token for merge in merges)
+    assert whole.isdisjoint(token for token, _ in merges(lists))
 
 
 @given(rows, st.data())
@@ -168,6 +178,85 @@ def test_the_longest_tiles_get_the_scratch_rows(monkeypatch: pytest.MonkeyPatch)
     lists = build([(1, 6000)] * 5 + [(1, 8000)])
     assert [item.token for item in items(lists) if item.target >= 0] == [5] * 32 + [0] * 24
     assert lists.scratch == 56
+
+
+@given(
+    sprouts(9, 12_000),
+    st.sampled_from([None, 300, 1000, 5000]),
+    st.sampled_from([40, 150, 2048]),
+    st.sampled_from([1, 600, 2000]),
+)
+@example([Sprout(0, 0, 3000), Sprout(0, 2900, 3000), Sprout(0, 600, 700)], None, 20, 1)
+def test_a_grouped_query_folds_its_splits_in_order_and_each_once(
+    some: list[Sprout], window: int | None, room: int, least: int
+) -> None:
+    table, lens, firsts = table_of(some, 64)
+    groups = find(table, lens, firsts, 64, window, least)
+    pairs = list(zip(lens, firsts, strict=True))
+    before = splits_by_query(build(pairs, window))
+    with mock.patch.object(work, "SCRATCH_ROWS", room):
+        lists = build(pairs, window, groups=groups)
+    assert lists.scratch <= room
+    written: dict[int, tuple[int, list[int]]] = {}
+    final: dict[int, list[int]] = {}
+    for item in items(lists):
+        splits = list(range(item.split, item.split + item.splits))
+        for i, token in enumerate(tokens(item, lists)):
+            if item.target < 0:
+                assert token not in final
+                final[token] = splits
+            else:
+                assert item.target + i not in written
+                written[item.target + i] = token, splits
+            if item.token < 0:
+                row = next(r for r in range(len(lens)) if token < sum(lens[: r + 1]))
+                used = slice(item.split * item.length // 64, (splits[-1] + 1) * item.length // 64)
+                assert table[row, used].tolist() == table[item.row, used].tolist()
+    assert sorted(written) == list(range(lists.scratch))
+    for token, sources in merges(lists):
+        assert token not in final
+        assert {written[source][0] for source in sources} == {token}
+        # Only the first may be a sum of several splits: a left fold begins with them anyway.
+        assert all(len(written[source][1]) == 1 for source in sources[1:])
+        final[token] = [split for source in sources for split in written[source][1]]
+    assert {t: [s for _, s in splits] for t, splits in before.items()} == final
+
+
+def test_a_split_of_many_rows_is_one_piece() -> None:
+    """Thirty rows of one query fill two wide tiles; four of them would fill a narrow one."""
+    some = [Sprout(0, 0, 1100)] + [Sprout(0, 1024, 1030)] * 29
+    table, lens, firsts = table_of(some, 64)
+    groups = find(table, lens, firsts, 64)
+    lists = build(list(zip(lens, firsts, strict=True)), groups=groups)
+    stacked = [item for item in items(lists) if item.token < 0]
+    assert sorted((i.split, i.splits, i.queries) for i in stacked) == [
+        (split, 1, queries) for split in range(4) for queries in (14, 16)
+    ]
+    assert len(items(lists)) == 8 + 30
+    assert lists.scratch == 30 * 5
+
+
+def test_where_scratch_rows_are_few_the_shared_splits_are_folded_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(work, "SCRATCH_ROWS", 21)
+    some = [Sprout(0, 0, 1100)] + [Sprout(0, 1024, 1030)] * 11
+    table, lens, firsts = table_of(some, 64)
+    groups = find(table, lens, firsts, 64)
+    lists = build(list(zip(lens, firsts, strict=True)), groups=groups)
+    stacked = [item for item in items(lists) if item.token < 0]
+    assert [(i.split, i.splits, i.queries) for i in stacked] == [(0, 4, 10)]
+    assert lists.scratch == 20
+    assert [(i.token, i.splits) for i in items(lists) if i.target < 0] == [(10, 5), (11, 5)]
+
+
+def test_a_long_chunk_stays_alone() -> None:
+    some = [Sprout(0, 0, 1100), Sprout(0, 1024, 1040), Sprout(0, 1024, 1040, count=9)]
+    table, lens, firsts = table_of(some, 64)
+    groups = find(table, lens, firsts, 64)
+    assert {row for run in groups for row in run.rows} == {0, 1, 2}
+    lists = build(list(zip(lens, firsts, strict=True)), groups=groups)
+    assert {t for item in items(lists) if item.token < 0 for t in tokens(item, lists)} == {0, 1}
 
 
 @pytest.mark.parametrize(("held", "splits"), [(0, 1), (256, 1), (257, 2), (900, 4)])

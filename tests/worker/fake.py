@@ -54,6 +54,7 @@ class FakeRunner:
         self.fault = fault or (lambda point, plan: None)
         self.running: list[Sequence] = []
         self.build_s = self.execute_s = 0.0
+        self.saved_reads = 0
         self._results: dict[int, StepResult] = {}
 
     def launch(self, plan: StepPlan) -> InFlight:

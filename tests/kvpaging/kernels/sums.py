@@ -6,12 +6,14 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvpaging import work
 from kvpaging.attention import Partial, attend_reference, finish_reference
 from kvpaging.kernels import launch
+from tests.kvpaging.forest import TREE, alone, forest, pages
 from tests.kvpaging.ragged import Batch, ragged
 
 # Lengths and first positions: block borders, several splits, one token at the very start.
@@ -22,6 +24,7 @@ ROWS = {
 }
 DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
 WINDOW, SOFTCAP = 40, 5.0
+WIDER = 600  # of which some rows see a whole split
 
 
 def batch_of(case: dict[str, Any]) -> Batch:
@@ -126,6 +129,49 @@ def long_context() -> float:
         batch.q, batch.k_pages, batch.v_pages, batch.rows, **options, sink=None
     )
     return error(got, finish_reference(exact, None, torch.float64))
+
+
+def grouped(case: dict[str, Any]) -> tuple[float, bool, int]:
+    """Largest error of rows that share pages, whether grouping left every bit, and its tiles."""
+    rows = forest(TREE, case["block"], WIDER if case["window"] else None)
+    k_dim, _, v_dim = case["head"].partition("/")
+    dims, dtype = (int(k_dim), int(v_dim or k_dim)), DTYPES[case["dtype"]]
+    k, v = pages(rows, case["block"], 1, *dims, dtype)
+    heads = case["group"]
+    q = torch.randn(sum(rows.lens), heads, dims[0], generator=torch.Generator().manual_seed(3))
+    q = q.to(dtype)
+    options = options_of(case, dims[0]) | {"window": WIDER if case["window"] else None}
+    sink = torch.linspace(-1, 1, heads).to(dtype) if case["sink"] else None
+    exact = attend_reference(*(x.double() for x in (q, k, v)), rows, **options)
+    want = finish_reference(exact, None if sink is None else sink.double(), torch.float64)
+    results, worst_error = [], 0.0
+    with (
+        mock.patch.object(launch, "chip", return_value=case["chip"]),
+        mock.patch.object(work, "SCRATCH_ROWS", case["scratch"]),
+        mock.patch.object(np, "matmul", _row_by_row),
+    ):
+        for some in (rows, alone(rows)):
+            if case["result"] == "output":
+                state: tuple[Tensor, ...] = (
+                    launch.attend_finish(q, k, v, some, **options, sink=sink),
+                )
+                got = state[0]
+            else:
+                state = launch.attend(q, k, v, some, **options)
+                got = launch.finish(*state, sink, torch.float32)
+            worst_error = max(worst_error, error(got, want))
+            results.append([x.numpy().tobytes() for x in state])
+        (sweep,) = rows.cache.values()
+    stacked = sum(int((items[:, 1] < 0).sum()) for items in (sweep.narrow, sweep.wide))
+    return worst_error, results[0] == results[1], stacked
+
+
+_matmul = np.matmul
+
+
+def _row_by_row(a: Any, b: Any, dtype: Any) -> Any:
+    """A product that rounds a row alike wherever it stands: tensor cores do, BLAS does not."""
+    return _matmul(a[:, None], b, dtype=dtype)[:, 0]
 
 
 def far_blocks(size: int) -> float:

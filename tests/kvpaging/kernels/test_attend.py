@@ -74,6 +74,41 @@ def test_a_neighbour_changes_no_bit(interpreted: Interpreted) -> None:
     assert together == alone
 
 
+GROUPED = {
+    "head": ("64", "80", "192/128"),
+    "group": (1, 4, 5),
+    "block": (8, 64, 256),
+    "chip": ("sm_80", "sm_90"),
+    "dtype": tuple(sums.DTYPES),
+    "window": (False, True),
+    "softcap": (False, True),
+    "sink": (False, True),
+    "scratch": (2048, 12, 3),  # rows for all splits, for folded ones, and for one row only
+    "result": ("output", "partial"),
+}
+
+
+@pytest.mark.parametrize("case", cover(GROUPED), ids=title)
+def test_grouping_changes_no_bit(interpreted: Interpreted, case: dict[str, Any]) -> None:
+    hold_grouped(interpreted, case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", cover(GROUPED | {"chip": CHIPS}), ids=title)
+@pytest.mark.parametrize("group", [1, 2, 3, 8])
+def test_grouping_changes_no_bit_on_any_chip(
+    interpreted: Interpreted, case: dict[str, Any], group: int
+) -> None:
+    hold_grouped(interpreted, case | {"group": group})
+
+
+def hold_grouped(interpreted: Interpreted, case: dict[str, Any]) -> None:
+    worst, same, stacked = interpreted(sums.grouped, case)
+    assert worst < TOLERANCE[case["dtype"]]
+    assert same
+    assert (stacked > 0) == (case["scratch"] > 3)
+
+
 def test_long_contexts_across_a_change_of_split_length(interpreted: Interpreted) -> None:
     assert interpreted(sums.long_context) < TOLERANCE["fp16"]
 

@@ -1,0 +1,232 @@
+"""Attention of sequences that share a prefix: as a group, one by one, and torch's on copies.
+
+One decode step of one layer. The group reads the shared pages once; the same kernels without the
+grouping read them once for every sequence; torch's `scaled_dot_product_attention` gets contiguous
+keys and values whose making is not counted, and takes the faster of its two ways with grouped query
+heads. All take turns and each counts at its best. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvpaging import attention, groups
+from kvpaging.attention import Rows
+from kvpaging.store import BlockStore, LayerShape, layout
+
+GEOMETRIES = {"smollm2-135m": (9, 3, 64), "llama-8b": (32, 8, 128)}  # heads, KV heads, head size
+GAP_MAX = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # between two ways
+TURNS_MIN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    heads: int
+    kv_heads: int
+    dim: int
+    rows: int
+    shared: int  # tokens
+    private: int  # tokens of each row, its newest included
+    block: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Milliseconds of a layer, and of finding the group, once per step for all layers."""
+
+    grouped_ms: float
+    ungrouped_ms: float
+    contiguous_ms: float
+    find_ms: float
+
+    @property
+    def ratio(self) -> float:
+        return min(self.ungrouped_ms, self.contiguous_ms) / self.grouped_ms
+
+
+def batch(load: Load) -> tuple[Rows, Tensor, Tensor]:
+    """A step of single queries over random pages, their blocks in random order."""
+    shared, width = load.shared // load.block, -(-(load.shared + load.private) // load.block)
+    count = shared + load.rows * (width - shared)
+    place = layout([LayerShape(load.kv_heads, load.dim, load.dim)], load.block, load.dtype.itemsize)
+    store = BlockStore(place, count, load.dtype, load.device)
+    for pages in (store.k(0), store.v(0)):
+        pages.normal_()
+    order = np.random.default_rng(0).permutation(count).astype(np.int32)
+    table = np.empty((load.rows, width), np.int32)
+    table[:, :shared] = order[:shared]
+    table[:, shared:] = order[shared:].reshape(load.rows, -1)
+    first = load.shared + load.private - 1
+    rows = Rows(
+        query_start=torch.arange(load.rows + 1, dtype=torch.int32, device=load.device),
+        first=torch.full((load.rows,), first, dtype=torch.int32, device=load.device),
+        table=torch.from_numpy(table).to(load.device),
+        blocks=torch.full((load.rows,), width, dtype=torch.int32, device=load.device),
+        logical=None,
+        slots=torch.full((load.rows,), -1, device=load.device),
+        lens=(1,) * load.rows,
+        firsts=(first,) * load.rows,
+        groups=find(load, table),
+    )
+    return rows, store.k(0), store.v(0)
+
+
+def find(load: Load, table: np.ndarray) -> tuple[groups.Run, ...]:
+    """What the rows share, whether or not reading it once pays."""
+    lens = np.ones(load.rows, np.int64)
+    firsts = lens * (load.shared + load.private - 1)
+    return groups.find(
+        table, np.arange(load.rows), lens, firsts, load.block, None, saved_keys_min=1
+    )
+
+
+def measure(load: Load, seconds: float, progress: Callable[[int], None]) -> Times:
+    """Raises RuntimeError where the ways differ by more than their number format explains."""
+    rows, k_pages, v_pages = batch(load)
+    apart = replace(rows, groups=(), cache={})
+    q = torch.randn(load.rows, load.heads, load.dim, device=load.device).to(load.dtype)
+    length = load.shared + load.private
+    k, v = (
+        pages[rows.table.long()].transpose(1, 2).flatten(2, 3)[:, :, :length].contiguous()
+        for pages in (k_pages, v_pages)
+    )
+    packed = q.view(load.rows, load.kv_heads, -1, load.dim)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    scale = load.dim**-0.5
+    table = rows.table.cpu().numpy()
+    ways: list[Callable[[], object]] = [
+        lambda: attention.attend_finish(q, k_pages, v_pages, rows, scale=scale),
+        lambda: attention.attend_finish(q, k_pages, v_pages, apart, scale=scale),
+        lambda: sdpa(packed, k, v),
+        lambda: sdpa(q[:, :, None], k, v, enable_gqa=True),
+        lambda: find(load, table),
+    ]
+    with torch.inference_mode():
+        outs = [way() for way in ways[:4]]
+        flat = [out.float().reshape(q.shape) for out in outs if isinstance(out, Tensor)]
+        gap = max((out - flat[2]).abs().max().item() for out in flat)
+        if not gap < GAP_MAX[load.dtype]:
+            raise RuntimeError(f"the ways differ by {gap:.2g} in {load.dtype}")
+        best = [1e3 * s for s in fastest(ways, seconds, load.device, progress)]
+    return Times(best[0], best[1], min(best[2:4]), best[4])
+
+
+def fastest(
+    ways: Sequence[Callable[[], object]],
+    seconds: float,
+    device: torch.device,
+    progress: Callable[[int], None],
+) -> list[float]:
+    """Seconds of each at its best, in turns: what else the machine does only adds to a time."""
+    best, spent_s, turn = [math.inf] * len(ways), 0.0, 0
+    while turn < TURNS_MIN or spent_s < seconds:
+        for i, way in enumerate(ways):
+            started = time.perf_counter()
+            way()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            taken_s = time.perf_counter() - started
+            best[i], spent_s = min(best[i], taken_s), spent_s + taken_s
+        turn += 1
+        progress(turn)
+    return best
+
+
+def geometry(text: str) -> tuple[int, int, int]:
+    """A known name, or `heads/KV heads/head size`."""
+    if text in GEOMETRIES:
+        return GEOMETRIES[text]
+    try:
+        heads, kv_heads, dim = map(int, text.split("/"))
+    except ValueError:
+        heads = kv_heads = dim = 0
+    if min(heads, kv_heads, dim) < 1 or heads % kv_heads:
+        known = ", ".join(GEOMETRIES)
+        raise argparse.ArgumentTypeError(
+            f"{text} is neither {known} nor HEADS/KV_HEADS/SIZE such as 32/8/128"
+        )
+    return heads, kv_heads, dim
+
+
+def options(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--geometry", type=geometry, action="append", metavar="NAME|H/KV/D")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], action="append")
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--shared", type=int, default=2048, help="tokens, a multiple of the block")
+    parser.add_argument("--private", type=int, default=32, help="tokens of each row")
+    parser.add_argument("--block", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    asked = parser.parse_args(argv)
+    if min(asked.rows, asked.private, asked.block) < 1 or asked.shared % asked.block:
+        parser.error(
+            f"--rows {asked.rows} --private {asked.private} must be 1 or more and --shared "
+            f"{asked.shared} a multiple of --block {asked.block}"
+        )
+    return asked
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    asked = options(argv)
+    device = torch.device(asked.device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    print(
+        f"{asked.rows} sequences, {asked.shared} tokens shared and {asked.private} private, blocks "
+        f"of {asked.block}; {name}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    )
+    print(
+        f"{'heads':>12} {'dtype':>9} {'group ms':>9} {'apart ms':>9} {'torch ms':>9} {'ratio':>6}"
+    )
+    results = []
+    for heads, kv_heads, dim in asked.geometry or GEOMETRIES.values():
+        for dtype in asked.dtype or ("bfloat16", "float32"):
+            load = Load(
+                heads, kv_heads, dim, asked.rows, asked.shared, asked.private, asked.block,
+                getattr(torch, dtype), device,
+            )  # fmt: skip
+
+            def progress(turn: int) -> None:
+                if sys.stderr.isatty():
+                    print(f"\rturn {turn}", end="\r", file=sys.stderr, flush=True)
+
+            times = measure(load, asked.seconds, progress)
+            shape = f"{heads}/{kv_heads}/{dim}"
+            print(
+                f"{shape:>12} {dtype:>9} {times.grouped_ms:9.2f} {times.ungrouped_ms:9.2f} "
+                f"{times.contiguous_ms:9.2f} {times.ratio:6.2f}"
+            )
+            figures = {key: float(f"{value:.4g}") for key, value in asdict(times).items()}
+            ratio = float(f"{times.ratio:.4g}")
+            results.append({"geometry": shape, "dtype": dtype, **figures, "ratio": ratio})
+    print(
+        json.dumps(
+            {
+                "device": name,
+                "threads": torch.get_num_threads(),
+                "torch": torch.__version__,
+                "rows": asked.rows,
+                "shared": asked.shared,
+                "private": asked.private,
+                "block": asked.block,
+                "results": results,
+            }
+        )
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
