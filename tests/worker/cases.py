@@ -35,7 +35,7 @@ PARAMETERS = {
         "block_size": [8, 16, 64],
         "history": ["warm", "turns", "evicted", "forked"],
         "sampling": ["greedy", "seeded"],
-        "chunk": [7, 64, UNBOUNDED],
+        "chunk": [7, UNBOUNDED],
         "preemption": ["none", "random"],
         "depth": [1, 2],
     },
