@@ -121,6 +121,7 @@ class Gang:
         self.latest = max(self.latest, dump.seq)
         self.ahead = {seq: found for seq, found in self.ahead.items() if seq > dump.seq}
         self.identities = set(split(ids))
+        self._fit()
         self.diverged = self.digest != dump.digest
 
     def follow(self) -> None:
@@ -132,11 +133,14 @@ class Gang:
                     self.identities, self.xor = set(), 0
                 else:
                     self._change(event.ids, stored=event.kind == STORED)
-            if sys.getsizeof(self.identities) > TABLE_BYTES * len(self.identities) + 1024:
-                self.identities = set(self.identities)
+            self._fit()
             self.seq += 1
             self.diverged = self.digest != batch.digest
             self.ring.append(raw)
+
+    def _fit(self) -> None:
+        if sys.getsizeof(self.identities) > TABLE_BYTES * len(self.identities) + 1024:
+            self.identities = set(self.identities)
 
     def _change(self, ids: bytes, *, stored: bool) -> None:
         names, known = split(ids), self.identities

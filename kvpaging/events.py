@@ -272,6 +272,7 @@ class Ring:
 class Announcer:
     """Turns what a gang's pool says into batches. Lives where the pool does: one thread, no clock.
 
+    `epoch` must be a later one wherever another announcer had the same `gang` before.
     `cut` makes the next batch; what came and went again since the last one is in none. `repair`
     answers whoever missed some. Without a pool to listen to it announces load alone.
     """

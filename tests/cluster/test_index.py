@@ -300,6 +300,13 @@ def test_sets_stay_within_their_bytes_while_blocks_come_and_go() -> None:
         assert held == set(live)
         assert sys.getsizeof(held) <= index.TABLE_BYTES * len(held) + 1024
     assert sys.getsizeof(live[0]) <= BLOCK_BYTES - index.TABLE_BYTES
+    other = Worker(blocks=1300)
+    other.store(*names(1300))
+    whole.apply(Worker(epoch=1).cut(), NOW)
+    other.announcer.epoch = 1
+    whole.apply(other.announcer.dump(), NOW)
+    assert len(known(whole)) == 1300
+    assert sys.getsizeof(known(whole)) <= index.TABLE_BYTES * 1300 + 1024
 
 
 def test_a_mirror_follows_its_hub() -> None:
