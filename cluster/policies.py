@@ -18,9 +18,9 @@ class Load:
 
     queued_tokens: prompt tokens that waiting requests lack, running_tokens: those that running ones
     still lack, pulling_tokens: on their way from other gangs; committed_blocks: in use, or needed
-    by who waits. Rates are measured: token_s for a prompt token, step_s for a step that only
-    decodes on an empty pool and block_s more for each committed block; link_tokens_per_s is 0 where
-    nothing can be pulled.
+    by who waits. Rates are measured: prompt_s for having prompts in a step at all and token_s
+    more for each of their tokens; step_s for decoding on an empty pool and block_s more for each
+    committed block; link_tokens_per_s is 0 where nothing can be pulled.
     """
 
     queued_tokens: int
@@ -30,10 +30,20 @@ class Load:
     committed_blocks: int
     pool_blocks: int
     step_tokens_max: int
+    prompt_s: float
     token_s: float
     step_s: float
     block_s: float
     link_tokens_per_s: float
+
+
+class Rates(NamedTuple):
+    """The rates of a `Load` that prices use."""
+
+    prompt_s: float
+    token_s: float
+    step_s: float
+    block_s: float
 
 
 class Row(Protocol):
@@ -43,6 +53,8 @@ class Row(Protocol):
     def name(self) -> str: ...
     @property
     def load(self) -> Load: ...
+    @property
+    def rates(self) -> Rates: ...
     @property
     def sent_tokens(self) -> int: ...
     @property
@@ -56,7 +68,11 @@ class Row(Protocol):
 @dataclass(frozen=True, slots=True)
 class Ask:
     """One request. `matched[i]`: leading blocks that row i has or is about to have, `stored[i]`:
-    those it is known to have. `next_block` names the first block that no gang has."""
+    those it is known to have; `deepest` is the most of any row, and about `demand` more requests
+    will soon want the same for each row that has it. `next_block` names the first block that no
+    row has. Rows in `home` are this ingress's share of the gangs; `unseen_tokens` is what each
+    other row may have been sent by the others since they were last heard of.
+    """
 
     number: int
     prompt_tokens: int
@@ -65,6 +81,10 @@ class Ask:
     matched: Sequence[int]
     stored: Sequence[int]
     next_block: bytes
+    deepest: int
+    demand: float
+    home: range
+    unseen_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +94,8 @@ class Factors:
     Own prefill weighs `prefill` times and every expected token `output` steps, because others wait
     too: the lowest time of one's own is unstable. Past `room_from` of the pool, each further pool's
     worth of blocks costs `room_s`. A copied block evicts another, so a pull costs `pull_tax` times
-    the recomputing of what it copies, beside its time on the link. Prices within `tie_share` and
-    `tie_s` of the lowest are equal.
+    the recomputing of what it copies, beside its time on the link. Prices within
+    `tie_s` of the lowest are equal, and so are rates that differ by a share of `rates` at most.
     """
 
     prefill: float = 3.0
@@ -84,8 +104,8 @@ class Factors:
     room_s: float = 20.0
     pull_tax: float = 2.0
     pull_tokens_min: int = 2048
-    tie_share: float = 0.02
-    tie_s: float = 0.002
+    tie_s: float = 0.1
+    rates: float = 0.5
 
 
 class Price(NamedTuple):
@@ -164,11 +184,17 @@ class Priced:
                     price = pulled
             best.append(price)
         least = min(price.total_s for price in best)
-        limit = least + min(factors.tie_share * least, factors.tie_s)
+        limit = least + factors.tie_s
         equal = [price for price in best if price.total_s <= limit]
         chosen = equal[0]
         if len(equal) > 1:
-            chosen = max(equal, key=lambda price: _affinity(ask.next_block, rows[price.row].name))
+            chosen = max(
+                equal,
+                key=lambda price: (
+                    price.row in ask.home,
+                    _affinity(ask.next_block, rows[price.row].name),
+                ),
+            )
         return Choice(
             "priced",
             chosen.row,
@@ -193,20 +219,25 @@ def _price(
     pull_blocks: int = 0,
     link_s: float = 0.0,
 ) -> Price:
-    load = row.load
+    load, rates = row.load, row.rates
     cached = min((ask.matched[at] + pull_blocks) * ask.block_size, ask.prompt_tokens - 1)
     uncached = ask.prompt_tokens - cached
     ahead = load.queued_tokens + load.running_tokens + row.sent_tokens
+    if at not in ask.home:
+        ahead += ask.unseen_tokens
     own = -(-uncached // ask.block_size) + pull_blocks
     blocks = load.committed_blocks + row.sent_blocks + own
-    step_s = load.step_s + load.block_s * min(blocks, load.pool_blocks)
-    queue_s, prefill_s = ahead * load.token_s, uncached * load.token_s
-    steps_s = -(-(ahead + uncached) // load.step_tokens_max) * step_s
+    step_s = rates.step_s + rates.block_s * min(blocks, load.pool_blocks)
+    queue_s, prefill_s = ahead * rates.token_s, uncached * rates.token_s
+    steps_s = -(-(ahead + uncached) // load.step_tokens_max) * (step_s + rates.prompt_s)
     output_s = ask.expected_output * factors.output * step_s
     over = (blocks + ask.expected_output / ask.block_size) / load.pool_blocks - factors.room_from
     room_s = factors.room_s * over if over > 0 else 0.0
-    copied_s = factors.pull_tax * pull_blocks * ask.block_size * load.token_s
-    weighed_s = factors.prefill * prefill_s
+    copied = ask.block_size * pull_blocks
+    again = max(0, ask.block_size * ask.deepest - cached)  # computed, though another row has it
+    others = ask.demand / (1 + ask.demand)  # of a copy's cost is for those who will use it
+    copied_s = factors.pull_tax * copied * rates.token_s * (1 - others)
+    weighed_s = factors.prefill * (uncached - again * others) * rates.token_s
     total_s = queue_s + weighed_s + steps_s + output_s + room_s + link_s + copied_s
     ttft_s = queue_s + prefill_s + steps_s + link_s
     return Price(
@@ -228,6 +259,24 @@ def _pull(factors: Factors, ask: Ask, rows: Sequence[Row], at: int, source: int)
         return None
     ahead = row.load.pulling_tokens + row.sent_pulling
     return _price(factors, ask, row, at, source, blocks, (ahead + tokens) / rate)
+
+
+def alike(values: Sequence[float], share: float) -> list[float]:
+    """Each value, or the mean of its group: a group's largest is at most 1 + share times its least.
+
+    Two gangs on the same device never measure quite the same, and no request should go to the one
+    that happened to measure less.
+    """
+    grouped = [0.0] * len(values)
+    order = sorted(range(len(values)), key=values.__getitem__)
+    start = 0
+    for end in range(1, len(order) + 1):
+        if end == len(order) or values[order[end]] > (1 + share) * values[order[start]]:
+            mean = sum(values[at] for at in order[start:end]) / (end - start)
+            for at in order[start:end]:
+                grouped[at] = mean
+            start = end
+    return grouped
 
 
 NAMES = ("round_robin", "power_of_two", "priced")

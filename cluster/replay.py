@@ -92,7 +92,9 @@ class Ingress:
     """One ingress: a table of its own, and a policy with its own state."""
 
     def __init__(self, settings: Settings, index: Owned, loads: dict[str, Load], at: int) -> None:
-        self.table = Gangs(index, settings.engine.block_size)
+        self.table = Gangs(
+            index, settings.engine.block_size, settings.factors.rates, at, settings.ingresses
+        )
         self.table.rows = [Gang(name, load) for name, load in loads.items()]
         self.policy = policies.make(
             settings.policy, factors=settings.factors, pull=settings.pull,

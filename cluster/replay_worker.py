@@ -15,7 +15,8 @@ from worker.params import SamplingParams
 from worker.prefix import Identity, PrefixCache
 from worker.scheduler import Limits, Scheduler, StepPlan
 
-MEMORY = 0.8  # what a measured rate keeps of its past at each new step
+MEMORY = 0.9  # what a measured rate keeps of its past at each new step
+LARGE_TOKENS = 1024  # of prompts in a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,8 @@ class Worker:
         self.busy_s = 0.0
         self._plan: StepPlan | None = None
         cost = engine.cost
-        self._token_s = cost.prefill_s(engine.max_batch_tokens) / engine.max_batch_tokens
+        self._prompt_s = cost.prefill_s(0)
+        self._token_s = (cost.prefill_s(LARGE_TOKENS) - self._prompt_s) / LARGE_TOKENS
         self._step_s = cost.decode_s(0.0)
         self._block_s = (cost.decode_s(0.5) - self._step_s) / (0.5 * engine.blocks)
 
@@ -159,6 +161,7 @@ class Worker:
             committed_blocks=used,
             pool_blocks=engine.blocks,
             step_tokens_max=engine.max_batch_tokens,
+            prompt_s=self._prompt_s,
             token_s=self._token_s,
             step_s=self._step_s,
             block_s=self._block_s,
@@ -186,14 +189,18 @@ class Worker:
         self.busy_s += self.due_s - now_s
 
     def _measure(self, prompt: int, prefill_s: float, decode_s: float, used: int) -> None:
-        """Rates as an engine can know them: of steps that decode only, and of what prompts add."""
-        if prompt:
-            self._token_s += (
-                (1 - MEMORY) * min(1.0, prompt / 1024) * (prefill_s / prompt - self._token_s)
-            )
+        """Rates as an engine can know them: what prompts add to a step, and steps without any.
+
+        Large steps say what a token costs, small ones what is left without tokens.
+        """
+        new = 1 - MEMORY
+        if prompt >= LARGE_TOKENS:
+            self._token_s += new * ((prefill_s - self._prompt_s) / prompt - self._token_s)
+        elif prompt:
+            rest_s = max(0.0, prefill_s - prompt * self._token_s)
+            self._prompt_s += new * (rest_s - self._prompt_s)
         elif used:
-            measured = max(0.0, decode_s - self._step_s) / used
-            self._block_s += (1 - MEMORY) * (measured - self._block_s)
+            self._block_s += new * ((decode_s - self._step_s) / used - self._block_s)
 
     def _commit(self, plan: StepPlan, now_s: float) -> None:
         self.steps += 1
