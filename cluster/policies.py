@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
+TERMS = ("queue", "prefill", "steps", "output", "room", "pull")
+EXPLAINED_MAX = 4  # gangs in a header
+
 
 @dataclass(frozen=True, slots=True)
 class Load:
@@ -137,6 +140,25 @@ class Choice:
     pull_blocks: int = 0
     ttft_s: float | None = None
     prices: tuple[Price, ...] = ()
+
+    def explained(self, rows: Sequence[Row]) -> str:
+        """The choice in one line of printable ASCII, for a header: where, why, and the cheapest
+        others. Times in seconds."""
+        parts = [f"policy={self.policy}", f"gang={rows[self.row].name}"]
+        if self.pull_from is not None:
+            parts.append(f"pull={self.pull_blocks}@{rows[self.pull_from].name}")
+        if self.ttft_s is not None:
+            parts.append(f"ttft={self.ttft_s:.3f}")
+        own = [price for price in self.prices if price.row == self.row]
+        others = sorted(
+            (price for price in self.prices if price.row != self.row),
+            key=lambda price: price.total_s,
+        )
+        for price in (*own, *others[: EXPLAINED_MAX - 1]):
+            terms = zip(TERMS, price[1:7], strict=True)
+            shown = "".join(f" {name}={term:.3f}" for name, term in terms if term >= 0.0005)
+            parts.append(f"{rows[price.row].name}={price.total_s:.3f}{shown}")
+        return "; ".join(parts)
 
 
 Policy = Callable[[Ask, Sequence[Row]], Choice]
