@@ -1,19 +1,18 @@
 """One ingress's table of gangs: what they report, and what it sent that no report counts yet.
 
-No torch, no Ray, no clock: times are arguments, in seconds of one clock.
+No torch, no Ray, no clock: times are arguments, in seconds of one clock. Every ingress keeps its
+rows in the order of their names, so that all mean the same gangs by the same share.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from cluster.policies import Ask, Choice, Load, Rates, alike
-
-EXPECTED_S = 5.0
-"""How long blocks of a request that was sent count as there; by then the gang has said so."""
 
 DEMAND_S = 10.0
 """A prefix will be asked for as often as it was in this time."""
@@ -23,11 +22,24 @@ RATES_S = 1.0
 """How often rates are compared: they change slowly."""
 
 
-class Index(Protocol):
-    """Which gang holds which blocks, as far as an ingress knows."""
+class Match(Protocol):
+    """Leading blocks that a gang has, and those that it has or is expected to have soon."""
 
-    def match(self, chain: Sequence[bytes], gang: str) -> int:
-        """How many leading blocks of the chain the gang holds."""
+    @property
+    def stored(self) -> int: ...
+    @property
+    def expected(self) -> int: ...
+
+
+class Index(Protocol):
+    """Which gang has which blocks, as far as an ingress knows."""
+
+    def match(self, chain: Sequence[bytes], now: float) -> Mapping[str, Match]:
+        """By gang; those without any of the chain's blocks may be left out."""
+        ...
+
+    def expect(self, name: str, chain: Sequence[bytes], now: float) -> None:
+        """The gang was sent a request with these blocks."""
         ...
 
 
@@ -44,8 +56,6 @@ class Gang:
     """A row of the table."""
 
     __slots__ = (
-        "_expected",
-        "_expiries",
         "_sent",
         "load",
         "name",
@@ -57,39 +67,20 @@ class Gang:
     )
 
     def __init__(self, name: str, load: Load) -> None:
-        self.name, self.load = name, load
-        self.rates = _rates(load)
+        self.name, self.load, self.rates = name, load, _rates(load)
         self.sent_tokens = self.sent_blocks = self.sent_requests = self.sent_pulling = 0
         self._sent: deque[Sent] = deque()
-        self._expected: dict[bytes, float] = {}
-        self._expiries: deque[tuple[float, Sequence[bytes]]] = deque()
+
+    def sent(self, what: Sent) -> None:
+        """A request goes there."""
+        self._sent.append(what)
+        self._count(what, 1)
 
     def report(self, load: Load, as_of_s: float) -> None:
         """A load that counts everything sent until `as_of_s`."""
         self.load = load
         while self._sent and self._sent[0].at_s <= as_of_s:
             self._count(self._sent.popleft(), -1)
-
-    def sent(self, what: Sent, expected: Sequence[bytes]) -> None:
-        """A request goes there; the blocks `expected` will be there."""
-        self._sent.append(what)
-        self._count(what, 1)
-        until_s = what.at_s + EXPECTED_S
-        fresh = [block for block in expected if block not in self._expected]
-        if fresh:
-            self._expected.update(dict.fromkeys(fresh, until_s))
-            self._expiries.append((until_s, fresh))
-
-    def reaches(self, chain: Sequence[bytes], stored: int, now_s: float) -> int:
-        """How many leading blocks it will have, given that it has `stored` of them."""
-        expected = self._expected
-        while self._expiries and self._expiries[0][0] <= now_s:
-            for block in self._expiries.popleft()[1]:
-                del expected[block]
-        depth, full = stored, len(chain)
-        while depth < full and chain[depth] in expected:
-            depth += 1
-        return depth
 
     def _count(self, what: Sent, sign: int) -> None:
         self.sent_tokens += sign * what.tokens
@@ -119,16 +110,31 @@ class Demand:
 
 
 class Gangs:
-    """The table. Questions and dispatches go through it, so that a burst does not scatter."""
+    """The table of the ingress number `at` of `ingresses`, which all see the same gangs."""
 
     def __init__(
-        self, index: Index, block_size: int, rates_alike: float, at: int = 0, ingresses: int = 1
+        self,
+        index: Index,
+        block_size: int,
+        *,
+        rates_alike: float,
+        at: int = 0,
+        ingresses: int = 1,
     ) -> None:
         self.index, self.block_size, self.rates_alike = index, block_size, rates_alike
         self.at, self.ingresses = at, ingresses
         self.rows: list[Gang] = []
-        self._rated_s = -RATES_S
+        self._rated_s = -math.inf
         self._demand = Demand()
+
+    def join(self, name: str, load: Load) -> None:
+        """A gang takes requests from now on."""
+        bisect.insort(self.rows, Gang(name, load), key=lambda row: row.name)
+        self._rated_s = -math.inf
+
+    def leave(self, name: str) -> None:
+        """A gang takes no more requests."""
+        self.rows = [row for row in self.rows if row.name != name]
 
     def ask(
         self,
@@ -138,32 +144,53 @@ class Gangs:
         expected_output: float,
         now_s: float,
     ) -> Ask:
-        """The question that one request puts to a policy."""
+        """The question that one request puts to a policy. `chain` names its full blocks."""
         if now_s - self._rated_s >= RATES_S:
             self._rate(now_s)
-        stored = [self.index.match(chain, row.name) for row in self.rows]
-        matched = [
-            row.reaches(chain, depth, now_s) for row, depth in zip(self.rows, stored, strict=True)
-        ]
+        found = self.index.match(chain, now_s)
+        matches = [found.get(row.name) for row in self.rows]
+        stored = [0 if match is None else match.stored for match in matches]
+        matched = [0 if match is None else match.expected for match in matches]
         deepest = max(matched)
-        next_block = chain[min(deepest, len(chain) - 1)] if chain else b""
-        demand = 0.0
-        if deepest:
-            asked = self.ingresses * self._demand.ask(chain[deepest - 1], now_s)
-            demand = asked / (1 + sum(depth == deepest for depth in matched))
-        home = self._home()
-        lacking = prompt_tokens - deepest * self.block_size
-        unseen = (lacking + sum(row.sent_tokens for row in self.rows)) // max(1, len(home))
-        if self.ingresses == 1:
-            unseen = 0
         return Ask(
-            number, prompt_tokens, expected_output, self.block_size, matched, stored, next_block,
-            deepest, demand, home, unseen,
-        )  # fmt: skip
+            number=number,
+            prompt_tokens=prompt_tokens,
+            expected_output=expected_output,
+            block_size=self.block_size,
+            matched=matched,
+            stored=stored,
+            next_block=chain[min(deepest, len(chain) - 1)] if chain else b"",
+            deepest=deepest,
+            demand=self._demanded(chain, deepest, matched.count(deepest), now_s),
+            home=self._home(),
+            unseen_tokens=self._unseen(prompt_tokens - deepest * self.block_size),
+        )
+
+    def sent(self, ask: Ask, choice: Choice, chain: Sequence[bytes], now_s: float) -> None:
+        """The request of `ask` goes where `choice` says."""
+        row = self.rows[choice.row]
+        lacking = ask.lacking(choice)
+        blocks = -(-lacking // ask.block_size) + choice.pull_blocks
+        row.sent(Sent(now_s, lacking, blocks, choice.pull_blocks * ask.block_size))
+        self.index.expect(row.name, chain, now_s)
+
+    def _demanded(self, chain: Sequence[bytes], deepest: int, copies: int, now_s: float) -> float:
+        if not deepest:
+            return 0.0
+        asked = self._demand.ask(chain[deepest - 1], now_s)
+        return self.ingresses * asked / (1 + copies)
 
     def _home(self) -> range:
-        rows = len(self.rows)
-        return range(self.at * rows // self.ingresses, (self.at + 1) * rows // self.ingresses)
+        rows, of = len(self.rows), self.ingresses
+        return range(self.at * rows // of, (self.at + 1) * rows // of)
+
+    def _unseen(self, lacking: int) -> int:
+        """What every other gang may have been sent by the ingress that it is home to: as much as
+        this one sent since it last heard of them, with the request that it is about to send."""
+        if self.ingresses == 1:
+            return 0
+        sent = lacking + sum(row.sent_tokens for row in self.rows)
+        return sent * self.ingresses // len(self.rows)
 
     def _rate(self, now_s: float) -> None:
         columns = zip(*(_rates(row.load) for row in self.rows), strict=True)
@@ -171,16 +198,3 @@ class Gangs:
         for row, rates in zip(self.rows, zip(*equal, strict=True), strict=True):
             row.rates = Rates(*rates)
         self._rated_s = now_s
-
-    def sent(self, ask: Ask, choice: Choice, chain: Sequence[bytes], now_s: float) -> None:
-        """The request of `ask` goes where `choice` says."""
-        matched = ask.matched[choice.row]
-        cached = (matched + choice.pull_blocks) * ask.block_size
-        lacking = max(1, ask.prompt_tokens - cached)
-        what = Sent(
-            now_s,
-            lacking,
-            -(-lacking // ask.block_size) + choice.pull_blocks,
-            choice.pull_blocks * ask.block_size,
-        )
-        self.rows[choice.row].sent(what, chain[ask.stored[choice.row] :])

@@ -19,19 +19,20 @@ EXPLAINED_MAX = 4  # gangs in a header
 class Load:
     """What a gang says of itself.
 
-    queued_tokens: prompt tokens that waiting requests lack, running_tokens: those that running ones
-    still lack, pulling_tokens: on their way from other gangs; committed_blocks: in use, or needed
-    by who waits. Rates are measured: prompt_s for having prompts in a step at all and token_s
-    more for each of their tokens; step_s for decoding on an empty pool and block_s more for each
-    committed block; link_tokens_per_s is 0 where nothing can be pulled.
+    queued_tokens: prompt tokens that waiting requests lack, prefill_tokens: those that running ones
+    still lack, pulling_tokens: on their way from other gangs; committed_blocks of its `blocks` are
+    in use, or needed by who waits. Rates are measured: prompt_s for having prompts in a step at
+    all and token_s more for each of their tokens; step_s for decoding on an empty pool and block_s
+    more for each committed block; link_tokens_per_s is 0 where nothing can be pulled.
     """
 
     queued_tokens: int
-    running_tokens: int
+    prefill_tokens: int
     pulling_tokens: int
-    requests: int
+    waiting: int
+    running: int
     committed_blocks: int
-    pool_blocks: int
+    blocks: int
     step_tokens_max: int
     prompt_s: float
     token_s: float
@@ -89,6 +90,11 @@ class Ask:
     home: range
     unseen_tokens: int
 
+    def lacking(self, choice: Choice) -> int:
+        """Prompt tokens that the gang chosen should have to compute."""
+        blocks = self.matched[choice.row] + choice.pull_blocks
+        return max(1, self.prompt_tokens - blocks * self.block_size)
+
 
 @dataclass(frozen=True, slots=True)
 class Factors:
@@ -97,8 +103,8 @@ class Factors:
     Own prefill weighs `prefill` times and every expected token `output` steps, because others wait
     too: the lowest time of one's own is unstable. Past `room_from` of the pool, each further pool's
     worth of blocks costs `room_s`. A copied block evicts another, so a pull costs `pull_tax` times
-    the recomputing of what it copies, beside its time on the link. Prices within
-    `tie_s` of the lowest are equal, and so are rates that differ by a share of `rates` at most.
+    the recomputing of what it copies, beside its time on the link. Prices within `tie_s` of the
+    lowest are equal, and so are rates that differ by a share of `rates_alike` at most.
     """
 
     prefill: float = 3.0
@@ -108,7 +114,7 @@ class Factors:
     pull_tax: float = 2.0
     pull_tokens_min: int = 2048
     tie_s: float = 0.1
-    rates: float = 0.5
+    rates_alike: float = 0.5
 
 
 class Price(NamedTuple):
@@ -185,7 +191,7 @@ def power_of_two(ask: Ask, rows: Sequence[Row]) -> Choice:
 
 
 def _requests(row: Row) -> int:
-    return row.load.requests + row.sent_requests
+    return row.load.waiting + row.load.running + row.sent_requests
 
 
 class Priced:
@@ -244,16 +250,16 @@ def _price(
     load, rates = row.load, row.rates
     cached = min((ask.matched[at] + pull_blocks) * ask.block_size, ask.prompt_tokens - 1)
     uncached = ask.prompt_tokens - cached
-    ahead = load.queued_tokens + load.running_tokens + row.sent_tokens
+    ahead = load.queued_tokens + load.prefill_tokens + row.sent_tokens
     if at not in ask.home:
         ahead += ask.unseen_tokens
     own = -(-uncached // ask.block_size) + pull_blocks
     blocks = load.committed_blocks + row.sent_blocks + own
-    step_s = rates.step_s + rates.block_s * min(blocks, load.pool_blocks)
+    step_s = rates.step_s + rates.block_s * min(blocks, load.blocks)
     queue_s, prefill_s = ahead * rates.token_s, uncached * rates.token_s
     steps_s = -(-(ahead + uncached) // load.step_tokens_max) * (step_s + rates.prompt_s)
     output_s = ask.expected_output * factors.output * step_s
-    over = (blocks + ask.expected_output / ask.block_size) / load.pool_blocks - factors.room_from
+    over = (blocks + ask.expected_output / ask.block_size) / load.blocks - factors.room_from
     room_s = factors.room_s * over if over > 0 else 0.0
     copied = ask.block_size * pull_blocks
     again = max(0, ask.block_size * ask.deepest - cached)  # computed, though another row has it

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
 from cluster import policies
-from cluster.gangs import Gang, Gangs
+from cluster.gangs import Gangs
 from cluster.policies import Choice, Factors, Load
+from cluster.replay_index import Known, Owned
 from cluster.replay_worker import Engine, Task, Worker, adopt, export, leading
 from cluster.traces import Arrival
 
 END_S = 1e18  # after everything
-OUTPUT_TOKENS = 256.0  # expected of an answer before any has been seen
-OUTPUT_MEMORY = 0.98  # what the mean of answers keeps at each new one
+OUTPUT_TOKENS = 256.0  # expected of every answer: an ingress does not know how long one will be
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,46 +38,6 @@ class Settings:
     factors: Factors = field(default_factory=Factors)
 
 
-class Owned:
-    """Who holds which blocks, as told by the workers' events. An `Index` for `Gangs`."""
-
-    def __init__(self, workers: Sequence[str]) -> None:
-        self._blocks: dict[str, set[bytes]] = {name: set() for name in workers}
-        self.copies: Counter[bytes] = Counter()
-        self.copies_most: dict[bytes, int] = {}
-
-    def match(self, chain: Sequence[bytes], gang: str) -> int:
-        """How many leading blocks of the chain it holds. It holds no block without its parent, so
-        steps that double find the end."""
-        held = self._blocks[gang]
-        low, high, step = 0, len(chain), 1
-        while low + step <= high and chain[low + step - 1] in held:
-            low, step = low + step, 2 * step
-        high = min(high, low + step - 1)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if chain[middle - 1] in held:
-                low = middle
-            else:
-                high = middle - 1
-        return low
-
-    def apply(self, gang: str, changes: Sequence[tuple[bool, bytes]]) -> None:
-        """The changes of one gang, in its order."""
-        held = self._blocks[gang]
-        for stored, identity in changes:
-            if stored:
-                held.add(identity)
-                copies = self.copies[identity] = self.copies.get(identity, 0) + 1
-                if copies > self.copies_most.get(identity, 0):
-                    self.copies_most[identity] = copies
-            else:
-                held.discard(identity)
-                self.copies[identity] -= 1
-                if not self.copies[identity]:
-                    del self.copies[identity]
-
-
 @dataclass(slots=True)
 class Outcome:
     """What one run gave: the requests served, the workers, and the copies of each block."""
@@ -91,26 +51,25 @@ class Outcome:
 class Ingress:
     """One ingress: a table of its own, and a policy with its own state."""
 
-    def __init__(self, settings: Settings, index: Owned, loads: dict[str, Load], at: int) -> None:
+    def __init__(self, settings: Settings, owned: Owned, loads: dict[str, Load], at: int) -> None:
         self.table = Gangs(
-            index, settings.engine.block_size, settings.factors.rates, at, settings.ingresses
-        )
-        self.table.rows = [Gang(name, load) for name, load in loads.items()]
+            Known(owned), settings.engine.block_size, rates_alike=settings.factors.rates_alike,
+            at=at, ingresses=settings.ingresses,
+        )  # fmt: skip
+        for name, load in loads.items():
+            self.table.join(name, load)
         self.policy = policies.make(
             settings.policy, factors=settings.factors, pull=settings.pull,
             start=at * settings.workers // settings.ingresses,
         )  # fmt: skip
-        self.output_tokens = OUTPUT_TOKENS
 
     def choose(self, arrival: Arrival, chain: list[bytes], now_s: float) -> tuple[Choice, int]:
         """Where the request goes, and how many prompt tokens that gang should have to compute."""
-        ask = self.table.ask(
-            arrival.number, chain, arrival.prompt_tokens, self.output_tokens, now_s
-        )
-        choice = self.policy(ask, self.table.rows)
-        self.table.sent(ask, choice, chain, now_s)
-        blocks = ask.matched[choice.row] + choice.pull_blocks
-        return choice, max(1, arrival.prompt_tokens - blocks * ask.block_size)
+        table = self.table
+        ask = table.ask(arrival.number, chain, arrival.prompt_tokens, OUTPUT_TOKENS, now_s)
+        choice = self.policy(ask, table.rows)
+        table.sent(ask, choice, chain, now_s)
+        return choice, ask.lacking(choice)
 
 
 class Replay:
@@ -123,11 +82,11 @@ class Replay:
         self.workers = [
             Worker(number, settings.engine, self.touched.add) for number in range(settings.workers)
         ]
-        self.names = [f"worker-{number}" for number in range(settings.workers)]
-        self.index = Owned(self.names)
+        self.names = [f"worker-{number:07}" for number in range(settings.workers)]
+        self.owned = Owned(self.names)
         loads = {name: worker.load() for name, worker in zip(self.names, self.workers, strict=True)}
         self.ingresses = [
-            Ingress(settings, self.index, loads, at) for at in range(settings.ingresses)
+            Ingress(settings, self.owned, loads, at) for at in range(settings.ingresses)
         ]
         self.now_s = 0.0
         self._order = count()
@@ -153,7 +112,7 @@ class Replay:
             if done % 100 == 0:
                 progress(done)
         self._until(END_S)
-        return Outcome(self._tasks, self.workers, self.index.copies_most, self.refused)
+        return Outcome(self._tasks, self.workers, self.owned.copies_most, self.refused)
 
     def _at(self, when_s: float, what: Callable[[], None]) -> None:
         heapq.heappush(self._events, (when_s, next(self._order), what))
@@ -197,7 +156,7 @@ class Replay:
         """What the ingresses know at an arrival: its own look and those before it."""
         as_of_s, news = self._looks.popleft()
         for number, load, changes in news:
-            self.index.apply(self.names[number], changes)
+            self.owned.apply(self.names[number], changes)
             for ingress in self.ingresses:
                 ingress.table.rows[number].load = load
         for ingress in self.ingresses:

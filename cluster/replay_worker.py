@@ -155,11 +155,12 @@ class Worker:
         lacking = (len(s.tokens) - s.computed for s in scheduler.running)
         return Load(
             queued_tokens=queued,
-            running_tokens=sum(tokens for tokens in lacking if tokens > 1),
+            prefill_tokens=sum(tokens for tokens in lacking if tokens > 1),
             pulling_tokens=pulling,
-            requests=len(self.tasks) + len(self.pulling),
+            waiting=len(scheduler.waiting) + len(self.pulling),
+            running=len(scheduler.running),
             committed_blocks=used,
-            pool_blocks=engine.blocks,
+            blocks=engine.blocks,
             step_tokens_max=engine.max_batch_tokens,
             prompt_s=self._prompt_s,
             token_s=self._token_s,
