@@ -112,6 +112,7 @@ class Replay:
             if done % 100 == 0:
                 progress(done)
         self._until(END_S)
+        assert all(task.end_s < END_S for task in self._tasks), "a request was never served"
         return Outcome(self._tasks, self.workers, self.owned.copies_most, self.refused)
 
     def _at(self, when_s: float, what: Callable[[], None]) -> None:
@@ -155,6 +156,8 @@ class Replay:
     def _hear(self) -> None:
         """What the ingresses know at an arrival: its own look and those before it."""
         as_of_s, news = self._looks.popleft()
+        if self.settings.delay_s:  # a look in the past came before what was sent at its instant
+            as_of_s = math.nextafter(as_of_s, -math.inf)
         for number, load, changes in news:
             self.owned.apply(self.names[number], changes)
             for ingress in self.ingresses:
@@ -181,10 +184,8 @@ class Replay:
 
     def _submit(self, task: Task) -> None:
         worker = self.workers[task.worker]
-        was_s = worker.due_s
         worker.submit(task, self.now_s)
-        if worker.due_s != was_s:
-            self._enqueue(worker)
+        self._enqueue(worker)
 
     def _pull(self, task: Task, choice: Choice) -> bool:
         """Start to copy what the source still has of the blocks wanted; False if that is nothing.
@@ -197,7 +198,7 @@ class Replay:
         held = export(source.pool, task.chain)
         lacked = len(held) - leading(mine.pool, task.chain)
         if lacked <= 0:
-            source.give_back(held)
+            self._give_back(source, held)
             return False
         task.pulled_tokens = lacked * engine.block_size
         start_s = max(self.now_s, mine.link_free_s, source.link_free_s)
@@ -209,8 +210,12 @@ class Replay:
         return True
 
     def _pulled(self, task: Task, source: Worker, held: list[int]) -> None:
-        source.give_back(held)
+        self._give_back(source, held)
         mine = self.workers[task.worker]
         del mine.pulling[task.arrival.number]
         adopt(mine.pool, self.settings.engine.block_size, task.chain[: len(held)])
         self._submit(task)
+
+    def _give_back(self, source: Worker, held: list[int]) -> None:
+        source.give_back(held, self.now_s)
+        self._enqueue(source)

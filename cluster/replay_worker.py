@@ -118,7 +118,11 @@ class Worker:
         self.tasks[request.id] = task
         self.scheduler.submit(request)
         self.touched(self.number)
-        if self._plan is None:
+        self.wake(now_s)
+
+    def wake(self, now_s: float) -> None:
+        """Look again at who waits, if no step is under way: something may have become possible."""
+        if self._plan is None and (self.scheduler.waiting or self.scheduler.running):
             self.due_s = min(self.due_s, now_s)
 
     def advance(self, until_s: float) -> None:
@@ -131,11 +135,12 @@ class Worker:
                 now_s = self._jump(now_s, until_s)
             self._start(now_s)
 
-    def give_back(self, held: Sequence[int]) -> None:
+    def give_back(self, held: Sequence[int], now_s: float) -> None:
         """Blocks of `export` have been copied; a chain's tail becomes idle before its head."""
         for block in reversed(held):
             self.pool.unhold(block)
         self.touched(self.number)
+        self.wake(now_s)
 
     def load(self) -> Load:
         """What a heartbeat says now."""
