@@ -57,7 +57,7 @@ class Known:
             stored = _depth(chain, held) if chain and chain[0] in held else 0
             expected = stored
             if soon := self._soon.get(name):
-                expected = _reach(chain, stored, soon, now)
+                expected = _reach(chain, stored, held, soon, now)
             if expected:
                 found[name] = Match(stored, expected)
         return found
@@ -74,10 +74,18 @@ def _depth(chain: Sequence[bytes], held: set[bytes]) -> int:
     return bisect_left(chain, True, key=lambda block: block not in held)
 
 
-def _reach(chain: Sequence[bytes], stored: int, soon: OrderedDict[bytes, float], now: float) -> int:
+def _reach(
+    chain: Sequence[bytes],
+    stored: int,
+    held: set[bytes],
+    soon: OrderedDict[bytes, float],
+    now: float,
+) -> int:
+    """What is expected is whole chains too, so their end can be bisected."""
     while soon and soon[first := next(iter(soon))] <= now:
         del soon[first]
-    depth = stored
-    while depth < len(chain) and chain[depth] in soon:
-        depth += 1
-    return depth
+    if stored == len(chain) or chain[stored] not in soon:
+        return stored
+    return bisect_left(
+        chain, True, stored, key=lambda block: block not in held and block not in soon
+    )
