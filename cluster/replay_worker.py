@@ -98,6 +98,7 @@ class Worker:
         self.steps = self.computed_tokens = 0
         self.busy_s = 0.0
         self._plan: StepPlan | None = None
+        self._took = (0, 0.0, 0.0, 0)
         cost = engine.cost
         self._prompt_s = cost.prefill_s(0)
         self._token_s = (cost.prefill_s(LARGE_TOKENS) - self._prompt_s) / LARGE_TOKENS
@@ -189,7 +190,7 @@ class Worker:
         cost = self.engine.cost
         decode_s = cost.decode_s(used / self.pool.blocks) if decodes else 0.0
         prefill_s = cost.prefill_s(prompt) if prompt else 0.0
-        self._measure(prompt, prefill_s, decode_s, used)
+        self._took = (prompt, prefill_s, decode_s, used)
         self.computed_tokens += prompt
         self._plan, self.due_s = plan, now_s + (decode_s + prefill_s)
         self.busy_s += self.due_s - now_s
@@ -210,6 +211,7 @@ class Worker:
 
     def _commit(self, plan: StepPlan, now_s: float) -> None:
         self.steps += 1
+        self._measure(*self._took)
         scheduler = self.scheduler
         for row, valid in zip(plan.rows, scheduler.commit(plan), strict=True):
             sequence = row.sequence
