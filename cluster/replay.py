@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from cluster import policies
-from cluster.gangs import Gangs
+from cluster.gang_table import GangTable
 from cluster.policies import Choice, Factors, Load
 from cluster.replay_index import Known, Owned
 from cluster.replay_worker import Engine, Task, Worker, adopt, export, leading
@@ -52,7 +52,7 @@ class Ingress:
     """One ingress: a table of its own, and a policy with its own state."""
 
     def __init__(self, settings: Settings, owned: Owned, loads: dict[str, Load], at: int) -> None:
-        self.table = Gangs(
+        self.table = GangTable(
             Known(owned), settings.engine.block_size, rates_alike=settings.factors.rates_alike,
             at=at, ingresses=settings.ingresses,
         )  # fmt: skip

@@ -22,7 +22,7 @@ TORCH_FREE = {
     "worker.scheduler",
     "cluster.index",
     "cluster.policies",
-    "cluster.gangs",
+    "cluster.gang_table",
     "cluster.replay",
 }
 

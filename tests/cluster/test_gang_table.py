@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.gangs import DEMAND_S, PREFIXES_MAX, RATES_S, Demand, Gangs
+from cluster.gang_table import DEMAND_S, PREFIXES_MAX, RATES_S, Demand, GangTable
 from cluster.policies import Choice
 from cluster.replay_index import Match
 from tests.cluster.test_policies import LOAD
@@ -25,9 +25,9 @@ class FakeIndex:
         self.expected.append((name, len(chain), now))
 
 
-def table(*names: str, at: int = 0, ingresses: int = 1) -> tuple[Gangs, FakeIndex]:
+def table(*names: str, at: int = 0, ingresses: int = 1) -> tuple[GangTable, FakeIndex]:
     index = FakeIndex()
-    gangs = Gangs(index, 64, rates_alike=0.5, at=at, ingresses=ingresses)
+    gangs = GangTable(index, 64, rates_alike=0.5, at=at, ingresses=ingresses)
     for name in names:
         gangs.join(name, LOAD)
     return gangs, index

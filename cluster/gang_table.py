@@ -109,7 +109,7 @@ class Demand:
         return count
 
 
-class Gangs:
+class GangTable:
     """The table of the ingress number `at` of `ingresses`, which all see the same gangs."""
 
     def __init__(
