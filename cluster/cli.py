@@ -1,4 +1,4 @@
-"""`kvatlas serve`, `check`, `capacity`, `where`. Heavy imports wait until they are needed."""
+"""The commands of `kvatlas`. Heavy imports wait until they are needed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from cluster import capacity_command, quickstart
+from cluster import capacity_command, quickstart, replay_command
 from cluster.errors import UserError
 from cluster.keys import ADMIN_KEY, Access
 from configs.schema import Config, ConfigError, load
@@ -56,6 +56,9 @@ def _parser() -> argparse.ArgumentParser:
         )  # fmt: skip
     capacity_command.arguments(
         commands.add_parser("capacity", help="how many sequences fit in a memory")
+    )
+    replay_command.arguments(
+        commands.add_parser("replay", help="what a routing policy is worth on a trace")
     )
     where = commands.add_parser("where", help="where one token of a running request lies")
     where.set_defaults(run=_where)

@@ -21,6 +21,9 @@ TORCH_FREE = {
     "context_parallel.shard",
     "worker.scheduler",
     "cluster.index",
+    "cluster.policies",
+    "cluster.gang_table",
+    "cluster.replay",
 }
 
 

@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from cluster import policies
+from cluster.policies import Ask, Factors, Policy, Rates, alike
+from kvpaging.events import Load
+
+LOAD = Load(
+    queued_tokens=0, prefill_tokens=0, pulling_tokens=0, waiting=0, running=0, committed_blocks=0,
+    blocks=1000, step_tokens_max=8192, prompt_s=0.01, token_s=2e-5, step_s=0.005, block_s=1e-5,
+    link_tokens_per_s=1e5,
+)  # fmt: skip
+
+
+@dataclass
+class FakeRow:
+    name: str
+    load: Load
+    rates: Rates
+    sent_tokens: int = 0
+    sent_blocks: int = 0
+    sent_requests: int = 0
+    sent_pulling: int = 0
+
+
+def row(name: str, **changes: Any) -> FakeRow:
+    load = replace(LOAD, **changes)
+    return FakeRow(name, load, Rates(load.prompt_s, load.token_s, load.step_s, load.block_s))
+
+
+def ask(*matched: int, **changes: Any) -> Ask:
+    stored = changes.pop("stored", matched)
+    fields: dict[str, Any] = {
+        "number": 1, "prompt_tokens": 6400, "expected_output": 256, "block_size": 64,
+        "next_block": b"x" * 16, "deepest": max(matched), "demand": 0.0,
+        "home": range(len(matched)), "unseen_tokens": 0,
+    }  # fmt: skip
+    return Ask(matched=matched, stored=stored, **(fields | changes))
+
+
+def priced(*, pull: bool = False, **factors: float) -> Policy:
+    return policies.make("priced", factors=Factors(tie_s=0.0, **factors), pull=pull)  # type: ignore[arg-type]
+
+
+def test_round_robin_takes_turns_from_its_start() -> None:
+    policy = policies.make("round_robin", factors=Factors(), pull=False, start=2)
+    rows = [row(name) for name in "abc"]
+    assert [policy(ask(0, 0, 0), rows).row for _ in range(4)] == [2, 0, 1, 2]
+    assert policy(ask(0), rows[:1]).row == 0
+
+
+def test_power_of_two_takes_the_one_with_fewer_requests() -> None:
+    policy = policies.make("power_of_two", factors=Factors(), pull=False)
+    rows = [row("a", running=3), row("b", waiting=1, running=1), row("c")]
+    rows[2].sent_requests = 1
+    drawn = Counter(policy(ask(0, 0, 0, number=n), rows).row for n in range(300))
+    assert drawn[0] == 0  # it is never the better one of two
+    assert drawn[2] > drawn[1] > 0
+    assert policy(ask(0), rows[:1]).row == 0
+
+
+def test_the_cached_prefix_wins_until_its_queue_costs_more() -> None:
+    policy = priced()
+    for queued, best in ((0, 1), (10_000, 1), (40_000, 0)):
+        choice = policy(ask(0, 80), [row("a"), row("b", queued_tokens=queued)])
+        assert choice.row == best
+
+
+@pytest.mark.parametrize(
+    "worse",
+    [
+        {"queued_tokens": 1000},
+        {"prefill_tokens": 1000},
+        {"committed_blocks": 300},
+        {"token_s": 4e-5},
+        {"prompt_s": 0.02},
+        {"step_s": 0.006},
+    ],
+)
+def test_each_part_of_a_load_counts(worse: dict[str, Any]) -> None:
+    rows = [row("a", **worse), row("b")]
+    assert priced()(ask(0, 0), rows).row == 1
+    assert priced()(ask(0, 0), rows[::-1]).row == 0
+
+
+@pytest.mark.parametrize("sent", ["sent_tokens", "sent_blocks"])
+def test_what_was_sent_and_is_not_reported_counts(sent: str) -> None:
+    rows = [row("a"), row("b")]
+    setattr(rows[0], sent, 500)
+    assert priced()(ask(0, 0), rows).row == 1
+
+
+def test_a_nearly_full_pool_is_avoided_even_for_a_hit() -> None:
+    full = row("b", committed_blocks=960)
+    assert priced()(ask(0, 90), [row("a"), full]).row == 0
+    assert priced(room_s=0.0)(ask(0, 90), [row("a"), full]).row == 1
+
+
+def test_a_pull_is_taken_where_it_is_cheaper_and_large_enough() -> None:
+    rows = [row("a"), row("b", queued_tokens=60_000)]
+    choice = priced(pull=True)(ask(0, 80), rows)
+    assert (choice.row, choice.pull_from, choice.pull_blocks) == (0, 1, 80)
+    assert priced()(ask(0, 80), rows).pull_from is None
+    few = priced(pull=True)(ask(49, 80), rows)
+    assert (few.row, few.pull_from) == (0, None)  # 31 blocks are 1,984 tokens
+    waits = priced(pull=True)(ask(0, 80), [row("a", pulling_tokens=300_000), rows[1]])
+    assert waits.pull_from is None
+    cut_off = priced(pull=True)(ask(0, 80), [row("a", link_tokens_per_s=0.0), rows[1]])
+    assert cut_off.pull_from is None
+
+
+def test_nothing_is_pulled_that_is_only_expected() -> None:
+    rows = [row("a"), row("b", queued_tokens=60_000)]
+    assert priced(pull=True)(ask(0, 80, stored=(0, 0)), rows).pull_from is None
+
+
+def test_near_ties_go_by_the_next_block_and_stay_at_home() -> None:
+    rows = [row(name) for name in "abcd"]
+    policy = policies.make("priced", factors=Factors(tie_s=0.05), pull=False)
+    blocks = [bytes([n]) * 16 for n in range(200)]
+    chosen = [policy(ask(0, 0, 0, 0, next_block=block), rows).row for block in blocks]
+    assert chosen == [policy(ask(0, 0, 0, 0, next_block=block), rows).row for block in blocks]
+    assert min(Counter(chosen).values()) > 25
+    for block in blocks:
+        near = policy(ask(0, 0, 0, 0, next_block=block, home=range(1, 3)), rows).row
+        assert near in (1, 2)
+    rows[1] = row("b", queued_tokens=50_000)
+    rows[2] = row("c", queued_tokens=50_000)
+    assert policy(ask(0, 0, 0, 0, home=range(1, 3)), rows).row in (0, 3)
+
+
+def test_others_are_taken_to_fill_their_own_gangs() -> None:
+    rows = [row("a", queued_tokens=500), row("b")]
+    assert priced()(ask(0, 0, home=range(1)), rows).row == 1
+    assert priced()(ask(0, 0, home=range(1), unseen_tokens=1000), rows).row == 0
+
+
+def test_a_prefix_that_many_want_is_copied() -> None:
+    rows = [row("a"), row("b", queued_tokens=2000)]
+    assert priced()(ask(0, 100), rows).row == 1
+    assert priced()(ask(0, 100, demand=50.0), rows).row == 0
+    assert priced()(ask(0, 0, deepest=0, demand=50.0), rows).row == 0
+
+
+def test_the_last_token_is_always_computed() -> None:
+    choice = priced()(ask(100, 0), [row("a"), row("b")])
+    assert choice.prices[0].prefill_s == pytest.approx(3 * LOAD.token_s)
+
+
+def test_the_price_is_the_sum_of_its_parts_and_predicts_the_first_token() -> None:
+    choice = priced()(ask(10), [row("a", queued_tokens=1000, committed_blocks=100)])
+    (price,) = choice.prices
+    assert price.total_s == pytest.approx(sum(price[1:7]))
+    lacking = 6400 - 640
+    step_s = LOAD.step_s + LOAD.block_s * (100 + 90)
+    expected = (1000 + lacking) * LOAD.token_s + step_s + LOAD.prompt_s
+    assert choice.ttft_s == pytest.approx(expected)
+    assert price.output_s == pytest.approx(25.6 * step_s)
+
+
+def test_a_choice_explains_itself_in_one_printable_line() -> None:
+    rows = [row("a"), row("b", queued_tokens=60_000), *(row(name) for name in "cdefgh")]
+    choice = priced(pull=True)(ask(0, 80, 0, 0, 0, 0, 0, 0, home=range(8)), rows)
+    text = choice.explained(rows)
+    assert text.startswith(f"policy=priced; gang={rows[choice.row].name}; pull=80@b; ttft=0.")
+    assert text.count("=0.") > 4
+    assert text.isascii()
+    assert text.isprintable()
+    assert len(text) < 600
+    turn = policies.make("round_robin", factors=Factors(), pull=False)(ask(0), rows[:1])
+    assert turn.explained(rows) == "policy=round_robin; gang=a"
+
+
+def test_rates_that_hardly_differ_are_equal() -> None:
+    assert alike([2.0, 10.0, 2.2, 11.0], 0.2) == pytest.approx([2.1, 10.5, 2.1, 10.5])
+    assert alike([1.0, 1.3, 1.6], 0.5) == pytest.approx([1.15, 1.15, 1.6])
+    assert alike([0.0, 0.0], 0.5) == [0.0, 0.0]
+    assert alike([], 0.5) == []
+
+
+def test_an_unknown_policy_is_a_key_error() -> None:
+    with pytest.raises(KeyError):
+        policies.make("random", factors=Factors(), pull=False)
