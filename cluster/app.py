@@ -25,7 +25,8 @@ from cluster.delivery import ANYONE, Delivery
 from cluster.errors import UserError
 from cluster.hub import HubClient
 from cluster.reporting import Reporter
-from configs.schema import Config, ConfigError, adjusted, load
+from configs.loading import ConfigError, adjusted, load
+from configs.schema import Config
 
 APP = "kvatlas"
 WORKER = "worker"

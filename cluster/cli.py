@@ -15,7 +15,8 @@ from urllib.parse import quote, urlsplit
 from cluster import capacity_command, quickstart, replay_command
 from cluster.errors import UserError
 from cluster.keys import ADMIN_KEY, Access
-from configs.schema import Config, ConfigError, load
+from configs.loading import ConfigError, load
+from configs.schema import Config
 
 USAGE_ERROR, INTERRUPTED = 2, 130
 

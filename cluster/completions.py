@@ -32,6 +32,7 @@ from cluster.choices import Choice
 from cluster.errors import ApiError, invalid
 from cluster.generation import Generation, Job
 from cluster.metrics import Record
+from cluster.routing import Route
 from worker import wire
 
 if TYPE_CHECKING:
@@ -164,6 +165,7 @@ class Completion(Response):
         ) as generation:
             try:
                 await generation.admit()
+                self._routed(generation.route)
                 if request.stream:
                     await self._stream(request, answer, generation, jobs, send)
                 else:
@@ -172,6 +174,11 @@ class Completion(Response):
                 self._note(generation, jobs)
                 for name in names:
                     del api.labels[name]
+
+    def _routed(self, route: Route | None) -> None:
+        if route is not None:
+            self._record.gang, self._record.predicted_s = route.gang, route.ttft_s
+            self._beside.append((b"x-kvatlas-route", route.explained.encode()))
 
     def _ignored(self, request: openai.Common) -> None:
         self._record.ignored = len(request.ignored)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from cluster.calls import EngineLost, Handle, Refused, ask
 from cluster.gangs import LOOK_S, Gangs
+from cluster.routing import Route, Router
 from worker import wire
 
 log = logging.getLogger("kvatlas.ingress")
@@ -22,24 +23,25 @@ ALIVE_S = 3.0
 class Target:
     """A gang that was chosen, and the way to it."""
 
-    gang: str
+    route: Route
     handle: Handle
+
+    @property
+    def gang(self) -> str:
+        return self.route.gang
 
 
 class Dispatcher:
     """One ingress's view of where its requests are."""
 
-    def __init__(self, gangs: Gangs, handle: Handle, *, name: str) -> None:
-        self.gangs, self._handle, self.name = gangs, handle, name
+    def __init__(self, gangs: Gangs, handle: Handle, router: Router, *, name: str) -> None:
+        self.gangs, self._handle, self.router, self.name = gangs, handle, router, name
         self._open: dict[str, dict[str, int]] = {}  # by gang: attempts by request
 
     def choose(self, submit: wire.Submit, avoid: Collection[str]) -> Target | None:
         """The gang that should serve a prompt; None where all that are ready are to be avoided."""
-        candidates = [gang for gang in self.gangs.ready() if gang not in avoid]
-        if not candidates:
-            return None
-        gang = min(candidates, key=lambda gang: (len(self._open.get(gang, ())), gang))
-        return Target(gang, self._handle.to(gang))
+        route = self.router.choose(submit, avoid)
+        return None if route is None else Target(route, self._handle.to(route.gang))
 
     async def wait(self, submit: wire.Submit, avoid: Collection[str], wait_s: float) -> Target:
         """The same, waiting for a gang to become ready. One to be avoided is better than none.

@@ -21,6 +21,7 @@ from cluster.choices import Choice
 from cluster.dispatch import Dispatcher, Target
 from cluster.errors import ApiError
 from cluster.metrics import Metrics, Times
+from cluster.routing import Route
 from worker import wire
 
 log = logging.getLogger("kvatlas.ingress")
@@ -72,15 +73,17 @@ class Job:
     def __post_init__(self) -> None:
         self.generated = [[] for _ in self.choices]
 
-    def again(self, attempt: int, deadline_s: float) -> wire.Submit:
-        """What another engine is asked: to go on where the last one was lost."""
+    def again(self, attempt: int, deadline_s: float, pull: wire.Pull | None) -> wire.Submit:
+        """What an engine is asked: after the first attempt, to go on where the last was lost."""
         inputs = self.submit.choices  # a beam search starts again
         if not self.submit.params.beam_width:
             inputs = [
                 wire.ChoiceInput(ids, finished=choice.finish_reason is not None)
                 for ids, choice in zip(self.generated, self.choices, strict=True)
             ]
-        return replace(self.submit, attempt=attempt, deadline_s=deadline_s, choices=inputs)
+        return replace(
+            self.submit, attempt=attempt, deadline_s=deadline_s, choices=inputs, pull=pull
+        )
 
     @property
     def finished(self) -> bool:
@@ -118,6 +121,7 @@ class Generation:
         self._tasks: list[asyncio.Task[None]] = []
         self._failure: ApiError | None = None
         self.first_token_s: float | None = None
+        self.route: Route | None = None  # of the first prompt that was accepted
 
     async def __aenter__(self) -> Generation:
         return self
@@ -190,7 +194,7 @@ class Generation:
         while True:
             if target is None:
                 raise ApiError(503, "worker_lost", "no worker is ready", retry_after_s=1)
-            submit = job.again(losses, until_s - loop.time())
+            submit = job.again(losses, until_s - loop.time(), target.route.pull)
             try:
                 with self._dispatcher.opened(target, submit):
                     return await self._attempt(submit, job, target, admitted)
@@ -230,6 +234,7 @@ class Generation:
         encoded, deadline_s = wire.encode(submit), submit.deadline_s
         with Stream(target.handle, "generate", encoded, deadline_s=deadline_s) as stream:
             await self._admission(stream)
+            self.route = self.route or target.route
             if admitted is not None and not admitted.done():
                 admitted.set_result(None)
             self._news.set()
@@ -270,6 +275,7 @@ class Generation:
                     self._add(event, job, target)
                 case wire.Finish() if event.choice in running:
                     job.choices[event.choice].finish(event)
+                    self._dispatcher.router.ended(event.generated_tokens)
                     running.discard(event.choice)
                     stream.finished = not running
                 case wire.PromptLogprobs():

@@ -33,6 +33,7 @@ from cluster.keys import Access
 from cluster.limits import BodyLimit, label_of, printable
 from cluster.metrics import CONTENT_TYPE, Metrics, Record
 from cluster.reporting import Follower, Hub
+from cluster.routing import Router
 from cluster.text import TextService
 from configs.schema import Config
 
@@ -84,7 +85,15 @@ class Api:
         )
         self.mirror = Mirror()
         self.follower = Follower(self.mirror, hub, time.monotonic)
-        self.dispatcher = Dispatcher(self.gangs, handle, name=name)
+        router = Router(
+            self.gangs,
+            self.mirror,
+            self.identities,
+            name=name,
+            config=lambda: self.config,
+            clock=time.monotonic,
+        )
+        self.dispatcher = Dispatcher(self.gangs, handle, router, name=name)
         self.metrics = Metrics(model, name, self.gangs.snapshots)
         self.created = int(time.time())
         self.labels: dict[str, str] = {}  # the clients' names of what the engine is working on

@@ -59,6 +59,8 @@ class Record:
     ttft_s: float | None = None  # None where the worker was not asked to send tokens as they come
     total_s: float = 0.0
     ignored: int = 0
+    gang: str = ""
+    predicted_s: float | None = None  # of the first token, by the router
 
     @property
     def decode_s(self) -> float:
@@ -81,6 +83,8 @@ class Record:
         text += f" ({self.cached_tokens} cached) + {self.generated_tokens} new tokens"
         if self.ttft_s is not None:
             text += f", first after {self.ttft_s * 1e3:.0f} ms"
+            if self.predicted_s is not None:
+                text += f" (predicted {self.predicted_s * 1e3:.0f} ms)"
         if self.decode_s > 0 and self.later_tokens > 0:
             text += f", then {self.later_tokens / self.decode_s:.1f} tokens/s"
         elif self.ttft_s is None and self.total_s > 0:
@@ -114,6 +118,7 @@ class Metrics:
         self._model = model
         self._snapshots = snapshots
         self.first_token = self._histogram("vllm:time_to_first_token_seconds", _FIRST_S)
+        self.mispredicted = self._histogram("kvatlas:mispredicted_first_token_seconds", _FIRST_S)
         self.next_token = self._histogram("vllm:time_per_output_token_seconds", _TOKEN_S)
         self.per_token = self._histogram("vllm:request_time_per_output_token_seconds", _TOKEN_S)
         self.total = self._histogram("vllm:e2e_request_latency_seconds", _REQUEST_S)
@@ -174,6 +179,8 @@ class Metrics:
         self.generated.observe(record.generated_tokens)
         if record.ttft_s is not None:
             self.first_token.observe(record.ttft_s)
+            if record.predicted_s is not None:
+                self.mispredicted.observe(abs(record.ttft_s - record.predicted_s))
             if record.later_tokens > 0:
                 each = record.later_tokens / len(record.finish_reasons)
                 self.per_token.observe(record.decode_s / each)

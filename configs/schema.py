@@ -1,38 +1,23 @@
-"""Every setting of kvatlas: its default, its meaning, and the one door through which it comes in.
+"""Every setting of kvatlas: its default, its rule and its meaning.
 
-`load` reads a YAML file and `section.key=value` overrides and either returns a complete `Config`
-or raises one `ConfigError` that lists every problem. Nothing here reads the environment or looks at
-the machine: automatic values stay None (or "auto") until the part that can measure resolves them.
+Nothing here reads the environment or looks at the machine: automatic values stay None (or "auto")
+until the part that can measure resolves them. `configs/loading.py` makes a `Config` of a file.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-import yaml
-
 from configs import rules
-from configs.rules import shown
-from configs.source import read
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
 
 MAX_ITEMS = 4096
 """Of a list or an object in a request: more are refused before anybody looks at them."""
-
-
-class ConfigError(Exception):
-    """The configuration cannot be used; `problems` has one line for each reason."""
-
-    def __init__(self, problems: Sequence[str]) -> None:
-        self.problems = tuple(problems)
-        head = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        super().__init__(f"{head} in the configuration:\n  " + "\n  ".join(problems))
 
 
 def _setting(default: object, rule: rules.Rule, doc: str, *, live: bool = False) -> Any:
@@ -259,6 +244,54 @@ class ClusterConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RoutingConfig:
+    """Which worker a request goes to."""
+
+    policy: Literal["round_robin", "power_of_two", "priced"] = _setting(
+        "priced",
+        rules.choice("round_robin", "power_of_two", "priced"),
+        "How a worker is chosen; priced weighs cached blocks, queues and room, in seconds.",
+        live=True,
+    )
+    pull: bool = _setting(
+        True, rules.flag(), "Let workers fetch cached blocks from each other.", live=True
+    )
+    pull_tokens_min: int = _setting(
+        2048, rules.integer(1), "Tokens below which nothing is fetched.", live=True
+    )
+    pull_tax: float = _setting(
+        2.0,
+        rules.number(0),
+        "A fetched block evicts another: how often its own computing time that costs.",
+        live=True,
+    )
+    link_bytes_per_s: float = _setting(
+        3e8,
+        rules.number(0),
+        "Rate of fetching until a worker has measured its own; 0 fetches nothing till then.",
+        live=True,
+    )
+    prefill: float = _setting(
+        3.0, rules.number(0), "Weight of a request's own prefill: others wait for it.", live=True
+    )
+    output: float = _setting(
+        0.1, rules.number(0), "Weight of a step for each token that is expected.", live=True
+    )
+    room_from: float = _setting(
+        0.8, rules.number(0, 1), "Share of a pool from which its room has a price.", live=True
+    )
+    room_s: float = _setting(
+        20.0, rules.number(0), "Price of each further pool's worth of blocks.", live=True
+    )
+    tie_s: float = _setting(
+        0.1, rules.number(0), "Prices this close to the lowest are equal.", live=True
+    )
+    rates_alike: float = _setting(
+        0.5, rules.number(0), "Measured rates this close to each other count as one.", live=True
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """All settings, by section."""
 
@@ -267,6 +300,7 @@ class Config:
     scheduler: SchedulerConfig = SchedulerConfig()
     limits: LimitsConfig = LimitsConfig()
     server: ServerConfig = ServerConfig()
+    routing: RoutingConfig = RoutingConfig()
     cluster: ClusterConfig = ClusterConfig()
 
 
@@ -280,120 +314,4 @@ def settings() -> Iterator[tuple[str, dataclasses.Field[Any]]]:
             yield f"{section}.{field.name}", field
 
 
-_FIELDS: Mapping[str, dataclasses.Field[Any]] = dict(settings())
-
-
-def load(source: str | Mapping[str, object] | None = None, overrides: Sequence[str] = ()) -> Config:
-    """The configuration in `source` with `section.key=value` overrides on top.
-
-    `source` is the path of a YAML file or what such a file holds. Without it all settings have
-    their defaults, and null anywhere means the default.
-    Raises ConfigError with all problems of the source and the overrides together.
-    """
-    problems: list[str] = []
-    given: dict[str, tuple[str, object]] = {}  # key -> where it was said, value
-    by_path = source is None or isinstance(source, str)
-    where = str(source) if by_path else "config"
-    tree = read(source, problems) if by_path else source  # type: ignore[arg-type]
-    for key, value in _flatten(tree, where, problems):
-        given[key] = (where, value)
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals:
-            problems.append(f"--set {override}: is not of the form section.key=value")
-        elif key in SECTIONS:
-            problems.append(f"--set {override}: {key} is a section, set one of its keys")
-        else:
-            given[key] = ("--set", _scalar(key, text))
-    return _with(Config(), given, problems)
-
-
-def adjusted(config: Config, changes: Mapping[str, object]) -> Config:
-    """`config` with other values of live settings; `changes` has sections, as a file has.
-
-    Raises ConfigError with all problems, other settings among them.
-    """
-    problems: list[str] = []
-    given: dict[str, tuple[str, object]] = {}
-    for key, value in _flatten(changes, "user_config", problems):
-        if key in _FIELDS and not _FIELDS[key].metadata["live"]:
-            live = ", ".join(name for name, field in _FIELDS.items() if field.metadata["live"])
-            problems.append(f"{key} (user_config): needs a restart; what does not is {live}")
-        else:
-            given[key] = ("user_config", value)
-    return _with(config, given, problems)
-
-
-def _with(config: Config, given: Mapping[str, tuple[str, object]], problems: list[str]) -> Config:
-    """`config` with what was given, checked. Raises ConfigError with these and earlier problems."""
-    values: dict[str, dict[str, object]] = {section: {} for section in SECTIONS}
-    for key, (where, value) in given.items():
-        field = _FIELDS.get(key)
-        if field is None:
-            problems.append(f"{key} ({where}): there is no such setting{_meant(key)}")
-        elif value is not None:
-            rule: rules.Rule = field.metadata["rule"]
-            section, _, name = key.partition(".")
-            try:
-                values[section][name] = rule.parse(value)
-            except ValueError:
-                default = shown(field.default)
-                problems.append(
-                    f"{key} ({where}): {shown(value)} is not possible; possible is {rule.possible} "
-                    f"(null is the default, {default})"
-                )
-    if problems:
-        raise ConfigError(problems)
-    changed = {
-        section: dataclasses.replace(getattr(config, section), **found)
-        for section, found in values.items()
-    }
-    return dataclasses.replace(config, **changed)
-
-
-def _flatten(tree: object, path: str, problems: list[str]) -> Iterator[tuple[str, object]]:
-    """("section.key", value) of a parsed file; what is not in a section keeps its bare key."""
-    if tree is None:
-        return
-    if not isinstance(tree, dict):
-        problems.append(f"{path}: must hold sections ({', '.join(SECTIONS)}), not {shown(tree)}")
-        return
-    for section, body in tree.items():
-        if str(section) in _FIELDS:
-            name, _, key = str(section).partition(".")
-            problems.append(f"{section} ({path}): belongs into its section, {name}: {{{key}: ...}}")
-        elif section not in SECTIONS:
-            yield str(section), body
-        elif isinstance(body, dict):
-            yield from ((f"{section}.{key}", value) for key, value in body.items())
-        elif body is not None:
-            problems.append(f"{section} ({path}): {shown(body)} is not a mapping of settings")
-
-
-def _scalar(key: str, text: str) -> object:
-    """What an override's text stands for: YAML, but a text setting may look like a number."""
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
-    field = _FIELDS.get(key)
-    wants_text = field is not None and "str" in str(field.type).split(" | ")
-    return text if wants_text and value is not None and not isinstance(value, str) else value
-
-
-def _meant(key: str) -> str:
-    """A hint for an unknown key: its own name in another section, else similar spelling."""
-    section, _, name = key.rpartition(".")
-    names = {full.partition(".")[2]: full for full in _FIELDS}
-    own = [f.name for f in dataclasses.fields(SECTIONS[section])] if section in SECTIONS else []
-    if name in names:
-        return f"; did you mean {names[name]}?"
-    if similar := difflib.get_close_matches(name, own, n=1):
-        return f"; did you mean {section}.{similar[0]}?"
-    if similar := difflib.get_close_matches(name, names, n=1, cutoff=0.75):
-        return f"; did you mean {names[similar[0]]}?"
-    if own:
-        return f"; section {section} has {', '.join(own)}"
-    if similar := difflib.get_close_matches(key, SECTIONS, n=1):
-        return f"; did you mean section {similar[0]}?"
-    return f"; the sections are {', '.join(SECTIONS)}"
+FIELDS: Mapping[str, dataclasses.Field[Any]] = dict(settings())

@@ -154,7 +154,7 @@ def serve_reference(pipe: Connection, config_path: str | None, overrides: tuple[
     from transformers.utils.logging import disable_progress_bar
 
     from cluster.quickstart import resolve as find
-    from configs.schema import load
+    from configs.loading import load
     from worker.startup import resolve
 
     disable_progress_bar()

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from cluster.local import RAY_ENVIRONMENT, SERVE_ENVIRONMENT, THREADS_ENVIRONMENT, local_ray
-from configs.schema import Config, load
+from configs.loading import load
+from configs.schema import Config
 from worker import wire
 from worker.params import SamplingParams
 

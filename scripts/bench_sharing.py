@@ -28,7 +28,7 @@ import torch
 from cluster.capacity_command import Progress
 from cluster.lengths import Lengths, draw
 from cluster.quickstart import resolve as find
-from configs.schema import load
+from configs.loading import load
 from kvpaging.pool import BlockPool
 from kvpaging.report import sharing
 from worker.decoding import Offer

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from worker import decoding, wire
-from worker.load import Rates
+from worker.load import Rates, blocks_in_use
 from worker.params import ParamError
 from worker.philox import derive
 from worker.request import Request, Sequence
@@ -203,7 +203,8 @@ class Engine:
         stats.steps += 1
         stats.rows += len(plan.rows)
         stats.batch_tokens += plan.tokens
-        self.rates.note(plan, self.runner.execute_s - stats.execute_s)
+        took_s = self.runner.execute_s - stats.execute_s
+        self.rates.note(plan, took_s, blocks_in_use(self.scheduler))
         stats.build_s, stats.execute_s = self.runner.build_s, self.runner.execute_s
         stats.saved_reads = self.runner.saved_reads
         out: list[Output] = []

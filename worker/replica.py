@@ -200,7 +200,9 @@ class GPUWorker:
 
     def _cut(self, force: bool) -> bytes | None:
         engine = self.loop.engine
-        load = load_of(engine.scheduler, engine.rates)
+        links = [link["tokens_per_s"] for link in self._transfers()["links"].values()]
+        rate = sum(links) / len(links) if links else 0.0
+        load = load_of(engine.scheduler, engine.rates, link_tokens_per_s=rate)
         if not force and load == self._load and not self.announcer.changed:
             return None
         self._load = load

@@ -18,7 +18,8 @@ import uvicorn
 from cluster.calls import Misrouted
 from cluster.index import Answer, Hub, Version
 from cluster.ingress import Api, build_app
-from configs.schema import Config, load
+from configs.loading import load
+from configs.schema import Config
 from kvpaging.events import Announcer, Load
 from tests.cluster import tokens
 from worker import wire
@@ -200,7 +201,7 @@ class FakeWorker:
             "block_size": 16,
             "dtype": "float32",
             "eos_token_ids": [tokens.EOS],
-            "table": {"model": MODEL},
+            "table": {"model": MODEL, "blocks": 10, "kv_bytes_per_token": 1},
             **self.prefix.shown(),
         }
 

@@ -13,7 +13,7 @@ import pytest
 from cluster.calls import Misrouted
 from cluster.errors import UserError
 from cluster.transfer import Peers
-from configs.schema import ConfigError
+from configs.loading import ConfigError
 from tests.cluster.fakes import KEY, config
 
 with warnings.catch_warnings():

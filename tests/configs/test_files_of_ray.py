@@ -17,7 +17,8 @@ import pytest
 import yaml
 
 from cluster.local import RAY_ENVIRONMENT, SERVE_ENVIRONMENT, THREADS_ENVIRONMENT
-from configs.schema import Config, load
+from configs.loading import load
+from configs.schema import Config
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of pydantic, about Ray Serve

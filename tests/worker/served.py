@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from configs.schema import load
+from configs.loading import load
 from tests.families import MAX_MODEL_LEN, NEW_TOKENS, build, prompts
 from worker.params import SamplingParams
 from worker.request import Request

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from configs.schema import load
+from configs.loading import load
 from kvpaging.groups import SAVED_KEYS_MIN
 from tests.families import build, prompts
 from tests.worker.served import FREE_BYTES, prove_sound

@@ -29,10 +29,33 @@ def test_rates_find_what_a_device_costs() -> None:
             prompt = sum(count for count in counts if count > 1)
             took_s = (0.03 + 0.0001 * prompt) * (prompt > 0) + 0.05 * (1 in counts)
             plan: Any = Plan(*counts)
-            rates.note(plan, took_s)
+            rates.note(plan, took_s, 7)
     assert rates.prompt_s == pytest.approx(0.03, rel=0.05)
     assert rates.token_s == pytest.approx(0.0001, rel=0.05)
     assert rates.step_s == pytest.approx(0.05, rel=0.01)
+
+
+def test_the_time_of_steps_grows_with_the_blocks_in_use() -> None:
+    """0.02 s and 0.001 s for each block; outliers bend the line only for a while."""
+    rates = Rates()
+    plan: Any = Plan(1, 1)
+    for blocks in [3, 9, 30, 12, 25] * 60:
+        rates.note(plan, 0.02 + 0.001 * blocks, blocks)
+    assert rates.step_s == pytest.approx(0.02, rel=1e-6)
+    assert rates.block_s == pytest.approx(0.001, rel=1e-6)
+    rates.note(plan, 5.0, 1)
+    assert rates.step_s >= 0 <= rates.block_s
+    for blocks in [3, 9, 30, 12, 25] * 60:
+        rates.note(plan, 0.02 + 0.001 * blocks, blocks)
+    assert rates.block_s == pytest.approx(0.001, rel=0.01)
+
+
+def test_steps_that_are_all_alike_say_nothing_of_blocks() -> None:
+    rates = Rates()
+    plan: Any = Plan(1)
+    for _ in range(50):
+        rates.note(plan, 0.02, 4)
+    assert (rates.step_s, rates.block_s) == (pytest.approx(0.02), 0.0)
 
 
 def test_the_load_counts_what_is_to_be_done() -> None:

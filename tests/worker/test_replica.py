@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import transformers as tf
 
-from configs.schema import load
+from configs.loading import load
 from tests.cluster import tokens
 from tests.cluster.fakes import MODEL, Served, ids_of, serving
 from tests.families import FAMILIES, Family, build

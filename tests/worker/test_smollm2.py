@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cluster.quickstart import QUICK
 from cluster.quickstart import resolve as resolve_path
-from configs.schema import load
+from configs.loading import load
 from worker.params import SamplingParams
 from worker.request import Request
 from worker.startup import resolve, start

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from configs.schema import load
+from configs.loading import load
 from kvpaging.store import BlockStore
 from tests.families import (
     FAMILIES,

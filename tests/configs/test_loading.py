@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs import schema
-from configs.schema import Config, ConfigError, adjusted, load
+from configs.loading import ConfigError, adjusted, load
+from configs.schema import Config
 
 
 def write(folder: Path, text: str) -> str:

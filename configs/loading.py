@@ -1,0 +1,147 @@
+"""The one door through which settings come in: a file, overrides, and what is wrong with them.
+
+`load` reads a file and overrides, `adjusted` changes live settings of a running server. Both name
+all problems at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from typing import TYPE_CHECKING
+
+import yaml
+
+from configs.rules import shown
+from configs.schema import FIELDS, SECTIONS, Config
+from configs.source import read
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from configs import rules
+
+
+class ConfigError(Exception):
+    """The configuration cannot be used; `problems` has one line for each reason."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        head = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        super().__init__(f"{head} in the configuration:\n  " + "\n  ".join(problems))
+
+
+def load(source: str | Mapping[str, object] | None = None, overrides: Sequence[str] = ()) -> Config:
+    """The configuration in `source` with `section.key=value` overrides on top.
+
+    `source` is the path of a YAML file or what such a file holds. Without it all settings have
+    their defaults, and null anywhere means the default.
+    Raises ConfigError with all problems of the source and the overrides together.
+    """
+    problems: list[str] = []
+    given: dict[str, tuple[str, object]] = {}  # key -> where it was said, value
+    by_path = source is None or isinstance(source, str)
+    where = str(source) if by_path else "config"
+    tree = read(source, problems) if by_path else source  # type: ignore[arg-type]
+    for key, value in _flatten(tree, where, problems):
+        given[key] = (where, value)
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals:
+            problems.append(f"--set {override}: is not of the form section.key=value")
+        elif key in SECTIONS:
+            problems.append(f"--set {override}: {key} is a section, set one of its keys")
+        else:
+            given[key] = ("--set", _scalar(key, text))
+    return _with(Config(), given, problems)
+
+
+def adjusted(config: Config, changes: Mapping[str, object]) -> Config:
+    """`config` with other values of live settings; `changes` has sections, as a file has.
+
+    Raises ConfigError with all problems, other settings among them.
+    """
+    problems: list[str] = []
+    given: dict[str, tuple[str, object]] = {}
+    for key, value in _flatten(changes, "user_config", problems):
+        if key in FIELDS and not FIELDS[key].metadata["live"]:
+            live = ", ".join(name for name, field in FIELDS.items() if field.metadata["live"])
+            problems.append(f"{key} (user_config): needs a restart; what does not is {live}")
+        else:
+            given[key] = ("user_config", value)
+    return _with(config, given, problems)
+
+
+def _with(config: Config, given: Mapping[str, tuple[str, object]], problems: list[str]) -> Config:
+    """`config` with what was given, checked. Raises ConfigError with these and earlier problems."""
+    values: dict[str, dict[str, object]] = {section: {} for section in SECTIONS}
+    for key, (where, value) in given.items():
+        field = FIELDS.get(key)
+        if field is None:
+            problems.append(f"{key} ({where}): there is no such setting{_meant(key)}")
+        elif value is not None:
+            rule: rules.Rule = field.metadata["rule"]
+            section, _, name = key.partition(".")
+            try:
+                values[section][name] = rule.parse(value)
+            except ValueError:
+                default = shown(field.default)
+                problems.append(
+                    f"{key} ({where}): {shown(value)} is not possible; possible is {rule.possible} "
+                    f"(null is the default, {default})"
+                )
+    if problems:
+        raise ConfigError(problems)
+    changed = {
+        section: dataclasses.replace(getattr(config, section), **found)
+        for section, found in values.items()
+    }
+    return dataclasses.replace(config, **changed)
+
+
+def _flatten(tree: object, path: str, problems: list[str]) -> Iterator[tuple[str, object]]:
+    """("section.key", value) of a parsed file; what is not in a section keeps its bare key."""
+    if tree is None:
+        return
+    if not isinstance(tree, dict):
+        problems.append(f"{path}: must hold sections ({', '.join(SECTIONS)}), not {shown(tree)}")
+        return
+    for section, body in tree.items():
+        if str(section) in FIELDS:
+            name, _, key = str(section).partition(".")
+            problems.append(f"{section} ({path}): belongs into its section, {name}: {{{key}: ...}}")
+        elif section not in SECTIONS:
+            yield str(section), body
+        elif isinstance(body, dict):
+            yield from ((f"{section}.{key}", value) for key, value in body.items())
+        elif body is not None:
+            problems.append(f"{section} ({path}): {shown(body)} is not a mapping of settings")
+
+
+def _scalar(key: str, text: str) -> object:
+    """What an override's text stands for: YAML, but a text setting may look like a number."""
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    field = FIELDS.get(key)
+    wants_text = field is not None and "str" in str(field.type).split(" | ")
+    return text if wants_text and value is not None and not isinstance(value, str) else value
+
+
+def _meant(key: str) -> str:
+    """A hint for an unknown key: its own name in another section, else similar spelling."""
+    section, _, name = key.rpartition(".")
+    names = {full.partition(".")[2]: full for full in FIELDS}
+    own = [f.name for f in dataclasses.fields(SECTIONS[section])] if section in SECTIONS else []
+    if name in names:
+        return f"; did you mean {names[name]}?"
+    if similar := difflib.get_close_matches(name, own, n=1):
+        return f"; did you mean {section}.{similar[0]}?"
+    if similar := difflib.get_close_matches(name, names, n=1, cutoff=0.75):
+        return f"; did you mean {names[similar[0]]}?"
+    if own:
+        return f"; section {section} has {', '.join(own)}"
+    if similar := difflib.get_close_matches(key, SECTIONS, n=1):
+        return f"; did you mean section {similar[0]}?"
+    return f"; the sections are {', '.join(SECTIONS)}"
