@@ -1,0 +1,176 @@
+"""The router of one ingress over fake workers, with a mirror that tests fill by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from cluster import routing
+from cluster.identity import Identities
+from cluster.index import Mirror
+from cluster.routing import UNREPORTED_S, Route, Router
+from configs.schema import Config
+from kvpaging.events import Announcer, Load
+from kvpaging.pool import BlockPool
+from tests.cluster.fakes import KEY, config, prefix
+from worker import wire
+from worker.params import SamplingParams
+
+SIZE = 16
+LOAD = Load(blocks=4096, step_tokens_max=512, prompt_s=0.01, token_s=0.001, step_s=0.02)
+
+
+class Watched:
+    def __init__(self) -> None:
+        self.info = {
+            "block_size": SIZE,
+            "table": {"blocks": 4096, "kv_bytes_per_token": 1000},
+            **prefix(KEY).shown(),
+        }
+
+
+class FakeGangs:
+    def __init__(self, *names: str) -> None:
+        self.watched = {name: Watched() for name in names}
+
+    def ready(self) -> dict[str, Any]:
+        return self.watched
+
+    @property
+    def info(self) -> dict[str, Any] | None:
+        return next((watched.info for watched in self.watched.values()), None)
+
+
+class World:
+    """A router, what the gangs say, and a clock."""
+
+    def __init__(self, *names: str, settings: tuple[str, ...] = ()) -> None:
+        self.gangs: Any = FakeGangs(*names)
+        self.mirror, self.identities = Mirror(), Identities(KEY)
+        self.now = 100.0
+        self.config: Config = config(*settings)
+        self.pools: dict[str, BlockPool] = {}
+        self.announcers: dict[str, Announcer] = {}
+        self.router = Router(
+            self.gangs,
+            self.mirror,
+            self.identities,
+            name="ingress-1",
+            config=lambda: self.config,
+            clock=lambda: self.now,
+        )
+
+    def says(self, gang: str, load: Load = LOAD, tokens: list[int] | None = None) -> None:
+        """A gang reports its load, and that it has stored the blocks of a prompt."""
+        if gang not in self.announcers:
+            pool = self.pools[gang] = BlockPool(4096)
+            self.announcers[gang] = Announcer("m", gang)
+            self.announcers[gang].listen(pool)
+        chain = self.identities.chain(self.gangs.info, tokens or [], b"")
+        blocks = self.pools[gang].allocate(len(chain))
+        for block, identity, parent in zip(blocks, chain, [None, *chain], strict=False):
+            self.pools[gang].publish(block, identity, parent)
+        self.mirror.apply(self.announcers[gang].cut(load), self.now)
+
+    def choose(self, tokens: list[int], *avoid: str, **fields: Any) -> Route:
+        params = SamplingParams(max_tokens=32)
+        submit = replace(wire.Submit("r", "m", tokens, params, 60.0), **fields)
+        route = self.router.choose(submit, avoid)
+        assert route is not None
+        return route
+
+
+PROMPT = list(range(200)) * 10
+
+
+def test_a_prompt_goes_where_its_blocks_are() -> None:
+    for gang in ("a", "b", "c"):
+        world = World("a", "b", "c")
+        for name in ("a", "b", "c"):
+            world.says(name, tokens=PROMPT if name == gang else None)
+        route = world.choose(PROMPT)
+        assert route.gang == gang
+        assert route.ttft_s is not None
+        assert route.ttft_s < 0.1  # of 2 s without them
+        assert route.explained.startswith(f"policy=priced; gang={gang}; ttft=0.0")
+
+
+def test_another_tenant_s_blocks_are_not_found() -> None:
+    world = World("a", "b")
+    world.says("a")
+    world.says("b", tokens=PROMPT)
+    route = world.choose(PROMPT, salt="another")
+    assert route.ttft_s is not None
+    assert route.ttft_s > 1
+
+
+def test_a_busy_gang_is_passed_over() -> None:
+    world = World("a", "b")
+    world.says("a", replace(LOAD, queued_tokens=20_000), PROMPT[:320])
+    world.says("b")
+    assert world.choose(PROMPT[:400]).gang == "b"
+
+
+def test_a_long_prefix_is_fetched_from_a_busy_gang() -> None:
+    settings = ("routing.pull_tokens_min=512", "routing.link_bytes_per_s=100000000")
+    world = World("a", "b", settings=settings)
+    world.says("a", replace(LOAD, queued_tokens=20_000), PROMPT)
+    world.says("b")
+    route = world.choose(PROMPT)
+    assert (route.gang, route.pull) == ("b", wire.Pull("a", len(PROMPT) // SIZE))
+    assert "pull=125@a" in route.explained
+    world.config = config(*settings, "routing.pull=false")
+    assert world.choose([7, *PROMPT]).pull is None
+
+
+def test_what_was_sent_counts_until_it_is_reported_or_too_old() -> None:
+    world = World("a", "b")
+    world.says("a")
+    world.says("b")
+    unlike = [[n, *PROMPT] for n in range(20)]
+    assert {world.choose(tokens).gang for tokens in unlike[:4]} == {"a", "b"}
+    first = world.choose(unlike[4]).ttft_s
+    world.now += UNREPORTED_S + 1
+    later = world.choose(unlike[5]).ttft_s
+    assert first is not None
+    assert later is not None
+    assert later < first
+
+
+def test_gangs_to_be_avoided_are_and_none_is_none() -> None:
+    world = World("a", "b")
+    world.says("a", tokens=PROMPT)
+    world.says("b")
+    assert world.choose(PROMPT, "a").gang == "b"
+    submit = wire.Submit("r", "m", PROMPT, SamplingParams(), 60.0)
+    assert world.router.choose(submit, ("a", "b")) is None
+    world.gangs.watched.clear()
+    assert world.router.choose(submit, ()) is None
+
+
+def test_gangs_come_and_go() -> None:
+    world = World("a")
+    assert world.choose(PROMPT).gang == "a"  # nobody has reported anything yet
+    world.gangs.watched = {"b": Watched()}
+    assert world.choose(PROMPT).gang == "b"
+
+
+def test_short_prompts_are_spread() -> None:
+    world = World("a", "b", "c")
+    chosen = [world.choose([1, 2, 3]).gang for _ in range(60)]
+    assert all(chosen.count(gang) >= 8 for gang in ("a", "b", "c"))
+
+
+def test_the_policy_and_its_factors_may_change_meanwhile() -> None:
+    world = World("a", "b", settings=("routing.policy=round_robin",))
+    assert [world.choose(PROMPT).gang for _ in range(4)] in (list("abab"), list("baba"))
+    world.config = config("routing.policy=power_of_two")
+    assert world.choose(PROMPT).explained.startswith("policy=power_of_two; gang=")
+
+
+def test_answers_teach_what_to_expect() -> None:
+    world = World("a")
+    for _ in range(200):
+        world.router.ended(10)
+    assert 10 < world.router._output_tokens < 11
+    assert routing.OUTPUT_TOKENS > 11
