@@ -248,7 +248,8 @@ class Generation:
         self._news.set()
 
     async def _admission(self, stream: Stream) -> None:
-        first = wire.decode(await stream.next())
+        while isinstance(first := wire.decode(await stream.next()), wire.Mark):
+            pass  # a long step: the engine looks at what has come after it
         if isinstance(first, wire.Rejected):
             stream.finished = True
             status, code = _REJECTED.get(first.reason, (503, first.reason))

@@ -22,6 +22,9 @@ UNREPORTED_S = 5.0
 OUTPUT_TOKENS = 128.0
 """Expected of an answer before any has ended."""
 
+UNMEASURED_TOKEN_S = 1e-3
+"""Of a prompt token on a gang that has computed none yet: a queue must have some price."""
+
 NEW = 0.05
 """Weight of the latest answer in what is expected of the next."""
 
@@ -140,6 +143,8 @@ class Router:
         if not load.blocks:
             rows = watched["table"]
             load = replace(load, blocks=rows["blocks"], step_tokens_max=_step_tokens(config))
+        if not load.token_s:
+            load = replace(load, token_s=UNMEASURED_TOKEN_S)
         if not load.link_tokens_per_s:
             rate = config.routing.link_bytes_per_s / watched["table"]["kv_bytes_per_token"]
             load = replace(load, link_tokens_per_s=rate)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import openai
@@ -474,6 +475,22 @@ async def test_null_is_the_default_and_unknown_parameters_are_named() -> None:
         assert 'kvatlas:ignored_parameters_total{ingress="ingress-1",model_name="fake"} 3.0' in (
             (await served.http.get("/metrics")).text
         )
+
+
+class Slow(FakeWorker):
+    """In the middle of a long step: says that it is there before it has looked at the request."""
+
+    async def generate(self, data: bytes) -> AsyncGenerator[bytes]:
+        for _ in range(2):
+            yield wire.encode(wire.Mark())
+        async for event in super().generate(data):
+            yield event
+
+
+async def test_a_worker_may_be_too_busy_to_accept_at_once() -> None:
+    async with serving(Slow()) as served:
+        answer = await served.post("/v1/completions", {"prompt": "hi", "max_tokens": 2})
+        assert answer.json()["choices"][0]["text"] == "AB"
 
 
 async def test_a_silent_engine_is_bridged_by_comments(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,6 +148,14 @@ def test_gangs_to_be_avoided_are_and_none_is_none() -> None:
     assert world.router.choose(submit, ()) is None
 
 
+def test_a_burst_on_gangs_that_have_measured_nothing_is_spread() -> None:
+    world = World("a", "b")
+    for gang in ("a", "b"):
+        world.says(gang, Load(blocks=4096, step_tokens_max=512))
+    chosen = [world.choose([*PROMPT[:40], n]).gang for n in range(16)]
+    assert min(chosen.count(gang) for gang in ("a", "b")) >= 2
+
+
 def test_gangs_come_and_go() -> None:
     world = World("a")
     assert world.choose(PROMPT).gang == "a"  # nobody has reported anything yet
