@@ -1,0 +1,230 @@
+"""What the prefix index costs: events taken, bytes a block, memory under churn, a lookup.
+
+One process, one thread. Batches are made before the clock starts, so what is timed is decoding and
+applying them. A stored or a removed block is one event. The last line printed is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+from cluster.index import BLOCK_BYTES, TABLE_BYTES, PrefixIndex
+from kvpaging import hashing
+from kvpaging.events import Batch, Digest, Event, Load, encode, split, xor_of
+
+GANGS = 64
+PROMPT_TOKENS = 131_072
+SLICE = 256
+STATM = Path("/proc/self/statm")
+
+
+class Source:
+    """A gang that stores `size` blocks a batch and, once it holds `live`, removes the oldest."""
+
+    def __init__(self, name: str, live: int, size: int, seed: int) -> None:
+        self.name, self.live, self.size, self.rng = name, live, size, Random(seed)
+        self.held: deque[bytes] = deque()
+        self.seq = self.count = self.xor = 0
+
+    def batch(self) -> tuple[bytes, int]:
+        """The next batch and how many events it has."""
+        fresh = self.rng.randbytes(16 * self.size)
+        events = [Event("stored", fresh)]
+        self.held.append(fresh)
+        self.xor ^= xor_of(fresh)
+        self.count += self.size
+        if self.count > self.live:
+            old = self.held.popleft()
+            events.insert(0, Event("removed", old))
+            self.xor ^= xor_of(old)
+            self.count -= self.size
+        self.seq += 1
+        digest = Digest(self.count, self.xor)
+        capacity = self.live + self.size
+        batch = Batch(
+            "m", self.name, 0, self.seq, self.seq, capacity, digest, Load(), tuple(events)
+        )
+        return encode(batch), self.size * len(events)
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM, from Linux."""
+    pages = int(STATM.read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def filled(live: int, size: int, whole: PrefixIndex) -> list[Source]:
+    """All gangs with `live` blocks each."""
+    sources = [Source(f"gang{g}", live, size, g) for g in range(GANGS)]
+    for source in sources:
+        for _ in range(live // size):
+            whole.apply(source.batch()[0], 0.0)
+    return sources
+
+
+def rate(size: int, events: int, live: int) -> dict[str, float]:
+    """Events a second with `size` stored and `size` removed a batch, the gangs in turn."""
+    whole = PrefixIndex()
+    sources = filled(live, size, whole)
+    taken, spent_s = 0, 0.0
+    while taken < events:
+        made = [source.batch() for source in sources for _ in range(max(1, 512 // size))]
+        started = time.perf_counter()
+        for message, _ in made:
+            whole.apply(message, 0.0)
+        spent_s += time.perf_counter() - started
+        taken += sum(count for _, count in made)
+    assert not whole.wanted
+    return {"blocks_a_batch": size, "events_per_s": round(taken / spent_s)}
+
+
+def table_bytes_worst(most: int) -> dict[str, float]:
+    """Bytes of a gang's table for a block, right before and after it is made anew, and the most
+    at any size while it grows to `most` blocks and while as many come as go."""
+    worst, before, after, last = 0.0, 0.0, 0.0, 0
+    for live in (most, 5_000, 16_384, 24_000, 50_000):
+        whole, source = PrefixIndex(), Source("g", min(live, most), 64, 1)
+        for _ in range(4 * min(live, most) // 64):
+            whole.apply(source.batch()[0], 0.0)
+            blocks, size = source.count, sys.getsizeof(whole.gangs["g"].identities)
+            if blocks < 4_096:
+                continue
+            worst = max(worst, size / blocks)
+            if last and size > last:
+                before, after = last / blocks, size / blocks
+            last = size
+    return {"before_resize": before, "after_resize": after, "worst": worst}
+
+
+def resident_per_block(live: int) -> float:
+    """Resident bytes a block with all gangs at `live` blocks, after twice as many came and went."""
+    batches = []
+    for source in [Source(f"gang{g}", live, SLICE, g) for g in range(GANGS)]:
+        batches += [source.batch()[0] for _ in range(3 * live // SLICE)]
+    gc.collect()
+    before = resident_bytes()
+    whole = PrefixIndex()
+    for message in batches:
+        whole.apply(message, 0.0)
+    return (resident_bytes() - before) / sum(len(g.identities) for g in whole.gangs.values())
+
+
+def churn(blocks: int, live: int) -> Iterator[tuple[int, int]]:
+    """(blocks stored so far, resident bytes) ten times while `blocks` come and as many go."""
+    whole = PrefixIndex()
+    sources = filled(live, SLICE, whole)
+    rounds = max(10, blocks // (SLICE * GANGS))
+    for done in range(rounds):
+        for source in sources:
+            whole.apply(source.batch()[0], 0.0)
+        if (done + 1) % (rounds // 10) == 0:
+            yield (done + 1) * SLICE * GANGS, resident_bytes()
+
+
+def lookup(samples: int, block_size: int, others: int) -> dict[str, float]:
+    """Milliseconds of hashing a prompt of 128k tokens and of finding how far each of the gangs has
+    it, no two to the same depth; each gang holds `others` blocks beside. Four prompts in turn."""
+    rng, whole = Random(1), PrefixIndex()
+    root = hashing.root(fingerprint=b"bench", kv_dtype="float16", block_size=block_size)
+    prompts = [[rng.randrange(1 << 17) for _ in range(PROMPT_TOKENS)] for _ in range(4)]
+    hashed = []
+    for prompt in prompts * max(1, samples // 40):
+        started = time.perf_counter()
+        hashing.chain(root, prompt, block_size)
+        hashed.append(time.perf_counter() - started)
+    chains = [hashing.chain(root, prompt, block_size) for prompt in prompts]
+    blocks = len(chains[0])
+    for g in range(GANGS):
+        ids = b"".join(b"".join(c[: (g + 1) * blocks // GANGS]) for c in chains)
+        ids += rng.randbytes(16 * others)
+        digest = Digest(len(ids) // 16, xor_of(ids))
+        events = (Event("stored", ids),)
+        whole.apply(
+            encode(Batch("m", f"gang{g}", 0, 1, 1, digest.count, digest, Load(), events)), 0.0
+        )
+    wall, cpu = [], []
+    for i in range(samples):
+        chain = split(b"".join(chains[i % 4]))  # new objects, as after hashing
+        started, began = time.perf_counter(), time.thread_time()
+        found = whole.match(chain, 0.0)
+        cpu.append(time.thread_time() - began)
+        wall.append(time.perf_counter() - started)
+        assert len(found) == GANGS
+    return {
+        "block_size": block_size,
+        "chain_blocks": blocks,
+        "hash_p50_ms": quantile_ms(hashed, 0.5),
+        "match_p50_ms": quantile_ms(wall, 0.5),
+        "match_p99_ms": quantile_ms(wall, 0.99),
+        "match_p99_cpu_ms": quantile_ms(cpu, 0.99),
+    }
+
+
+def quantile_ms(seconds: list[float], share: float) -> float:
+    ordered = sorted(seconds)
+    return round(1e3 * ordered[min(len(ordered) - 1, int(share * len(ordered)))], 4)
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="a hundredth of the work")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    quick = arguments(argv).quick
+    if not STATM.exists():
+        print(f"memory is read from {STATM}, which only Linux has", file=sys.stderr)
+        return 2
+    live = 512 if quick else 16_384
+    setup = {
+        "gangs": GANGS,
+        "blocks_a_gang": live,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "load_average": round(os.getloadavg()[0], 2),
+    }
+    print(", ".join(f"{name} {value}" for name, value in setup.items()))
+    result: dict[str, object] = {}
+    result["resident_bytes_per_block"] = round(resident_per_block(live), 1)
+    result["table_bytes_per_block"] = worst = table_bytes_worst(8_192 if quick else 262_144)
+    result["bytes_per_block_worst"] = round(worst["worst"] + BLOCK_BYTES - TABLE_BYTES, 1)
+    print(
+        f"bytes a block: {result['bytes_per_block_worst']} at the worst fill "
+        f"(table {worst['before_resize']:.1f} before a resize, {worst['after_resize']:.1f} after, "
+        f"{worst['worst']:.1f} at most), {result['resident_bytes_per_block']} resident"
+    )
+    events = 40_000 if quick else 4_000_000
+    result["events"] = rates = [rate(size, events, live) for size in (1, 8, 32, 128)]
+    for row in rates:
+        print(f"{row['events_per_s']:>12,} events/s, {row['blocks_a_batch']} stored a batch")
+    result["lookup"] = rows = [lookup(200 if quick else 4_000, b, live) for b in (64, 16)]
+    for line in rows:
+        print(
+            f"128k tokens, blocks of {line['block_size']}: match p50 {line['match_p50_ms']} ms, "
+            f"p99 {line['match_p99_ms']} ms (cpu {line['match_p99_cpu_ms']}); "
+            f"hashing before it {line['hash_p50_ms']} ms"
+        )
+    sizes = []
+    for done, size in churn(100_000 if quick else 10_000_000, live):
+        sizes.append(size)
+        print(f"{done:>12,} blocks churned, {size / 1e6:.1f} MB resident", flush=True)
+    result["churn_resident_mb"] = [round(size / 1e6, 1) for size in sizes]
+    result["churn_growth"] = round(sizes[-1] / sizes[0], 4)
+    print(json.dumps({"setup": setup, "results": result}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""That the index benchmark measures what it says; its figures are another matter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cluster.index import TABLE_BYTES, PrefixIndex
+from kvpaging.events import Batch, decode
+from scripts import bench_index
+from scripts.bench_index import GANGS, Source
+
+
+def test_a_source_stores_and_removes_as_much_and_its_digests_are_right() -> None:
+    whole, source = PrefixIndex(), Source("g", 100, 10, 1)
+    counts = []
+    for _ in range(30):
+        message, events = source.batch()
+        whole.apply(message, 0.0)
+        counts.append(events)
+        batch = decode(message)
+        assert isinstance(batch, Batch)
+        assert events == sum(len(e.ids) // 16 for e in batch.events)
+    assert counts == [10] * 10 + [20] * 20
+    assert len(whole.gangs["g"].identities) == 100
+    assert whole.wanted == {}
+
+
+def test_tables_keep_their_bound_at_the_worst_fill() -> None:
+    found = bench_index.table_bytes_worst(20_000)
+    assert found["before_resize"] < found["after_resize"] <= found["worst"]
+    assert 48 < found["worst"] <= TABLE_BYTES + 1
+
+
+@pytest.mark.skipif(not bench_index.STATM.exists(), reason="reads resident memory as Linux has it")
+def test_the_last_line_is_one_json_object(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_index, "PROMPT_TOKENS", 8_192)
+    assert bench_index.main(["--quick"]) == 0
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last["setup"]["gangs"] == GANGS
+    results = last["results"]
+    assert [row["blocks_a_batch"] for row in results["events"]] == [1, 8, 32, 128]
+    assert [row["chain_blocks"] for row in results["lookup"]] == [128, 512]
+    assert len(results["churn_resident_mb"]) == 10
+    assert results["resident_bytes_per_block"] > 16
+    assert results["bytes_per_block_worst"] <= 170
+
+
+def test_elsewhere_it_says_what_it_needs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(bench_index, "STATM", tmp_path / "statm")
+    assert bench_index.main(["--quick"]) == 2
+    assert "only Linux has" in capsys.readouterr().err
