@@ -8,7 +8,6 @@ import json
 import math
 import os
 import re
-import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -49,11 +48,11 @@ class Worker:
     """Stands for the real worker class, so that only its own process imports torch.
 
     `call` and `stream` name the gang they are meant for (`delivery.ANYONE` for any) and a method.
-    With one `key` all workers of the application name cached blocks alike.
     """
 
-    def __init__(self, kind: str, config: Config, directory: str, key: bytes) -> None:
+    def __init__(self, kind: str, config: Config, directory: str) -> None:
         from cluster.ingress import configure_logging
+        from cluster.secret import shared_secret
         from cluster.transfer import Peers
 
         configure_logging(config.server.log_level, as_json=config.server.log_json)
@@ -61,7 +60,7 @@ class Worker:
         module, _, name = kind.partition(":")
         try:
             made = getattr(importlib.import_module(module), name)
-            self._worker = made(config, directory, key, Peers(WORKER))
+            self._worker = made(config, directory, shared_secret(), Peers(WORKER))
         except Exception as error:
             if type(error).__name__ not in ("DoesNotFit", "UnsupportedModel"):
                 raise
@@ -161,7 +160,7 @@ def build(
         graceful_shutdown_timeout_s=5.0,
         request_router_config=RequestRouterConfig(request_router_class=delivery),
         **common,
-    ).bind(worker, config, directory, secrets.token_bytes(32))
+    ).bind(worker, config, directory)
     ingress = deployment(
         serve.ingress()(Ingress),
         name="ingress",

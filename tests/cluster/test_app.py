@@ -22,8 +22,10 @@ with warnings.catch_warnings():
 
 @pytest.fixture(autouse=True)
 def _same_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker has a process to itself and so its logging and environment; here it has not."""
+    """A worker has a process to itself and so its logging and environment, and a Ray that keeps
+    its secret; here it has not."""
     monkeypatch.setattr("cluster.ingress.configure_logging", lambda *_, **__: None)
+    monkeypatch.setattr("cluster.secret.shared_secret", lambda: b"secret")
     monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
@@ -110,7 +112,7 @@ class Working:
 
 
 def make(kind: type[Any]) -> app.Worker:
-    return app.Worker(f"{__name__}:{kind.__name__}", config(), "/models/m", b"secret")
+    return app.Worker(f"{__name__}:{kind.__name__}", config(), "/models/m")
 
 
 def test_a_refusal_survives_the_trace_it_is_reported_in() -> None:
@@ -142,15 +144,10 @@ async def test_a_call_reaches_the_method_of_the_worker_it_names() -> None:
         await anext(worker.stream("gang-2", "count", 3))
 
 
-def test_workers_of_one_application_share_a_secret_and_know_each_other() -> None:
-    keys = []
-    for _ in "ab":
-        made = deployments()["worker"].init_args
-        worker = app.Worker(f"{__name__}:Working", *made[1:])
-        assert isinstance(worker._worker.fetch, Peers)
-        keys.append(worker._worker.key)
-    assert len(keys[0]) == 32
-    assert keys[0] != keys[1]
+def test_a_worker_is_told_the_secret_and_the_way_to_the_others() -> None:
+    worker = make(Working)._worker
+    assert worker.key == b"secret"
+    assert isinstance(worker.fetch, Peers)
 
 
 @pytest.mark.anyio
