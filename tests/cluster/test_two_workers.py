@@ -102,6 +102,19 @@ def undisturbed(server: Server) -> list[str]:
     return texts
 
 
+def test_an_array_of_prompts_reaches_both_workers_and_none_hangs(server: Server) -> None:
+    all_ready(server)
+    prompts = [f"{n:03} prompts of an array, each for itself" for n in range(64)]
+    body = {"prompt": prompts, "max_tokens": 2, "ignore_eos": True, "echo": True}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    choices = answer.json()["choices"]
+    assert all(c["text"].startswith(p) for c, p in zip(choices, prompts, strict=True))
+    assert "policy=priced; gang=" in answer.headers["x-kvatlas-route"]
+    own = server.get("/debug/index").json()["own"].values()
+    assert all(worker["count"] for worker in own)  # both have computed some
+    assert "was not delivered" not in server.log.read_text()
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_no_stream_is_broken_by_the_loss_of_a_worker(
     server: Server, undisturbed: list[str], number: signal.Signals
