@@ -73,6 +73,8 @@ class FakeWorker:
         self.told: list[tuple[str, list[str]]] = []
         self.transfers: dict[str, Any] = {
             **asdict(TransferStats()),
+            "failures": {"gone": 1},
+            "links": {"gang-2": {"bytes_per_s": 1e8, "tokens_per_s": 1e4}},
             "prefill_tokens_per_s": 0.0,
         }
 
