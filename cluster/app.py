@@ -24,12 +24,14 @@ from cluster.calls import Misrouted
 from cluster.delivery import ANYONE, Delivery
 from cluster.errors import UserError
 from cluster.hub import HubClient
+from cluster.peers import Said, ServePeers
 from cluster.reporting import Reporter
 from configs.loading import ConfigError, adjusted, load
 from configs.schema import Config
 
 APP = "kvatlas"
 WORKER = "worker"
+INGRESS = "ingress"
 REAL_WORKER = "worker.replica:GPUWorker"
 
 MAX_ONGOING = 100_000
@@ -61,7 +63,7 @@ class Worker:
     """
 
     def __init__(self, kind: str, config: Config, directory: str | None, key: bytes) -> None:
-        from cluster.ingress import configure_logging
+        from cluster.logs import configure_logging
         from cluster.transfer import Peers
 
         self._config = config
@@ -120,7 +122,8 @@ class Ingress:
         self, config: Config, model: str, directory: str | None, key: bytes, worker: Any
     ) -> None:
         from cluster.calls import ServeHandle
-        from cluster.ingress import Api, configure_logging, keep_turning
+        from cluster.ingress import Api, keep_turning
+        from cluster.logs import configure_logging
         from cluster.text import load_tokenizer
 
         self._config = config
@@ -137,8 +140,13 @@ class Ingress:
             key=key,
             listed=lambda: gangs.listed.get(WORKER, frozenset()),
             hub=HubClient(config.cluster.index_bytes, config.server.log_level),
+            peers=ServePeers(lambda: serve.get_deployment_handle(INGRESS, APP)),
         )
         keep_turning()
+
+    async def says(self) -> Said:
+        """What this ingress knows that the others do not."""
+        return self._api.says()
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Serve has new live settings."""
@@ -155,7 +163,7 @@ def _reconfigured(config: Config, user_config: dict[str, Any]) -> Config:
 
     Wrong ones are left out and logged: Serve would replace every replica that raises, in turn.
     """
-    from cluster.ingress import configure_logging
+    from cluster.logs import configure_logging
 
     try:
         config = adjusted(config, user_config)
@@ -265,7 +273,7 @@ def build(
     ).bind(worker, config, directory, key)
     ingress = deployment(
         serve.ingress()(Ingress),
-        name="ingress",
+        name=INGRESS,
         num_replicas=cluster.ingresses,
         ray_actor_options=at_ingress,
         **common,

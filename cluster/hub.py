@@ -34,7 +34,7 @@ class HubActor:
     """`Hub` behind calls. All run on one event loop, so none sees another half done."""
 
     def __init__(self, most_bytes: int, log_level: str) -> None:
-        from cluster.ingress import configure_logging
+        from cluster.logs import configure_logging
 
         configure_logging(log_level, as_json=False)
         self._hub = Hub(time.monotonic(), most_bytes=most_bytes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import logging
 import os
 import sys
@@ -32,6 +31,7 @@ from cluster.index import Mirror
 from cluster.keys import Access
 from cluster.limits import BodyLimit, label_of, printable
 from cluster.metrics import CONTENT_TYPE, Metrics, Record
+from cluster.peers import Peers, Said, merged
 from cluster.reporting import Follower, Hub
 from cluster.routing import Router
 from cluster.text import TextService
@@ -66,8 +66,9 @@ class Api:
         key: bytes,
         listed: Callable[[], frozenset[str]],
         hub: Hub,
+        peers: Peers,
     ) -> None:
-        self.config = config
+        self.config, self.name, self.peers = config, name, peers
         self.access = Access(config.server, os.environ)
         self.model = model
         self.handle = handle
@@ -113,6 +114,18 @@ class Api:
             limits=self.config.limits,
             strict=self.config.server.strict_params,
         )
+
+    def says(self) -> Said:
+        """What this ingress knows that the others do not."""
+        return Said(self.name, self.metrics.own(), dict(self.labels))
+
+    async def all_say(self) -> tuple[list[Said], dict[str, Any]]:
+        """What all ingresses know, and a `missing` entry where others do not answer in time."""
+        try:
+            return [self.says(), *await self.peers.all()], {}
+        except Exception as error:
+            log.warning("the other ingresses do not answer: %s", error)
+            return [self.says()], {"missing": {"ingresses": type(error).__name__}}
 
     def finished(self, record: Record) -> None:
         """A completion request came to its end, whatever that was."""
@@ -307,7 +320,10 @@ def _add_state(app: FastAPI, api: Api) -> None:
     @app.get("/metrics", **inside)
     async def metrics() -> Response:
         await api.gangs.refresh(DEBUG_DEADLINE_S)
-        return Response(api.metrics.text(), media_type=CONTENT_TYPE)
+        (own, *others), missing = await api.all_say()
+        headers = {"x-kvatlas-missing": "ingresses"} if missing else None
+        text = api.metrics.text(merged(own, others))
+        return Response(text, headers=headers, media_type=CONTENT_TYPE)
 
     @app.get("/debug/kv", **inside)
     async def debug_kv() -> Response:
@@ -330,12 +346,14 @@ def _add_state(app: FastAPI, api: Api) -> None:
     async def debug_requests(request: Request) -> Response:
         label = request.query_params.get("label")
         found, missing = await api.debug("debug_requests")
+        said, unsaid = await api.all_say()
+        labels = {name: given for each in said for name, given in each.labels.items()}
         named = [
-            {**entry, "label": api.labels.get(entry["request"])} for some in found for entry in some
+            {**entry, "label": labels.get(entry["request"])} for some in found for entry in some
         ]
         if label is not None:
             named = [entry for entry in named if entry["label"] == printable(label)]
-        return _json({"requests": named, **missing})
+        return _json({"requests": named, **unsaid, **missing})
 
     @app.get("/debug/where", **inside)
     async def debug_where(request: Request) -> Response:
@@ -359,32 +377,3 @@ def keep_turning() -> None:
     gc.collect()
     gc.freeze()
     sys.setswitchinterval(SWITCH_S)
-
-
-class JsonLines(logging.Formatter):
-    """Log lines as JSON objects, with the fields of a request's record where there is one."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, Any] = {
-            "time": self.formatTime(record),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if isinstance(done := getattr(record, "record", None), Record):
-            line["request"] = {name: getattr(done, name) for name in Record.__slots__}
-        if record.exc_info:
-            line["trace"] = self.formatException(record.exc_info)
-        return json.dumps(line)
-
-
-def configure_logging(level: str, *, as_json: bool) -> None:
-    """Send what this project logs to standard error, one line each."""
-    # Serve turns sys.stderr of a replica into a log file of its own; people look at the console.
-    handler = logging.StreamHandler(sys.__stderr__)
-    plain = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")
-    handler.setFormatter(JsonLines() if as_json else plain)
-    root = logging.getLogger("kvatlas")
-    root.handlers[:] = [handler]
-    root.setLevel(level.upper())
-    root.propagate = False

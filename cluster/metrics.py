@@ -138,7 +138,6 @@ class Metrics:
             tuple(self._labels),
             registry=self._registry,
         ).labels(**self._labels)
-        self._registry.register(_Engines(self))
 
     def _histogram(self, name: str, buckets: Sequence[float]) -> Histogram:
         words = name.partition(":")[2].replace("_", " ")
@@ -193,9 +192,15 @@ class Metrics:
         """A task that no request waits for failed."""
         self._background.labels(**self._labels, task=task).inc()
 
-    def text(self) -> bytes:
-        """The exposition that Prometheus reads."""
-        return generate_latest(self._registry)
+    def own(self) -> list[Metric]:
+        """What this ingress has seen itself."""
+        return list(self._registry.collect())
+
+    def text(self, own: Sequence[Metric]) -> bytes:
+        """The exposition that Prometheus reads: what ingresses have seen, and the engines."""
+        everything = CollectorRegistry()
+        everything.register(_All([*own, *self.engines()]))
+        return generate_latest(everything)
 
     def engines(self) -> Iterator[Metric]:
         """Samples from the engines' snapshots; an engine that does not answer has none."""
@@ -249,14 +254,14 @@ class Metrics:
         yield link
 
 
-class _Engines:
-    """The collector that the registry asks at each scrape."""
+class _All:
+    """Families that are there already, as a collector."""
 
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self._families = families
 
     def collect(self) -> Iterator[Metric]:
-        return self._metrics.engines()
+        return iter(self._families)
 
     def describe(self) -> Iterator[Metric]:
         return iter(())

@@ -210,7 +210,8 @@ class Transfers:
             chain = pull.wanted[group]
             for at, block in enumerate(piece.blocks[group][:count], piece.start):
                 parent = chain[at - 1] if at else pull.parents[group]
-                found = pool.publish(block, chain[at], parent)
+                quiet = group != self.scheduler.prefix.indexed
+                found = pool.publish(block, chain[at], parent, quiet=quiet)
                 if found != block:  # computed here meanwhile
                     pool.hold(found)
                     pool.unhold(block)

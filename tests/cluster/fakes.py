@@ -18,6 +18,7 @@ import uvicorn
 from cluster.calls import Misrouted
 from cluster.index import Answer, Hub, Version
 from cluster.ingress import Api, build_app
+from cluster.peers import Said
 from configs.loading import load
 from configs.schema import Config
 from kvpaging.events import Announcer, Load
@@ -408,6 +409,16 @@ class Served:
         return [line.removeprefix("data: ") for line in lines]
 
 
+class NoPeers:
+    """An ingress alone, or with whoever a test puts there."""
+
+    def __init__(self) -> None:
+        self.others: list[Said] = []
+
+    async def all(self) -> list[Said]:
+        return self.others
+
+
 class LocalHub:
     """A `reporting.Hub` in this process; only asks and tells when it is told to."""
 
@@ -435,16 +446,17 @@ def config(*overrides: str) -> Config:
     return load(None, [f"model.name={MODEL}", *overrides])
 
 
-def make_api(handle: LocalHandle, *overrides: str) -> Api:
+def make_api(handle: LocalHandle, *overrides: str, name: str = "ingress-1") -> Api:
     return Api(
         config(*overrides),
         MODEL,
         handle,  # type: ignore[arg-type]
         tokens.wrapped(),
-        name="ingress-1",
+        name=name,
         key=KEY,
         listed=handle.listed,
         hub=LocalHub(),
+        peers=NoPeers(),
     )
 
 

@@ -13,7 +13,8 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from cluster.ingress import JsonLines, build_app, configure_logging, keep_turning
+from cluster.ingress import build_app, keep_turning
+from cluster.logs import JsonLines, configure_logging
 from cluster.metrics import Record
 from tests.cluster import tokens
 from tests.cluster.fakes import (
@@ -299,3 +300,36 @@ def test_a_process_is_told_to_stop_its_loop_briefly() -> None:
 
 def test_the_application_is_fastapi_s() -> None:
     assert isinstance(build_app(make_api(LocalHandle(FakeWorker()))), FastAPI)
+
+
+async def test_any_ingress_answers_for_all() -> None:
+    worker = FakeWorker()
+    worker.gate = asyncio.Semaphore(0)
+    async with serving(worker) as served:
+        other = make_api(served.handle, name="ingress-2")
+        other.metrics.answered("/v1/completions", 200)
+        other.labels["cmpl-1"] = "theirs"
+        peers: Any = served.api.peers
+        peers.others = [served.api.says(), other.says()]
+        worker.active.add("cmpl-1")
+        text = (await served.http.get("/metrics")).text
+        for ingress in ("ingress-1", "ingress-2"):
+            assert f'kvatlas:requests_open{{ingress="{ingress}",model_name="fake"}} 0.0' in text
+        assert text.count("# TYPE kvatlas:answers_total counter") == 1
+        assert text.count('kvatlas:steps_total{engine="gang-1"') == 1
+        (found,) = (await served.http.get("/debug/requests?label=theirs")).json()["requests"]
+        assert found["request"] == "cmpl-1"
+        worker.active.clear()
+
+
+async def test_ingresses_that_do_not_answer_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def silent() -> None:
+        raise TimeoutError
+
+    async with serving(FakeWorker()) as served:
+        monkeypatch.setattr(served.api.peers, "all", silent)
+        answer = await served.http.get("/metrics")
+        assert answer.headers["x-kvatlas-missing"] == "ingresses"
+        assert 'ingress="ingress-1"' in answer.text
+        found = (await served.http.get("/debug/requests")).json()
+        assert found["missing"] == {"ingresses": "TimeoutError"}

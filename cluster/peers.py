@@ -1,0 +1,55 @@
+"""What the other ingresses know: any of them answers for all."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from prometheus_client.core import Metric
+
+DEADLINE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What one ingress says of itself: its metrics, and its clients' names of what is running."""
+
+    ingress: str
+    families: list[Metric] = field(default_factory=list)
+    labels: dict[str, str] = field(default_factory=dict)
+
+
+class Peers(Protocol):
+    """All ingresses, this one among them."""
+
+    async def all(self) -> list[Said]: ...
+
+
+class ServePeers:
+    """The replicas of this ingress's own deployment. `handle` gives Serve's handle of it."""
+
+    def __init__(self, handle: Callable[[], Any]) -> None:
+        self._handle = handle
+
+    async def all(self) -> list[Said]:
+        """What each says. Raises TimeoutError where one says nothing, and what Serve raises."""
+        context = contextvars.Context()
+        response = context.run(lambda: self._handle().broadcast("says"))
+        async with asyncio.timeout(DEADLINE_S):
+            found: list[Said] = await response.results_async()
+        return found
+
+
+def merged(own: Said, others: list[Said]) -> list[Metric]:
+    """The metrics of all, each family once."""
+    families: dict[str, Metric] = {}
+    for said in (own, *(other for other in others if other.ingress != own.ingress)):
+        for family in said.families:
+            if family.name in families:
+                families[family.name].samples.extend(family.samples)
+            else:
+                families[family.name] = family
+    return list(families.values())
