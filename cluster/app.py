@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib
 import json
@@ -33,6 +34,7 @@ MAX_ONGOING = 100_000
 _CONTROL_CALLS = 1000  # room for questions beside the requests that an engine may hold
 _SEQUENCES_AUTO_MAX = 256
 _MARK = "kvatlas cannot start: "
+_FIRST_LOOK_S = 3.0
 _SHARE_OF_A_RESOURCE = 0.001  # what an ingress takes of `cluster.ingress_resource`: next to nothing
 
 log = logging.getLogger("kvatlas.start")
@@ -111,10 +113,23 @@ class Ingress:
             name=name,
             listed=lambda: gangs.listed.get(WORKER, frozenset()),
         )
+        self._checked = False
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Serve has new live settings."""
         self._api.config = _reconfigured(self._config, user_config)
+
+    async def check_health(self) -> None:
+        """Serve sends requests here after the first check, and then the workers must be known.
+
+        Where there are none yet, as on the first start, it does not wait long for them.
+        """
+        if not self._checked:
+            self._checked = True
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_FIRST_LOOK_S):
+                    while not self._api.gangs.ready():
+                        await asyncio.sleep(gangs.LOOK_S)
 
     def __serve_build_asgi_app__(self) -> Any:
         from cluster.ingress import build_app
