@@ -40,6 +40,7 @@ MAX_ONGOING = 100_000
 _CONTROL_CALLS = 1000  # room for questions beside the requests that an engine may hold
 _SEQUENCES_AUTO_MAX = 256
 _MARK = "kvatlas cannot start: "
+_FIRST_LOOK_S = 3.0
 _SHARE_OF_A_RESOURCE = 0.001  # what an ingress takes of `cluster.ingress_resource`: next to nothing
 
 log = logging.getLogger("kvatlas.start")
@@ -142,6 +143,7 @@ class Ingress:
             hub=HubClient(config.cluster.index_bytes, config.server.log_level),
             peers=ServePeers(lambda: serve.get_deployment_handle(INGRESS, APP)),
         )
+        self._checked = False
         keep_turning()
 
     async def says(self) -> Said:
@@ -151,6 +153,18 @@ class Ingress:
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Serve has new live settings."""
         self._api.config = _reconfigured(self._config, user_config)
+
+    async def check_health(self) -> None:
+        """Serve sends requests here after the first check, and then the workers must be known.
+
+        Where there are none yet, as on the first start, it does not wait long for them.
+        """
+        if not self._checked:
+            self._checked = True
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_FIRST_LOOK_S):
+                    while not self._api.gangs.ready():
+                        await asyncio.sleep(gangs.LOOK_S)
 
     def __serve_build_asgi_app__(self) -> Any:
         from cluster.ingress import build_app

@@ -208,6 +208,33 @@ def test_other_faults_of_a_worker_keep_their_trace() -> None:
         make(Broken)
 
 
+class LateWorkers:
+    """Nobody is ready before the third look."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+        self.gangs = self
+
+    def ready(self) -> bool:
+        self.looks += 1
+        return self.looks > 2
+
+
+@pytest.mark.anyio
+async def test_an_ingress_knows_the_workers_before_it_gets_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ingress = app.Ingress.__new__(app.Ingress)
+    ingress._checked, ingress._api = False, LateWorkers()
+    for _ in range(2):
+        await ingress.check_health()
+        assert ingress._api.looks == 3
+    monkeypatch.setattr(app, "_FIRST_LOOK_S", 0.0)
+    ingress._checked, ingress._api = False, LateWorkers()
+    await ingress.check_health()
+    assert ingress._api.looks == 1
+
+
 @pytest.mark.anyio
 async def test_a_call_reaches_the_method_of_the_worker_it_names() -> None:
     worker = make(Working)
