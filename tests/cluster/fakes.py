@@ -472,8 +472,9 @@ async def serving(
     server = uvicorn.Server(settings)
     server.install_signal_handlers = lambda: None  # type: ignore[method-assign]
     serving = asyncio.create_task(server.serve())
-    while not (server.started and len(api.gangs.ready()) == len(handle.workers)):
-        await asyncio.sleep(0)
+    async with asyncio.timeout(30):
+        while not (server.started and len(api.gangs.ready()) == len(handle.workers)):
+            await asyncio.sleep(0)
     port = server.servers[0].sockets[0].getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     try:

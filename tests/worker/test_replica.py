@@ -15,7 +15,7 @@ import transformers as tf
 
 from configs.loading import load
 from tests.cluster import tokens
-from tests.cluster.fakes import MODEL, Served, ids_of, serving
+from tests.cluster.fakes import KEY, MODEL, Served, ids_of, serving
 from tests.families import FAMILIES, Family, build
 from worker import wire
 from worker.params import SamplingParams
@@ -71,7 +71,7 @@ def make(directory: Path, gang: str = "gang-1", **options: Any) -> replica.GPUWo
 
 @asynccontextmanager
 async def served(directory: Path) -> AsyncIterator[Served]:
-    worker = make(directory)
+    worker = make(directory, key=KEY)
     try:
         async with serving(worker) as running:  # type: ignore[arg-type]
             yield running
