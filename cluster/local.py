@@ -22,8 +22,10 @@ SAY_EVERY_S = 10.0
 STOP_S = 10.0
 # Switches of Serve for every process, read when it is imported. Messages between replicas as gRPC
 # and on one event loop cost a third of the CPU time that they do by default (0.44 instead of 1.4 ms
-# for one from worker to client).
+# for one from worker to client). One that is frozen would hold its device for as long as a healthy
+# one has to end its requests, so the unhealthy are killed.
 SERVE_ENVIRONMENT = {
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
