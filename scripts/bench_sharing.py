@@ -66,7 +66,7 @@ class NoDevice:
     def __init__(self, scheduler: Scheduler, bank: Bank, rng: random.Random) -> None:
         self.scheduler, self.bank, self.rng = scheduler, bank, rng
         self.build_s = self.execute_s = 0.0
-        self.saved = self.unshared = 0
+        self.saved = self.unshared = self.saved_reads = 0
 
     def launch(self, plan: StepPlan) -> InFlight:
         shared = sharing(self.scheduler.pools, self.scheduler.tables())

@@ -182,7 +182,7 @@ async def test_every_route_asks_for_a_key(files: tuple[str, str]) -> None:
                 assert (other.status_code == 401) == (path not in OPEN), route.path
                 guarded.add(path)
     assert {TEXT, "/metrics", "/debug/flush", "/tokenize", "/v1/models/fake"} <= guarded
-    samples = api.metrics.text().decode()
+    samples = api.metrics.text(api.metrics.own()).decode()
     assert 'route="/v1/models/{model:path}",status="401"' in samples
 
 

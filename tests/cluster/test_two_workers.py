@@ -106,12 +106,16 @@ def test_an_array_of_prompts_reaches_both_workers_and_none_hangs(server: Server)
     all_ready(server)
     prompts = [f"{n:03} prompts of an array, each for itself" for n in range(64)]
     body = {"prompt": prompts, "max_tokens": 2, "ignore_eos": True, "echo": True}
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
-    choices = answer.json()["choices"]
-    assert all(c["text"].startswith(p) for c, p in zip(choices, prompts, strict=True))
-    assert "policy=priced; gang=" in answer.headers["x-kvatlas-route"]
-    own = server.get("/debug/index").json()["own"].values()
-    assert all(worker["count"] for worker in own)  # both have computed some
+
+    def both_have_some() -> bool:
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+        choices = answer.json()["choices"]
+        assert all(c["text"].startswith(p) for c, p in zip(choices, prompts, strict=True))
+        assert "policy=priced; gang=" in answer.headers["x-kvatlas-route"]
+        own = server.get("/debug/index").json()["own"].values()
+        return all(worker["count"] for worker in own)
+
+    server.wait_until(both_have_some)  # each ingress has a worker that it prefers
     assert "was not delivered" not in server.log.read_text()
 
 

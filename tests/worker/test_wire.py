@@ -89,7 +89,7 @@ def packed(message: wire.Message, **changes: Any) -> bytes:
         (packed(SUBMIT, deadline_s="1"), "submit.deadline_s must be float"),
         (packed(SUBMIT, params=[]), "submit.params must be a map"),
         (packed(SUBMIT, params={"seed": 1}), "submit.params: missing fields: beam_width"),
-        (packed(SUBMIT, choices=[{}]), "submit.choices: missing fields: generated"),
+        (packed(SUBMIT, choices=[{}]), "submit.choices: missing fields: finished, generated"),
     ],
 )
 def test_anything_else_is_refused_by_field(data: bytes, complaint: str) -> None:
