@@ -30,8 +30,6 @@ SERVE_ENVIRONMENT = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
-    # One that is told to stop has as long as a request may take. One that is frozen hears nothing.
-    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
 }
 # Threads of a CPU worker that wait for each other spin for half a millisecond, then sleep. By
 # default they spin for ever and fight ingress and proxy for the cores: with one other busy process
