@@ -16,7 +16,8 @@ from typing import Any
 
 import ray
 
-from cluster.index import Answer, Hub, Version
+from cluster.index import Hub, Version
+from cluster.reporting import News
 from kvpaging.events import EventError
 
 log = logging.getLogger("kvatlas.hub")
@@ -26,6 +27,8 @@ NAMESPACE = "kvatlas"
 IDLE_S = 60.0
 """Without a word from anybody, the application is gone."""
 EXPIRE_S = 1.0
+SILENT_S = 5.0
+"""An ingress that has not asked for this long is gone."""
 WAIT_MAX_S = 1.0
 DEADLINE_S = 2 * WAIT_MAX_S
 
@@ -42,6 +45,7 @@ class HubActor:
         self._spoken_s = time.monotonic()
         self._watching = asyncio.create_task(self._expire())
         self._alarmed: set[str] = set()
+        self._ingresses: dict[str, float] = {}  # to when they last asked
 
     async def report(self, messages: list[bytes]) -> dict[str, Version]:
         """Batches and dumps of gangs; returns what to send again: `repair(epoch, seq)` by gang."""
@@ -56,17 +60,20 @@ class HubActor:
         return self._hub.wanted
 
     async def poll(
-        self, have: Mapping[str, Version], changes: int, wait_s: float
-    ) -> tuple[Answer, int]:
+        self, ingress: str, have: Mapping[str, Version], changes: int, wait_s: float
+    ) -> News:
         """What a mirror that has `have` lacks, once there is news since `changes` of this hub, or
-        after `wait_s`; and the changes so far."""
-        self._spoken_s = time.monotonic()
+        after `wait_s`."""
+        self._spoken_s = self._ingresses[ingress] = time.monotonic()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(wait_s, WAIT_MAX_S)):
                 while self._hub.changes == changes:
                     self._news.clear()
                     await self._news.wait()
-        return self._hub.answer(have, time.monotonic()), self._hub.changes
+        there = sorted(self._ingresses)
+        at = there.index(ingress) if ingress in there else 0
+        answer = self._hub.answer(have, time.monotonic())
+        return News(answer, self._hub.changes, at, max(1, len(there)))
 
     async def _expire(self) -> None:
         while True:
@@ -74,6 +81,9 @@ class HubActor:
             now = time.monotonic()
             for gang in self._hub.expire(now):
                 log.info("gang %s is gone", gang)
+            for ingress, heard_s in list(self._ingresses.items()):
+                if now - heard_s > SILENT_S:
+                    del self._ingresses[ingress]
             if now - self._spoken_s > IDLE_S:
                 ray.actor.exit_actor()  # type: ignore[no-untyped-call]
 
@@ -101,10 +111,10 @@ class HubClient:
         return wanted
 
     async def poll(
-        self, have: Mapping[str, Version], changes: int, wait_s: float
-    ) -> tuple[Answer, int]:
+        self, ingress: str, have: Mapping[str, Version], changes: int, wait_s: float
+    ) -> News:
         """See `HubActor.poll`; raises likewise."""
-        news: tuple[Answer, int] = await self._call("poll", dict(have), changes, wait_s)
+        news: News = await self._call("poll", ingress, dict(have), changes, wait_s)
         return news
 
     async def _call(self, method: str, *arguments: Any) -> Any:

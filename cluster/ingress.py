@@ -85,12 +85,13 @@ class Api:
             check=self.identities.problem,
         )
         self.mirror = Mirror()
-        self.follower = Follower(self.mirror, hub, time.monotonic)
+        self.follower = Follower(name, self.mirror, hub, time.monotonic)
         router = Router(
             self.gangs,
             self.mirror,
             self.identities,
             name=name,
+            share=lambda: (self.follower.at, self.follower.ingresses),
             config=lambda: self.config,
             clock=time.monotonic,
         )

@@ -9,7 +9,7 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from cluster.index import Answer, Mirror, Version
 
@@ -23,6 +23,16 @@ AT_LEAST_S = 0.5
 
 WAIT_S = 1.0
 """How long the hub may keep an ingress waiting for news."""
+
+
+class News(NamedTuple):
+    """The hub's answer to an ingress: what it lacks, the hub's changes so far, and which of how
+    many ingresses it is."""
+
+    answer: Answer
+    changes: int
+    at: int
+    ingresses: int
 
 
 class Reports(Protocol):
@@ -41,8 +51,8 @@ class Hub(Protocol):
     async def report(self, messages: list[bytes]) -> Mapping[str, Version]: ...
 
     async def poll(
-        self, have: Mapping[str, Version], changes: int, wait_s: float
-    ) -> tuple[Answer, int]: ...
+        self, ingress: str, have: Mapping[str, Version], changes: int, wait_s: float
+    ) -> News: ...
 
 
 class _Patient(ABC):
@@ -92,17 +102,19 @@ class Reporter(_Patient):
 
 
 class Follower(_Patient):
-    """Keeps one ingress's mirror as the hub is."""
+    """Keeps one ingress's mirror as the hub is. `at` of `ingresses` is which one this is."""
 
-    def __init__(self, mirror: Mirror, hub: Hub, clock: Callable[[], float]) -> None:
+    def __init__(self, name: str, mirror: Mirror, hub: Hub, clock: Callable[[], float]) -> None:
         super().__init__()
-        self._mirror, self._hub, self._clock = mirror, hub, clock
+        self._name, self._mirror, self._hub, self._clock = name, mirror, hub, clock
         self._changes = -1
+        self.at, self.ingresses = 0, 1
 
     async def call(self) -> None:
         """Wait for news and take it."""
-        answer, self._changes = await self._hub.poll(self._mirror.have, self._changes, WAIT_S)
-        self._mirror.take(answer, self._clock())
+        news = await self._hub.poll(self._name, self._mirror.have, self._changes, WAIT_S)
+        self._changes, self.at, self.ingresses = news.changes, news.at, news.ingresses
+        self._mirror.take(news.answer, self._clock())
         await asyncio.sleep(EACH_S)
 
 

@@ -40,7 +40,8 @@ class Route:
 
 
 class Router:
-    """One ingress's choices. `config` gives the settings of the moment, `clock` seconds."""
+    """One ingress's choices. `share` says which of how many ingresses it is, `config` gives the
+    settings of the moment, `clock` seconds."""
 
     def __init__(
         self,
@@ -49,11 +50,12 @@ class Router:
         identities: Identities,
         *,
         name: str,
+        share: Callable[[], tuple[int, int]],
         config: Callable[[], Config],
         clock: Callable[[], float],
     ) -> None:
         self._gangs, self._mirror, self._identities = gangs, mirror, identities
-        self._name, self._config, self._clock = name, config, clock
+        self._name, self._share, self._config, self._clock = name, share, config, clock
         self._numbers = itertools.count()
         self._output_tokens = OUTPUT_TOKENS
         self._reported: dict[str, tuple[int, int]] = {}
@@ -111,16 +113,11 @@ class Router:
         ready = self._gangs.ready()
         table = self._table
         if table is None or table.block_size != block_size:
-            ingresses = config.cluster.ingresses
-            table = self._table = GangTable(
-                self._mirror,
-                block_size,
-                rates_alike=config.routing.rates_alike,
-                at=_number(self._name) % ingresses,
-                ingresses=ingresses,
-            )
+            alike = config.routing.rates_alike
+            table = self._table = GangTable(self._mirror, block_size, rates_alike=alike)
             self._reported.clear()
         table.rates_alike = config.routing.rates_alike
+        table.at, table.ingresses = self._share()
         for name in {row.name for row in table.rows} - ready.keys():
             table.leave(name)
             self._reported.pop(name, None)

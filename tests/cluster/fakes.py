@@ -16,9 +16,10 @@ import httpx
 import uvicorn
 
 from cluster.calls import Misrouted
-from cluster.index import Answer, Hub, Version
+from cluster.index import Hub, Version
 from cluster.ingress import Api, build_app
 from cluster.peers import Said
+from cluster.reporting import News
 from configs.loading import load
 from configs.schema import Config
 from kvpaging.events import Announcer, Load
@@ -434,12 +435,12 @@ class LocalHub:
         return self.hub.wanted
 
     async def poll(
-        self, have: Mapping[str, Version], changes: int, wait_s: float
-    ) -> tuple[Answer, int]:
+        self, ingress: str, have: Mapping[str, Version], changes: int, wait_s: float
+    ) -> News:
         while self.hub.changes == changes:
             self.news.clear()
             await self.news.wait()
-        return self.hub.answer(have, self.now), self.hub.changes
+        return News(self.hub.answer(have, self.now), self.hub.changes, 0, 1)
 
 
 def config(*overrides: str) -> Config:

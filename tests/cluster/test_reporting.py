@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import pytest
 
 from cluster import reporting
-from cluster.index import Answer, Hub, Mirror, Version
-from cluster.reporting import Follower, Reporter
+from cluster.index import Hub, Mirror, Version
+from cluster.reporting import Follower, News, Reporter
 from kvpaging.events import Announcer, Load
 from kvpaging.pool import BlockPool
 from tests.cluster.fakes import LocalHub
@@ -59,7 +59,7 @@ class Clock:
 
 async def test_what_a_worker_stores_is_known_to_the_mirror() -> None:
     gang, hub, mirror = Gang(), LocalHub(), Mirror()
-    reporter, follower = Reporter(gang, hub, Clock()), Follower(mirror, hub, Clock())
+    reporter, follower = Reporter(gang, hub, Clock()), Follower("i", mirror, hub, Clock())
     gang.store(3)
     await reporter.turn()
     await follower.turn()
@@ -73,7 +73,7 @@ async def test_what_a_worker_stores_is_known_to_the_mirror() -> None:
 
 async def test_a_hub_that_was_made_anew_is_told_all() -> None:
     gang, hub, mirror = Gang(), LocalHub(), Mirror()
-    reporter, follower = Reporter(gang, hub, Clock()), Follower(mirror, hub, Clock())
+    reporter, follower = Reporter(gang, hub, Clock()), Follower("i", mirror, hub, Clock())
     gang.store(3)
     await reporter.turn()
     await follower.turn()
@@ -106,8 +106,8 @@ async def test_a_hub_that_is_away_costs_one_line(caplog: pytest.LogCaptureFixtur
             return await super().report(messages)
 
         async def poll(
-            self, have: Mapping[str, Version], changes: int, wait_s: float
-        ) -> tuple[Answer, int]:
+            self, ingress: str, have: Mapping[str, Version], changes: int, wait_s: float
+        ) -> News:
             raise TimeoutError
 
     caplog.set_level(logging.INFO)
@@ -118,7 +118,7 @@ async def test_a_hub_that_is_away_costs_one_line(caplog: pytest.LogCaptureFixtur
     lost, back = "no index for now: the actor died", "the index is back"
     assert [r.getMessage() for r in caplog.records] == [lost, back, lost]
     caplog.clear()
-    follower = Follower(Mirror(), hub, Clock())
+    follower = Follower("i", Mirror(), hub, Clock())
     await follower.turn()
     await follower.turn()
     assert [r.getMessage() for r in caplog.records] == ["no index for now: TimeoutError"]
@@ -126,7 +126,7 @@ async def test_a_hub_that_is_away_costs_one_line(caplog: pytest.LogCaptureFixtur
 
 async def test_a_follower_waits_for_news() -> None:
     gang, hub, mirror = Gang(), LocalHub(), Mirror()
-    follower = Follower(mirror, hub, Clock())
+    follower = Follower("i", mirror, hub, Clock())
     await follower.turn()
     waiting = asyncio.create_task(follower.turn())
     await asyncio.sleep(0)

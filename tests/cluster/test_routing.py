@@ -47,7 +47,7 @@ class World:
     def __init__(self, *names: str, settings: tuple[str, ...] = ()) -> None:
         self.gangs: Any = FakeGangs(*names)
         self.mirror, self.identities = Mirror(), Identities(KEY)
-        self.now = 100.0
+        self.now, self.share = 100.0, (0, 1)
         self.config: Config = config(*settings)
         self.pools: dict[str, BlockPool] = {}
         self.announcers: dict[str, Announcer] = {}
@@ -56,6 +56,7 @@ class World:
             self.mirror,
             self.identities,
             name="ingress-1",
+            share=lambda: self.share,
             config=lambda: self.config,
             clock=lambda: self.now,
         )
@@ -182,3 +183,10 @@ def test_answers_teach_what_to_expect() -> None:
         world.router.ended(10)
     assert 10 < world.router._output_tokens < 11
     assert routing.OUTPUT_TOKENS > 11
+
+
+def test_equal_gangs_are_shared_among_ingresses() -> None:
+    for at, gang in enumerate("ab"):
+        world = World("a", "b")
+        world.share = (at, 2)
+        assert world.choose(PROMPT[:40]).gang == gang

@@ -44,8 +44,7 @@ async def stream(http: httpx.AsyncClient, number: int, on_chunk: Callable[[], No
         "prompt": f"request {number} says",
         "max_tokens": TOKENS,
         "ignore_eos": True,
-        "temperature": 0 if number % 2 else 1,
-        "seed": number,
+        "temperature": 0,
         "stream": True,
     }
     text = ""
