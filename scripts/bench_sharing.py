@@ -6,6 +6,8 @@
    the model gave in its own samples, in random order.
 2. The share of step time that the prefix cache takes where nothing is ever hit.
 3. Throughput of requests with a long common prefix, with the cache on and off.
+4. The time of attention over pages that all sequences share, read once for all, beside reading them
+   for each and beside torch over contiguous copies (`bench_groups.py` has more shapes).
 
 The last line printed is one JSON object.
 """
@@ -20,7 +22,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -31,6 +33,7 @@ from cluster.quickstart import resolve as find
 from configs.loading import load
 from kvpaging.pool import BlockPool
 from kvpaging.report import sharing
+from scripts.bench_groups import GEOMETRIES, Load, measure
 from worker.decoding import Offer
 from worker.engine import Engine, Output
 from worker.params import SamplingParams
@@ -54,6 +57,7 @@ PAPER = {
     ("instruction", "beams"): "37.6 to 55.2",
     ("chat", "beams"): "44.3 to 66.3",
 }
+GROUP_ROWS, GROUP_SHARED = 32, 2048  # sequences, tokens
 PREFIX, PRIVATE, REQUESTS, OUTPUT = 1024, 32, 16, 16  # tokens, tokens, requests, tokens
 
 
@@ -236,10 +240,20 @@ def measure_saved(
     return found
 
 
+def attention(dtype: torch.dtype, device: torch.device, seconds: float) -> dict[str, float]:
+    """Milliseconds of a layer with the heads of the quick-start model, and the ratio to the faster
+    of the two others."""
+    heads = GEOMETRIES["smollm2-135m"]
+    load = Load(*heads, GROUP_ROWS, GROUP_SHARED, PRIVATE, BLOCK_SIZE, dtype, device)
+    times = measure(load, seconds, lambda turn: None)
+    return {**asdict(times), "ratio": times.ratio}
+
+
 def show(
     blocks: list[dict[str, str | float]],
     cost: dict[str, float],
     rounds: list[dict[str, float]],
+    group: dict[str, float],
 ) -> None:
     print("\nblocks saved over blocks without sharing, per cent, higher is better")
     print(f"{'lengths':<12} {'kind':<8}" + "".join(f"{w:>8}" for w in WIDTHS) + "   paper, 2 to 6")
@@ -254,6 +268,10 @@ def show(
     print(f"{'cache on':>9} {'cache off':>9} {'ratio':>6}   higher is better (at least 3)")
     for each in rounds:
         print(f"{each['on']:>9.1f} {each['off']:>9.1f} {each['ratio']:>6.2f}")
+    print(f"\nattention, {GROUP_ROWS} sequences over {GROUP_SHARED} shared tokens, ms of a layer")
+    print(f"{'as a group':>10} {'apart':>9} {'torch':>9} {'ratio':>6}   (at least 1.5)")
+    cells = " ".join(f"{group[f'{name}_ms']:>9.2f}" for name in ("ungrouped", "contiguous"))
+    print(f"{group['grouped_ms']:>10.2f} {cells} {group['ratio']:>6.2f}")
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -297,10 +315,13 @@ def main() -> None:
     cost = overhead(model, together, rng)
     progress("requests with a common prefix")
     rounds = list(prefix_rounds(model, together, options.rounds, rng))
+    progress("attention over shared pages")
+    group = attention(model.launch.dtype, model.launch.device, 1.0 if options.quick else 5.0)
     progress("")
-    show(blocks, cost, rounds)
+    show(blocks, cost, rounds, group)
     ratio = statistics.median(each["ratio"] for each in rounds)
     results = {"saved": blocks, "no_hits": cost, "prefix": rounds, "prefix_ratio": ratio}
+    results["group"] = group
     print(json.dumps({"setup": setup, "results": results}))
 
 

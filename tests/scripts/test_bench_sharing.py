@@ -67,3 +67,6 @@ def test_a_run_prints_its_figures_as_json(
     assert results["no_hits"]["hash_percent"] > 0
     (round_,) = results["prefix"]
     assert round_["ratio"] == round_["on"] / round_["off"] == results["prefix_ratio"]
+    group = results["group"]
+    others = min(group["ungrouped_ms"], group["contiguous_ms"])
+    assert group["ratio"] == others / group["grouped_ms"]
