@@ -24,6 +24,7 @@ SETTINGS = (
     "kv.blocks=1024",
     "cluster.workers=2",
     "cluster.ingresses=2",
+    "server.stream_messages_per_s=100000",  # a message for each token, so that they can be counted
     *HEALTH,
 )
 STREAMS = 64
@@ -44,7 +45,8 @@ async def stream(http: httpx.AsyncClient, number: int, on_chunk: Callable[[], No
         "prompt": f"request {number} says",
         "max_tokens": TOKENS,
         "ignore_eos": True,
-        "temperature": 0,
+        "temperature": 0 if number % 2 else 1,
+        "seed": number,
         "stream": True,
     }
     text = ""
@@ -72,7 +74,9 @@ async def streams(server: Server, after: int = 0, then: Callable[[], None] | Non
 
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as http:
-        return await asyncio.gather(*(stream(http, i, on_chunk) for i in range(STREAMS)))
+        texts = await asyncio.gather(*(stream(http, i, on_chunk) for i in range(STREAMS)))
+    assert chunks >= after
+    return texts
 
 
 def all_ready(server: Server) -> list[int]:
