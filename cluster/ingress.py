@@ -71,7 +71,6 @@ class Api:
         self.config, self.name, self.peers = config, name, peers
         self.access = Access(config.server, os.environ)
         self.model = model
-        self.handle = handle
         self.text = TextService(tokenizer)
         self.identities = Identities(key)
         self.gangs = Gangs(

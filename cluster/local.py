@@ -238,6 +238,7 @@ def _reachable(config: Config) -> str:
 
 def _announce(config: Config, rows: dict[str, Any], took_s: float) -> None:
     from cluster.cli import table
+    from cluster.keys import API_KEYS
 
     host = _reachable(config)
     url = f"http://[{host}]" if ":" in host else f"http://{host}"
@@ -246,5 +247,8 @@ def _announce(config: Config, rows: dict[str, Any], took_s: float) -> None:
     body = json.dumps({"model": rows["model"], "messages": question, "max_tokens": 32})
     print(table(rows))
     print(f"ready after {took_s:.1f} s at {url} (Ctrl-C stops it)\n")
-    print(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n")
+    keyed = config.server.api_keys_file is not None or API_KEYS in os.environ
+    key = ' -H "Authorization: Bearer $KVATLAS_API_KEY"' if keyed else ""
+    kind = "-H 'Content-Type: application/json'"
+    print(f"curl {url}/v1/chat/completions{key} {kind} -d '{body}'\n")
     print(end="", flush=True)
