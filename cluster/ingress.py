@@ -76,6 +76,7 @@ class Api:
         self.gangs = Gangs(
             handle,
             listed,
+            ingress=name,
             model=model,
             period_s=config.cluster.health_period_s,
             timeout_s=config.cluster.health_timeout_s,

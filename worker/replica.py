@@ -266,11 +266,12 @@ class GPUWorker:
         }
         return {**rates, "prefill_tokens_per_s": self.loop.prefill.rate.per_s}
 
-    async def beats(self, period_s: float) -> AsyncIterator[dict[str, Any]]:
-        """`stats`, for as long as somebody listens: a listener hears when this process dies."""
-        while True:
-            yield await self.stats()
-            await asyncio.sleep(period_s)
+    async def beats(self, period_s: float, ingress: str) -> AsyncIterator[dict[str, Any]]:
+        """`stats`, for as long as an ingress listens: it hears when this process dies."""
+        with self.live.listening(ingress, time.monotonic()):
+            while True:
+                yield await self.stats()
+                await asyncio.sleep(period_s)
 
     async def flush(self) -> int:
         """Forget all cached blocks that no request uses; how many they were."""

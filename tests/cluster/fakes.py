@@ -188,7 +188,7 @@ class FakeWorker:
             "host": "here",
         }
 
-    async def beats(self, period_s: float) -> AsyncGenerator[dict[str, Any]]:
+    async def beats(self, period_s: float, ingress: str) -> AsyncGenerator[dict[str, Any]]:
         """Says how it is at once, then each time `beat` is set."""
         while True:
             yield await self.stats()
@@ -275,7 +275,7 @@ class ServedFake(FakeWorker):
     async def debug_requests(self) -> list[dict[str, Any]]:
         return [{**entry, "gang": self.gang} for entry in await super().debug_requests()]
 
-    async def beats(self, period_s: float) -> AsyncGenerator[dict[str, Any]]:
+    async def beats(self, period_s: float, ingress: str) -> AsyncGenerator[dict[str, Any]]:
         while True:
             yield await self.stats()
             with contextlib.suppress(TimeoutError):
