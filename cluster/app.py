@@ -11,15 +11,16 @@ import math
 import os
 import re
 import time
+import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from ray import serve
-from ray.serve.config import RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
-from cluster import gangs, secret
+from cluster import gangs, scaling, secret
 from cluster.calls import Misrouted
 from cluster.delivery import ANYONE, Delivery
 from cluster.errors import UserError
@@ -105,6 +106,11 @@ class Worker:
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Serve has new live settings; of these a worker knows how it logs."""
         _reconfigured(self._config, user_config)
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What `scaling.Policy` is told of this worker."""
+        pressure = self._worker.pressure
+        return {scaling.QUEUED: pressure.queued_s, scaling.FILLED: pressure.filled}
 
     async def check_health(self) -> None:
         """Raises where Serve should make another worker."""
@@ -280,8 +286,8 @@ def build(
     workers = deployment(
         Worker,
         name=WORKER,
-        num_replicas=cluster.workers,
         ray_actor_options=resources,
+        **_replicas(config),
         request_router_config=RequestRouterConfig(request_router_class=delivery),
         **common,
     ).bind(worker, config, directory, key)
@@ -296,7 +302,31 @@ def build(
     return app
 
 
+def _replicas(config: Config, size: int = 1) -> dict[str, Any]:
+    """How many replicas a deployment has whose workers are `size` replicas each."""
+    scaled = config.scaling
+    if config.most_workers == config.cluster.workers:
+        return {"num_replicas": config.cluster.workers * size}
+    policy: Any = AutoscalingPolicy
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of metrics_interval_s; the other way
+        made = AutoscalingConfig(  # is the environment, of all processes
+            # No `initial_replicas`: every change of the application would go back to it.
+            min_replicas=config.cluster.workers * size,
+            max_replicas=config.most_workers * size,
+            upscale_delay_s=scaled.up_delay_s,
+            downscale_delay_s=scaled.down_delay_s,
+            metrics_interval_s=scaling.REPORT_S,
+            look_back_period_s=scaling.STALE_S,
+            policy=policy(
+                policy_function=scaling.Policy,
+                policy_kwargs={"target_s": scaled.target_queued_s, "size": size},
+            ),
+        )
+    return {"autoscaling_config": made}
+
+
 def local_cpus(config: Config) -> int:
     """CPUs to tell a local Ray, so that everything is placed however few cores there are."""
-    needed = math.ceil(config.cluster.workers * config.cluster.cpus_per_worker)
+    needed = math.ceil(config.most_workers * config.cluster.cpus_per_worker)
     return max(os.cpu_count() or 1, needed)

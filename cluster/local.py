@@ -157,11 +157,12 @@ def _deploy(
 
     resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
     gpus = resources.get("GPU", 0.0)
-    needed = config.cluster.workers * config.cluster.gpus_per_worker
+    needed = config.most_workers * config.cluster.gpus_per_worker
     if gpus and config.model.device != "cpu" and needed > gpus:
         raise UserError(
-            f"{config.cluster.workers} workers need {needed:g} GPUs, this machine has {gpus:g}: "
-            "lower cluster.workers or cluster.gpus_per_worker, or use model.device=cpu"
+            f"{config.most_workers} workers need {needed:g} GPUs, this machine has {gpus:g}: lower "
+            "cluster.workers, scaling.max_workers or cluster.gpus_per_worker, or use "
+            "model.device=cpu"
         )
     try:
         key = secret.of_this_cluster()

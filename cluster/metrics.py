@@ -331,5 +331,7 @@ _ENGINE_METRICS: tuple[tuple[str, str, str, Callable[[Snapshot], float]], ...] =
         _transfer("prefill_tokens_per_s"),
     ),
     ("kvatlas:pool_violations", "Failed pool checks", "counter", _of("violations")),
+    ("kvatlas:queued_seconds", "Wait of a request that comes now", "gauge", _of("queued_s")),
+    ("kvatlas:filled_ratio", "Share of seats or of blocks asked for", "gauge", _of("filled")),
     ("kvatlas:step_age_seconds", "Age of the step under way", "gauge", _of("step_age_s")),
 )

@@ -96,7 +96,10 @@ def _with(config: Config, given: Mapping[str, tuple[str, object]], problems: lis
         section: dataclasses.replace(getattr(config, section), **found)
         for section, found in values.items()
     }
-    return dataclasses.replace(config, **changed)
+    made = dataclasses.replace(config, **changed)
+    if problems := list(made.conflicts()):
+        raise ConfigError(problems)
+    return made
 
 
 def _flatten(tree: object, path: str, problems: list[str]) -> Iterator[tuple[str, object]]:

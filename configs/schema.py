@@ -195,7 +195,9 @@ class ClusterConfig:
     """The Ray side: how many processes, and how long they may take."""
 
     workers: int = _setting(
-        1, rules.integer(1, 512), "Engines, each with its own copy of the model."
+        1,
+        rules.integer(1, 512),
+        "Engines, each with its own copy of the model; the least where `scaling` may add some.",
     )
     ingresses: int = _setting(1, rules.integer(1, 64), "Processes that speak HTTP and tokenise.")
     ingress_resource: str | None = _setting(
@@ -240,6 +242,26 @@ class ClusterConfig:
         None,
         rules.integer(1),
         "Threads of a CPU worker; null is all cores, shared by the workers that fit on a host.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingConfig:
+    """More workers under load, fewer without, by the seconds that are queued in them."""
+
+    max_workers: int | None = _setting(
+        None, rules.integer(1, 512), "Most workers; null is always `cluster.workers` of them."
+    )
+    target_queued_s: float = _setting(
+        2.0,
+        rules.number(0, above=True),
+        "Seconds queued in each worker beyond which there should be more workers.",
+    )
+    up_delay_s: float = _setting(
+        10.0, rules.number(0), "How long more workers must be wanted before they are started."
+    )
+    down_delay_s: float = _setting(
+        300.0, rules.number(0), "How long fewer workers must be enough before one is taken away."
     )
 
 
@@ -302,6 +324,20 @@ class Config:
     server: ServerConfig = ServerConfig()
     routing: RoutingConfig = RoutingConfig()
     cluster: ClusterConfig = ClusterConfig()
+    scaling: ScalingConfig = ScalingConfig()
+
+    @property
+    def most_workers(self) -> int:
+        """As many as there may ever be at once."""
+        return self.scaling.max_workers or self.cluster.workers
+
+    def conflicts(self) -> Iterator[str]:
+        """What is wrong with settings that are each possible alone."""
+        if self.most_workers < self.cluster.workers:
+            yield (
+                f"scaling.max_workers={self.scaling.max_workers} is less than "
+                f"cluster.workers={self.cluster.workers}: raise the first or lower the second"
+            )
 
 
 SECTIONS: Mapping[str, type[Any]] = {f.name: type(f.default) for f in dataclasses.fields(Config)}

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-from configs.schema import ClusterConfig, Config
+from configs.schema import Config
 from kvpaging.events import Announcer, Load
 from kvpaging.report import sharing, snapshot
 from worker import wire
 from worker.device import keep_freed_memory
 from worker.engine import Engine
 from worker.live import LiveLists
-from worker.load import load_of
+from worker.load import Pressure, load_of, pressure_of
 from worker.loop import EngineLoop
 from worker.params import ParamError, check
 from worker.pull import Answer, Fetch, Puller
@@ -70,6 +70,7 @@ class GPUWorker:
         self.announcer = Announcer(self.launch.name, self.gang)
         self.loop.engine.scheduler.prefix.announce_to(self.announcer)
         self._load: Load | None = None
+        self.pressure = Pressure()
 
     def _puller(self, fetch: Fetch) -> Puller:
         engine, cluster = self.loop.engine, self.config.cluster
@@ -91,7 +92,7 @@ class GPUWorker:
         )
 
     def _make(self) -> Engine:
-        torch.set_num_threads(threads_of(self.config.cluster, os.cpu_count() or 1))
+        torch.set_num_threads(threads_of(self.config, os.cpu_count() or 1))
         return start(
             self.launch,
             clock=time.perf_counter,
@@ -203,6 +204,7 @@ class GPUWorker:
         links = [link["tokens_per_s"] for link in self._transfers()["links"].values()]
         rate = sum(links) / len(links) if links else 0.0
         load = load_of(engine.scheduler, engine.rates, link_tokens_per_s=rate)
+        self.pressure = pressure_of(engine.scheduler, load, time.monotonic())
         if not force and load == self._load and not self.announcer.changed:
             return None
         self._load = load
@@ -253,6 +255,7 @@ class GPUWorker:
             "wasted_slots": sum(table.wasted_slots for table in tables),
             "index": {"seq": self.announcer.seq, **self.announcer.digest.shown()},
             "step_age_s": self.loop.step_age_s,
+            **self.pressure._asdict(),
             "failure": None if self.loop.failure is None else str(self.loop.failure),
             "pid": os.getpid(),
             "host": socket.gethostname(),
@@ -382,10 +385,11 @@ class GPUWorker:
             self.loop.stop()
 
 
-def threads_of(cluster: ClusterConfig, cores: int) -> int:
+def threads_of(config: Config, cores: int) -> int:
     """Threads of one CPU worker: the host's cores, shared by as many workers as it has room for."""
-    room = cores / cluster.cpus_per_worker if cluster.cpus_per_worker else cluster.workers
-    return cluster.threads or max(1, cores // max(1, min(cluster.workers, int(room))))
+    cluster, workers = config.cluster, config.most_workers
+    room = cores / cluster.cpus_per_worker if cluster.cpus_per_worker else workers
+    return cluster.threads or max(1, cores // max(1, min(workers, int(room))))
 
 
 def _gang_id() -> str:

@@ -25,6 +25,7 @@ from configs.schema import Config
 from kvpaging.events import Announcer, Load
 from tests.cluster import tokens
 from worker import wire
+from worker.load import Pressure
 from worker.prefix import Identity, PrefixCache, PrefixStats
 from worker.transfer import TransferStats
 
@@ -73,6 +74,7 @@ class FakeWorker:
         self.beat = asyncio.Event()
         self.cached = 0
         self.told: list[tuple[str, list[str]]] = []
+        self.pressure = Pressure()
         self.transfers: dict[str, Any] = {
             **asdict(TransferStats()),
             "failures": {"gone": 1},
@@ -172,7 +174,7 @@ class FakeWorker:
         counters = (
             "steps rows batch_tokens prompt_tokens generated_tokens failed_steps schedule_s "
             "build_s execute_s waiting preemptions violations evictions step_age_s copies "
-            "saved_reads saved_blocks unshared_blocks wasted_slots"
+            "saved_reads saved_blocks unshared_blocks wasted_slots queued_s filled"
         )
         return {
             **dict.fromkeys(counters.split(), 0),

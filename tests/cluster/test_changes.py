@@ -145,3 +145,37 @@ def test_changed_settings_replace_all_and_break_no_stream(
     answers(server, replaced)
     server.wait_until(lambda: not any(map(alive, before)))
     server.wait_until(lambda: nothing_held(server))
+
+
+def test_workers_come_with_the_queue_and_go_without(
+    server: Deployment, settings: list[str]
+) -> None:
+    few = ["cluster.workers=1", "scheduler.max_num_seqs=4", "scaling.max_workers=2"]
+    fast = ["scaling.target_queued_s=0.5", "scaling.up_delay_s=0.5", "scaling.down_delay_s=2"]
+    before = set(server.pids())
+    server.deploy([*settings, *few, *fast])
+    answers(server, lambda: len(found := server.pids()) == 1 and not before & set(found))
+    texts, gangs = asyncio.run(under_load(server))
+    assert len(texts) == 1  # of every answer
+    assert len(gangs) == 2
+    left = answers(server, lambda: len(found := server.pids()) == 1 and found)
+    server.wait_until(lambda: nothing_held(server, 1))
+    assert alive(left[0])
+
+
+async def under_load(server: Deployment) -> tuple[set[str], set[str]]:
+    """Eight clients at four seats, until both of two workers have answered: the texts, and who
+    gave them."""
+    texts, gangs = set[str](), set[str]()
+    body = {**HINT, **SLOW, "max_tokens": 20}
+
+    async def client(http: httpx.AsyncClient) -> None:
+        while len(gangs) < 2:
+            answer = await http.post("/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            texts.add(answer.json()["choices"][0]["text"])
+            gangs.add(answer.headers["x-kvatlas-route"].split("gang=")[1].split(";")[0])
+
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as http, asyncio.timeout(120):
+        await asyncio.gather(*(client(http) for _ in range(8)))
+    return texts, gangs
