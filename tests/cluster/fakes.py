@@ -465,11 +465,14 @@ def make_api(handle: LocalHandle, *overrides: str, name: str = "ingress-1") -> A
 
 @asynccontextmanager
 async def serving(
-    worker: FakeWorker, *overrides: str, others: Sequence[FakeWorker] = ()
+    worker: FakeWorker,
+    *overrides: str,
+    others: Sequence[FakeWorker] = (),
+    name: str = "ingress-1",
 ) -> AsyncIterator[Served]:
     """An HTTP server on a free port around `worker` and others, ready to be asked."""
     handle = LocalHandle(worker, *others)
-    api = make_api(handle, *overrides)
+    api = make_api(handle, *overrides, name=name)
     app = build_app(api)
     settings = uvicorn.Config(app, port=0, log_level="critical", lifespan="on", ws="none")
     server = uvicorn.Server(settings)
