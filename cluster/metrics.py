@@ -50,6 +50,7 @@ class Record:
     started_s: float
     id: str = ""
     label: str = ""
+    tenant: str = ""  # as `keys.shown` calls it
     status: int = 0
     error: str = ""
     finish_reasons: list[str] = field(default_factory=list)
@@ -74,7 +75,8 @@ class Record:
     def line(self) -> str:
         """One line for people: what was asked, what was done, how fast."""
         label = f" [{self.label}]" if self.label else ""
-        head = f"{self.id or '-'}{label} {self.route} {self.status}"
+        tenant = f" of {self.tenant}" if self.tenant else ""
+        head = f"{self.id or '-'}{label}{tenant} {self.route} {self.status}"
         if self.error:
             return f"{head} {self.error} after {self.total_s:.2f} s"
         ends = Tally(self.finish_reasons).items()

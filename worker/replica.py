@@ -164,6 +164,7 @@ class GPUWorker:
             deadline_s=time.monotonic() + message.deadline_s,
             priority=message.priority,
             salt=message.salt.encode(),
+            tenant=message.tenant,
             attempt=message.attempt,
             stream=message.stream,
             generated=tuple(tuple(choice.generated) for choice in message.choices),

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from kvpaging.pool import BlockPool, OutOfBlocks
 from kvpaging.table import BlockTable, Copy
 from worker import admission
+from worker.fairness import Turns
 from worker.prefix import PrefixCache
 from worker.request import NO_SLOT, Request, Sequence
 
@@ -106,7 +107,7 @@ class Scheduler:
         self.copies = 0  # copies-on-write done
         self.copies_due: list[Copy] = []
         self.prefix = prefix
-        self._orders = 0
+        self._orders, self._turns = 0, Turns()
 
     def submit(self, request: Request) -> None:
         """Queue a request; raises QueueFull at the bound. Re-submissions are always let in."""
@@ -115,6 +116,7 @@ class Scheduler:
             raise QueueFull(waiting)
         self._orders += 1
         request.order = self._orders
+        request.turn = self._turns.take(request.tenant, len(request.prompt))
         for sequence in request.sequences:
             if sequence.finish_reason is None:
                 self.wait(sequence)
@@ -126,6 +128,7 @@ class Scheduler:
     def run(self, sequence: Sequence, table: BlockTable) -> None:
         """Give a sequence a slot and the table it starts with."""
         sequence.table, sequence.slot = table, self.slots.pop()
+        self._turns.begun(sequence.request.turn)
         bisect.insort(self.running, sequence, key=_rank)
 
     def tables(self) -> list[BlockTable]:
@@ -227,7 +230,7 @@ class Scheduler:
             pool.step_ended(before - 1)
 
 
-def _rank(sequence: Sequence) -> tuple[bool, int, float, int, int]:
+def _rank(sequence: Sequence) -> tuple[bool, int, int, float, int, int]:
     return (*sequence.request.rank, sequence.choice)
 
 
