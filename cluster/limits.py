@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -14,6 +15,9 @@ from configs.schema import LimitsConfig
 
 MAX_BODIES = 64
 """As many bodies of the largest size may be there at once, or more that are smaller."""
+
+LINGER_S = 2.0
+"""A client that goes on sending a refused body may be silent for this long."""
 
 _LABEL_MAX = 128
 _CLOSE = (b"connection", b"close")
@@ -39,13 +43,14 @@ class BodyLimit:
         if self._echo and label:
             send = _with(send, lambda: [(b"x-request-id", label.encode())])
         limits = self._limits()
-        if _announced(headers) > limits.max_body_bytes:
-            await _answer(send, _too_large(limits))
-            return
         body = _Body(self, limits, receive)
+        send = body.closing(send)
         try:
-            # What would still come of a refused body is not waited for.
-            await self._app(scope, body, _with(send, lambda: [_CLOSE] if body.refused else []))
+            if _announced(headers) > limits.max_body_bytes:
+                body.refused = True
+                await _answer(send, _too_large(limits))
+            else:
+                await self._app(scope, body, send)
         finally:
             self.held_bytes -= body.received
 
@@ -80,6 +85,30 @@ class _Body:
             raise self._refusal(429, "queue_full", "the server holds too many large bodies")
         self._complete = not message.get("more_body", False)
         return message
+
+    def closing(self, send: Send) -> Send:
+        """`send` that closes the connection after the answer to a refused body."""
+        send = _with(send, lambda: [_CLOSE] if self.refused else [])
+
+        async def sending(message: Message) -> None:
+            last = message["type"] == "http.response.body" and not message.get("more_body", False)
+            if last and self.refused:
+                await send({**message, "more_body": True})
+                await self._discard()
+                message = {"type": "http.response.body", "body": b""}
+            await send(message)
+
+        return sending
+
+    async def _discard(self) -> None:
+        """Read on until the body's time is over, and forget what comes. A connection that is closed
+        with bytes unread is reset, and an answer that is on its way may be lost with it."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(self._deadline):
+                more = True
+                while more:
+                    async with asyncio.timeout(LINGER_S):
+                        more = (await self._receive()).get("more_body", False)
 
     def _refusal(self, status: int, code: str, message: str) -> ApiError:
         self.refused = True
@@ -124,7 +153,6 @@ async def _answer(send: Send, error: ApiError) -> None:
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
-        _CLOSE,
     ]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

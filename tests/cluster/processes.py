@@ -9,13 +9,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+
+from cluster.keys import ADMIN_KEY
 
 ROOT = Path(__file__).parents[2]
 FAKE, REAL = "tests.cluster.fakes:ServedFake", "worker.replica:GPUWorker"
@@ -40,6 +42,7 @@ class Server:
     process: subprocess.Popen[bytes]
     log: Path
     url: str
+    headers: Mapping[str, str] = field(default_factory=dict)  # what opens /debug and /metrics
 
     def wait_until(self, condition: Callable[[], Any], limit_s: float = 60.0) -> Any:
         """What `condition` gives once it is true; the server must live all the while."""
@@ -53,7 +56,7 @@ class Server:
         return value
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=30)
+        return httpx.get(self.url + path, headers=dict(self.headers), timeout=30)
 
     def ready(self) -> bool:
         return self.get("/health/ready").status_code == 200
@@ -68,13 +71,18 @@ class Server:
 
 
 def start(
-    directory: Path, log: Path, *overrides: str, worker: str = FAKE
+    directory: Path,
+    log: Path,
+    *overrides: str,
+    worker: str = FAKE,
+    environment: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
     """Starts a server; `log` gets what it prints."""
     command = [sys.executable, "-c", START, worker, str(directory), *overrides]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    own = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    env = {**os.environ, **own, **(environment or {})}
     with log.open("wb") as out:
-        return subprocess.Popen(command, stdout=out, stderr=out, env=environment, cwd=ROOT)
+        return subprocess.Popen(command, stdout=out, stderr=out, env=env, cwd=ROOT)
 
 
 def free_port() -> int:
@@ -100,11 +108,20 @@ def alive(pid: int) -> bool:
 
 
 @contextlib.contextmanager
-def running(directory: Path, log: Path, *overrides: str, worker: str = FAKE) -> Iterator[Server]:
+def running(
+    directory: Path,
+    log: Path,
+    *overrides: str,
+    worker: str = FAKE,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Server]:
     """A server that is ready, on a free port."""
-    port = free_port()
-    process = start(directory, log, f"server.port={port}", *overrides, worker=worker)
-    made = Server(process, log, f"http://127.0.0.1:{port}")
+    port, environment = free_port(), environment or {}
+    settings = (f"server.port={port}", *overrides)
+    process = start(directory, log, *settings, worker=worker, environment=environment)
+    key = environment.get(ADMIN_KEY)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    made = Server(process, log, f"http://127.0.0.1:{port}", headers)
     try:
         made.wait_until(lambda: "ready after" in log.read_text(), 120)
         yield made

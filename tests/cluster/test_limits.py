@@ -77,8 +77,11 @@ async def test_a_body_that_does_not_come_is_a_408() -> None:
 @pytest.mark.parametrize(
     "setting", ["limits.body_timeout_s=0.05", f"limits.max_body_bytes={LIMIT}"]
 )
-async def test_the_rest_of_a_refused_body_is_not_waited_for(setting: str) -> None:
+async def test_the_rest_of_a_refused_body_is_not_waited_for(
+    setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The connection closes, so nobody holds it with a byte now and then."""
+    monkeypatch.setattr(limits, "LINGER_S", 0.05)
     async with serving(FakeWorker(), setting) as served:
         host, _, port = served.url.removeprefix("http://").partition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -93,6 +96,44 @@ async def test_the_rest_of_a_refused_body_is_not_waited_for(setting: str) -> Non
         samples = (await served.http.get("/metrics")).text
         status = "408" if "timeout" in setting else "413"
         assert f'route="{PATH}",status="{status}"}} 1.0' in samples
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_client_that_reads_only_when_it_has_sent_all_is_told(chunked: bool) -> None:
+    """More than any buffer on the way holds, so a server that stops reading would reset it."""
+    size = 32 << 20
+    async with serving(FakeWorker(), f"limits.max_body_bytes={LIMIT}") as served:
+        host, _, port = served.url.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        if chunked:
+            writer.write(head("Transfer-Encoding: chunked") + b"%x\r\n" % size)
+        else:
+            writer.write(head(f"Content-Length: {size}"))
+        for _ in range(size >> 16):
+            writer.write(b" " * (1 << 16))
+            await writer.drain()
+        writer.write(b"\r\n0\r\n\r\n" if chunked else b"")
+        answer = await reader.read()
+        assert answer.split()[1] == b"413"
+        assert b"body_too_large" in answer
+        assert served.worker.submits == []
+        writer.close()
+
+
+async def test_a_refused_body_that_drips_is_cut_off() -> None:
+    settings = (f"limits.max_body_bytes={LIMIT}", "limits.body_timeout_s=0.2")
+    async with serving(FakeWorker(), *settings) as served:
+        host, _, port = served.url.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(head(f"Content-Length: {LIMIT + 1}"))
+        ended = asyncio.create_task(reader.read())
+        for _ in range(LIMIT):
+            writer.write(b" ")
+            if (await asyncio.wait((ended,), timeout=0.01))[0]:
+                break
+        assert ended.done()
+        assert (await ended).split()[1] == b"413"
+        writer.close()
 
 
 async def test_all_bodies_together_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""Two workers with a real model behind two ingresses, and what happens when one is killed."""
+"""Two workers with a real model behind two ingresses, in each way in which Serve carries requests,
+and what happens when one is killed."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,14 +16,14 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cluster import tiny
+from tests.cluster import modes, tiny
 from tests.cluster.processes import HEALTH, REAL, Server, alive, below, running
 
 SETTINGS = (
     "model.dtype=float32",
-    "model.max_model_len=256",
+    "model.max_model_len=8192",
     "kv.block_size=8",
-    "kv.blocks=1024",
+    "kv.blocks=8192",
     "cluster.workers=2",
     "cluster.ingresses=2",
     "server.stream_messages_per_s=100000",  # a message for each token, so that they can be counted
@@ -29,13 +31,29 @@ SETTINGS = (
 )
 STREAMS = 64
 TOKENS = 120
+TOO_LONG = "context_length_exceeded"
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+LONG = {"prompt": "a long one", "max_tokens": 8000, "ignore_eos": True}  # half a minute or more
+
+in_one_mode = pytest.mark.parametrize("server", ["grpc"], indirect=True)
+in_each_mode = pytest.mark.parametrize("server", modes.MODES, indirect=True)
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    directory = tiny.save(tmp_path_factory.mktemp("model"))
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("model"), 8192)
+
+
+@pytest.fixture(scope="module")
+def server(
+    request: pytest.FixtureRequest, directory: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """In the mode that the test names."""
     log = tmp_path_factory.mktemp("log") / "log"
-    with running(directory, log, *SETTINGS, worker=REAL) as server:
+    with (
+        modes.environment(request.param) as environment,
+        running(directory, log, *SETTINGS, worker=REAL, environment=environment) as server,
+    ):
         yield server
 
 
@@ -108,6 +126,112 @@ def undisturbed(server: Server) -> list[str]:
     return texts
 
 
+def post(server: Server, path: str, body: Any, **options: Any) -> httpx.Response:
+    return httpx.post(server.url + path, json=body, timeout=60, **options)
+
+
+@in_each_mode
+def test_a_stream_says_what_an_answer_in_one_piece_says(server: Server) -> None:
+    body = {"max_tokens": 20, "temperature": 0, "seed": 3, "ignore_eos": True}
+    for path, said in (
+        (TEXT, {"prompt": "hello"}),
+        (CHAT, {"messages": [{"role": "user", "content": "hi"}]}),
+    ):
+        whole = post(server, path, {**body, **said}).json()["choices"][0]
+        answer = post(server, path, {**body, **said, "stream": True})
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        *events, done = [line[6:] for line in answer.text.split("\n\n") if line]
+        assert done == "[DONE]"
+        choices = [json.loads(event)["choices"][0] for event in events]
+        if path == CHAT:
+            said_in_parts = "".join(c["delta"].get("content") or "" for c in choices)
+            assert said_in_parts == whole["message"]["content"]
+        else:
+            assert "".join(c["text"] for c in choices) == whole["text"]
+        assert choices[-1]["finish_reason"] == whole["finish_reason"] == "length"
+
+
+@in_each_mode
+@pytest.mark.parametrize(
+    ("path", "body", "status", "code"),
+    [
+        (TEXT, {"prompt": "hi", "top_p": 7}, 400, "invalid_value"),
+        (TEXT, {"prompt": "hi", "model": "other"}, 404, "model_not_found"),
+        (
+            TEXT,
+            {"prompt": "hi", "stream": True, "max_tokens": 9999},
+            400,
+            "context_length_exceeded",
+        ),
+        (CHAT, {"messages": []}, 400, "invalid_value"),
+        ("/v1/nothing", {}, 404, "not_found"),
+        ("/v1/models", {}, 405, "method_not_allowed"),
+    ],
+)
+def test_errors_come_as_they_were_said(
+    server: Server, path: str, body: Any, status: int, code: str
+) -> None:
+    answer = post(server, path, body, headers={"X-Request-Id": "mine"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+    assert answer.headers.get_list("x-request-id") == ["mine"]
+
+
+@in_each_mode
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize(
+    ("mib", "status", "code"),
+    [(6, 400, TOO_LONG), (17, 413, "body_too_large")],
+)
+def test_the_limit_of_a_body_holds(
+    server: Server, mib: int, status: int, code: str, chunked: bool
+) -> None:
+    """Below and above it, with and without a length; both above what gRPC takes in one message."""
+    body = b'{"prompt": [' + b"1," * (mib << 19) + b"1]}"
+    content = iter([body[:100], body[100:]]) if chunked else body
+    answer = httpx.post(server.url + TEXT, content=content, timeout=60)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+
+
+@in_each_mode
+def test_half_a_body_blocks_nobody_and_leaves_nothing(server: Server) -> None:
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{{".encode()
+    with contextlib.ExitStack() as stack:
+        for _ in range(50):
+            made = stack.enter_context(socket.create_connection((host, int(port)), 30))
+            made.sendall(head)
+        assert post(server, TEXT, {"prompt": "hi", "max_tokens": 2}).status_code == 200
+    server.wait_until(lambda: sum(opened(server).values()) == 0)
+
+
+def opened(server: Server) -> dict[str, float]:
+    """Requests that each ingress is busy with."""
+    found = {}
+    for line in server.get("/metrics").text.splitlines():
+        if line.startswith("kvatlas:requests_open{"):
+            labels, _, value = line.partition(" ")
+            found[labels] = float(value)
+    return found
+
+
+@in_each_mode
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_leaves_nothing_behind(server: Server, stream: bool) -> None:
+    """While an answer is on its way, or none of it yet."""
+    label = f"goes-{stream}"
+    body, headers = {**LONG, "stream": stream}, {"X-Request-Id": label}
+    if stream:
+        with httpx.stream("POST", server.url + TEXT, json=body, headers=headers) as answer:
+            assert next(answer.iter_raw())
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(server.url + TEXT, json=body, headers=headers, timeout=1)
+    server.wait_until(lambda: f"[{label}] {TEXT} 499" in server.log.read_text(), 5)
+    server.wait_until(lambda: server.running() == [] and nothing_held(server), 5)
+    assert sum(opened(server).values()) == 0
+
+
+@in_one_mode
 def test_an_array_of_prompts_reaches_both_workers_and_none_hangs(server: Server) -> None:
     all_ready(server)
     prompts = [f"{n:03} prompts of an array, each for itself" for n in range(64)]
@@ -125,11 +249,14 @@ def test_an_array_of_prompts_reaches_both_workers_and_none_hangs(server: Server)
     assert "was not delivered" not in server.log.read_text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_no_stream_is_broken_by_the_loss_of_a_worker(
-    server: Server, undisturbed: list[str], number: signal.Signals
-) -> None:
-    lose(server, number, undisturbed)
+@in_each_mode
+def test_no_stream_is_broken_by_a_killed_worker(server: Server, undisturbed: list[str]) -> None:
+    lose(server, signal.SIGKILL, undisturbed)
+
+
+@in_one_mode
+def test_no_stream_is_broken_by_a_frozen_worker(server: Server, undisturbed: list[str]) -> None:
+    lose(server, signal.SIGSTOP, undisturbed)
 
 
 def ingresses(server: Server) -> set[int]:
@@ -143,13 +270,57 @@ def cmdline(pid: int) -> bytes:
     return b""
 
 
-def test_a_killed_ingress_costs_no_new_request(server: Server) -> None:
-    lost, _ = server.wait_until(lambda: len(found := ingresses(server)) == 2 and found)
-    os.kill(lost, signal.SIGKILL)
-    body = {"prompt": "hi", "max_tokens": 4}
-    with httpx.Client(base_url=server.url, timeout=60) as http:
-        while lost in (there := ingresses(server)) or len(there) < 2:
-            assert http.post("/v1/completions", json=body).status_code == 200
+async def until(server: Server, condition: Callable[[], Any], limit_s: float = 60.0) -> Any:
+    """`Server.wait_until`, while streams are read."""
+    return await asyncio.to_thread(server.wait_until, condition, limit_s)
+
+
+class Following:
+    """A long stream that is read until it breaks."""
+
+    def __init__(self, http: httpx.AsyncClient) -> None:
+        self.id, self.begun = "", asyncio.Event()
+        self.task = asyncio.create_task(self._read(http))
+
+    async def _read(self, http: httpx.AsyncClient) -> None:
+        async with http.stream("POST", TEXT, json={**LONG, "stream": True}) as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    self.id = json.loads(line[6:])["id"]
+                    self.begun.set()
+                    assert "error" not in line, line
+
+
+async def kill_an_ingress(server: Server) -> None:
+    """While both are busy: its requests end, those of the other one and new ones do not."""
+    lost, _ = await until(server, lambda: len(found := ingresses(server)) == 2 and found)
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+        streams: list[Following] = []
+        while not (len(counts := opened(server)) == 2 and all(counts.values())):
+            assert len(streams) < 16
+            streams.append(Following(http))
+            await streams[-1].begun.wait()
+        os.kill(lost, signal.SIGKILL)
+
+        def only_the_others_run() -> bool:
+            alive = {stream.id for stream in streams if not stream.task.done()}
+            return len(alive) < len(streams) and set(server.running()) == alive
+
+        gone = asyncio.create_task(until(server, only_the_others_run, 15))
+        while not gone.done() or lost in (there := ingresses(server)) or len(there) < 2:
+            answer = await http.post(TEXT, json={"prompt": "hi", "max_tokens": 4})
+            assert answer.status_code == 200, answer.text
+        await gone
+        assert not all(stream.task.done() for stream in streams)
+        for stream in streams:
+            stream.task.cancel()
+        await asyncio.gather(*(stream.task for stream in streams), return_exceptions=True)
+
+
+@in_each_mode
+def test_a_killed_ingress_costs_no_new_request_and_leaves_none(server: Server) -> None:
+    all_ready(server)
+    asyncio.run(kill_an_ingress(server))
     server.wait_until(lambda: nothing_held(server))
 
 
@@ -161,6 +332,7 @@ def mirrored(server: Server) -> bool:
     return len(known) == 2 and known == found["own"] and any(k["count"] for k in known.values())
 
 
+@in_one_mode
 def test_every_ingress_knows_what_every_worker_has(server: Server) -> None:
     """Also after the actor between them was killed."""
     asyncio.run(streams(server))
@@ -175,6 +347,7 @@ def test_every_ingress_knows_what_every_worker_has(server: Server) -> None:
 
 
 @pytest.mark.full
+@in_one_mode
 def test_ten_workers_are_killed(server: Server, undisturbed: list[str]) -> None:
     for _ in range(10):
         lose(server, signal.SIGKILL, undisturbed)

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.cluster import tokens
 
 
-def save(directory: Path) -> Path:
+def save(directory: Path, positions: int = 512) -> Path:
     """A seeded Llama whose words are bytes, loud enough to say different things."""
     path = tokens.save(directory)
     torch.manual_seed(5)
@@ -22,7 +22,7 @@ def save(directory: Path) -> Path:
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
-            max_position_embeddings=512,
+            max_position_embeddings=positions,
             initializer_range=0.3,
             tie_word_embeddings=False,
             eos_token_id=tokens.EOS,
