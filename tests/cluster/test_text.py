@@ -300,6 +300,39 @@ def test_long_work_is_done_off_the_event_loop(work: str, service: TextService) -
     assert run(others_pass())
 
 
+@pytest.mark.parametrize("work", LONG_WORK)
+def test_a_long_text_is_rendered_and_tokenised_in_no_thread_that_turns_a_loop(
+    work: str, service: TextService
+) -> None:
+    """Each step of it, wherever it is called from; a short one needs no thread."""
+    seen: dict[str, set[str]] = {}
+
+    def watched(name: str, genuine: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            seen.setdefault(name, set()).add(threading.current_thread().name.rstrip("0123456789"))
+            return genuine(*arguments, **options)
+
+        return call
+
+    class Backend:
+        genuine = service._backend
+
+        def __getattr__(self, method: str) -> Any:
+            return watched(method, getattr(self.genuine, method))
+
+    service._backend = Backend()
+    for name in ("_render", "_encode"):
+        setattr(service, name, watched(name, getattr(service, name)))
+    assert run(LONG_WORK[work](service))
+    steps = {"tokens": {"decode_batch"}}.get(work, {"_encode", "encode_batch_fast"})
+    assert seen.keys() >= steps
+    assert set().union(*seen.values()) == {"tokenise_"}
+    seen.clear()
+    assert run(service.encode_chat([{"role": "user", "content": "hi"}]))
+    assert seen.keys() >= {"_render", "_encode"}
+    assert set().union(*seen.values()) == {threading.current_thread().name.rstrip("0123456789")}
+
+
 @pytest.mark.parametrize("work", ["one message", "many messages", "tokens"])
 def test_the_event_loop_turns_while_long_texts_are_tokenised(
     work: str, service: TextService, record_property: Callable[[str, object], None]

@@ -1,0 +1,203 @@
+"""A server, what its clients ask of it and what they see, for the benchmarks over HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+ROOT = Path(__file__).parents[1]
+SNAPSHOT_S = 3.0  # the server's counters are at most this old
+Prompt = list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One answered request; times in seconds of one clock."""
+
+    started_s: float
+    chunks_s: tuple[float, ...]  # when each piece with text arrived; empty if not streamed
+    ended_s: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One side's answers to the prompts of one turn."""
+
+    wall_s: float
+    tokens: int
+    samples: tuple[Sample, ...] = ()
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.wall_s
+
+
+class Client:
+    """What a client of the server does; `url` is scheme, host and port."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        self.host, self.port = parts.hostname or "127.0.0.1", parts.port or 80
+
+    def get(self, path: str) -> tuple[int, str]:
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=10)
+        with contextlib.closing(connection):
+            connection.request("GET", path)
+            response = connection.getresponse()
+            return response.status, response.read().decode()
+
+    def complete(self, body: dict[str, Any]) -> Sample:
+        """Sends one completion request and reads the whole answer."""
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=600)
+        with contextlib.closing(connection):
+            started = time.perf_counter()
+            headers = {"Content-Type": "application/json"}
+            connection.request("POST", "/v1/completions", json.dumps(body), headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                raise SystemExit(f"the server answered {response.status}: {response.read()!r}")
+            if body["stream"]:
+                chunks, tokens = read_stream(response)
+            else:
+                chunks = ()
+                tokens = json.loads(response.read())["usage"]["completion_tokens"]
+            return Sample(started, chunks, time.perf_counter(), tokens)
+
+    def turn(self, bodies: Sequence[dict[str, Any]], concurrency: int) -> Turn:
+        with ThreadPoolExecutor(concurrency) as threads:
+            started = time.perf_counter()
+            samples = tuple(threads.map(self.complete, bodies))
+            wall = time.perf_counter() - started
+        return Turn(wall, sum(sample.tokens for sample in samples), samples)
+
+
+def read_stream(response: http.client.HTTPResponse) -> tuple[tuple[float, ...], int]:
+    """Arrival times of the pieces that carry tokens, and how many tokens the server counted."""
+    chunks, tokens = [], 0
+    for line in response:
+        if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+            continue
+        chunk = json.loads(line[6:])
+        if "error" in chunk:
+            raise SystemExit(f"the server ended a stream with an error: {chunk['error']}")
+        if chunk["choices"]:
+            chunks.append(time.perf_counter())
+        if chunk.get("usage"):
+            tokens = chunk["usage"]["completion_tokens"]
+    return tuple(chunks), tokens
+
+
+@contextlib.contextmanager
+def started_server(config_path: str | None, overrides: Sequence[str]) -> Iterator[str]:
+    """Starts `kvatlas serve` on a free port, yields its address, and stops it again."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "cluster.cli", "serve"]
+    command += ["--config", config_path] if config_path else []
+    for override in (*overrides, f"server.port={port}"):
+        command += ["--set", override]
+    with tempfile.TemporaryFile("w+") as log:
+        began = time.perf_counter()
+        server = subprocess.Popen(
+            command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            wait_until_ready(server, Client(f"http://127.0.0.1:{port}"))
+            print(f"server ready after {time.perf_counter() - began:.1f} s")
+            yield f"http://127.0.0.1:{port}"
+        except SystemExit:
+            log.seek(0)
+            print("".join(log.readlines()[-30:]), file=sys.stderr)
+            raise
+        finally:
+            server.send_signal(signal.SIGINT)
+            try:
+                server.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(server.pid, signal.SIGKILL)
+
+
+def wait_until_ready(server: subprocess.Popen[bytes], client: Client) -> None:
+    deadline = time.monotonic() + 600
+    while time.monotonic() < deadline:
+        if server.poll() is not None:
+            raise SystemExit(f"kvatlas serve ended with {server.returncode}")
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            if client.get("/health/ready")[0] == 200:
+                return
+        time.sleep(0.2)
+    raise SystemExit("the server was not ready within 600 s")
+
+
+def metrics(client: Client) -> dict[str, float]:
+    """Every sample of /metrics, summed over its labels."""
+    status, text = client.get("/metrics")
+    found: dict[str, float] = {}
+    for name, value in re.findall(r"^([a-z]+:\w+)(?:\{.*\})? (\S+)", text, re.M):
+        found[name] = found.get(name, 0.0) + float(value)
+    return found if status == 200 else {}
+
+
+def percentiles(samples: Sequence[Sample]) -> dict[str, float]:
+    """mean, median and p99 of TTFT, TPOT, ITL and E2EL in milliseconds, as benchmarks name them."""
+    waits: dict[str, list[float]] = {"ttft": [], "tpot": [], "itl": [], "e2el": []}
+    for one in samples:
+        waits["e2el"].append(one.ended_s - one.started_s)
+        if one.chunks_s:
+            waits["ttft"].append(one.chunks_s[0] - one.started_s)
+            waits["itl"] += list(np.diff(one.chunks_s))
+            if one.tokens > 1:
+                tail = one.ended_s - one.chunks_s[0]
+                waits["tpot"].append(tail / (one.tokens - 1))
+    return {
+        f"{how}_{name}_ms": 1e3 * float(value)
+        for name, values in waits.items()
+        if values
+        for how, value in (
+            ("mean", np.mean(values)),
+            ("median", np.median(values)),
+            ("p99", np.percentile(values, 99)),
+        )
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is asked of both sides."""
+
+    model: str
+    prompt_tokens: int
+    output_tokens: int
+    rounds: int
+    stream: bool
+    vocab: int
+
+    def prompts(self, count: int, rng: random.Random) -> list[Prompt]:
+        """Prompts that nothing has seen before, of ordinary token ids."""
+        low, high = self.vocab // 50, self.vocab - self.vocab // 50
+        return [rng.choices(range(low, high), k=self.prompt_tokens) for _ in range(count)]
+
+    def body(self, prompt: Prompt) -> dict[str, Any]:
+        body = {"model": self.model, "prompt": prompt, "max_tokens": self.output_tokens}
+        body |= {"temperature": 0, "ignore_eos": True, "stream": self.stream}
+        return body | ({"stream_options": {"include_usage": True}} if self.stream else {})
