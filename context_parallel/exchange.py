@@ -6,10 +6,12 @@ time, or whose peer is gone, raises ExchangeFailed on every rank that waits for 
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
+
+_NEVER = 1 << 20  # a tag that no message has
 
 
 class ExchangeFailed(RuntimeError):
@@ -89,7 +91,7 @@ class TorchExchange:
 
     def abort(self, reason: str) -> None:
         self._reason = self._reason or reason
-        self.group.abort()
+        cut(self.group)
 
     def _count(self, sent: int) -> None:
         self.calls += 1
@@ -131,3 +133,18 @@ class TorchExchange:
         late = "imed out" in text
         cause = f"did not answer within {self.timeout_s:g} s" if late else text
         return ExchangeFailed(peer, self.step, cause)
+
+
+def cut(group: Any) -> None:
+    """Abort a group now: all that wait in it, on any rank, fail at once.
+
+    Gloo's own abort does nothing; what closes its connections is a wait that runs out.
+    """
+    if not isinstance(group, torch.distributed.ProcessGroupGloo):
+        group.abort()
+        return
+    nowhere, gloo = torch.empty(1, dtype=torch.uint8), cast(Any, group)
+    try:
+        gloo.recv([nowhere], (gloo.rank() + 1) % gloo.size(), _NEVER).wait(0.001)
+    except RuntimeError:
+        return  # as meant
