@@ -216,6 +216,8 @@ class GPUWorker:
         """What the ingress must know of the model, and the rows of the start-up table."""
         return {
             "gang": self.gang,
+            "pool": self.config.pool.name,
+            "ranks": self.config.pool.gang_size,
             "model": self.launch.name,
             "max_model_len": self.launch.memory.max_model_len,
             "vocab_size": self.launch.params.vocab_size,
