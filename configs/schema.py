@@ -10,7 +10,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from configs import pools as gang_pools
 from configs import rules
+from configs.pools import PoolConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -197,6 +199,11 @@ class ClusterConfig:
     workers: int = _setting(
         1, rules.integer(1, 512), "Engines, each with its own copy of the model."
     )
+    pools: tuple[PoolConfig, ...] | None = _setting(
+        None,
+        gang_pools.pools(),
+        "Pools of gangs instead of `cluster.workers`; null is one pool of single workers.",
+    )
     ingresses: int = _setting(1, rules.integer(1, 64), "Processes that speak HTTP and tokenise.")
     ingress_resource: str | None = _setting(
         None,
@@ -216,6 +223,11 @@ class ClusterConfig:
         120.0,
         rules.number(0, above=True),
         "Longest an engine step may run; beyond it the device hangs and the worker is replaced.",
+    )
+    collective_timeout_s: float = _setting(
+        20.0,
+        rules.number(0, above=True),
+        "Longest that a worker of a gang waits for another one; then the gang is replaced.",
     )
     index_bytes: int = _setting(
         2 << 30,
@@ -302,6 +314,41 @@ class Config:
     server: ServerConfig = ServerConfig()
     routing: RoutingConfig = RoutingConfig()
     cluster: ClusterConfig = ClusterConfig()
+
+    @property
+    def pools(self) -> tuple[PoolConfig, ...]:
+        """The pools there are; at least one."""
+        return self.cluster.pools or (PoolConfig(gangs=self.cluster.workers),)
+
+    @property
+    def pool(self) -> PoolConfig:
+        """That of a worker, which is told of its own alone."""
+        (pool,) = self.pools
+        return pool
+
+    def of_pool(self, pool: PoolConfig) -> Config:
+        """The settings of a worker in this pool."""
+        return dataclasses.replace(
+            self,
+            model=dataclasses.replace(
+                self.model, max_model_len=pool.max_model_len or self.model.max_model_len
+            ),
+            kv=dataclasses.replace(self.kv, blocks=pool.blocks or self.kv.blocks),
+            cluster=dataclasses.replace(self.cluster, pools=(pool,)),
+        )
+
+    def conflicts(self) -> Iterator[str]:
+        """What is wrong with settings that are each possible alone."""
+        cluster = self.cluster
+        yield from gang_pools.conflicts(
+            cluster.pools or (), workers=cluster.workers, block_size=self.kv.block_size
+        )
+        if cluster.collective_timeout_s >= cluster.step_timeout_s:
+            yield (
+                f"cluster.collective_timeout_s={cluster.collective_timeout_s:g} must be less than "
+                f"cluster.step_timeout_s={cluster.step_timeout_s:g}, or nobody learns which worker "
+                "of a gang hangs"
+            )
 
 
 SECTIONS: Mapping[str, type[Any]] = {f.name: type(f.default) for f in dataclasses.fields(Config)}
