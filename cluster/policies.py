@@ -83,7 +83,8 @@ class Factors:
     too: the lowest time of one's own is unstable. Both count once for each worker of a gang. Past
     `room_from` of the pool, each further pool's worth of blocks costs `room_s`. A copied block
     evicts another, so a pull costs `pull_tax` times the recomputing of what it copies, beside its
-    time on the link. Prices within `tie_s` of the lowest are equal, and so are rates that differ by a share of `rates_alike` at most.
+    time on the link. Prices within `tie_s` of the lowest are equal, and so are rates that differ by
+    a share of `rates_alike` at most.
     """
 
     prefill: float = 3.0
