@@ -22,12 +22,12 @@ from tests.families import (
 )
 from tests.worker.served import FREE_BYTES, submit
 from worker import wire
+from worker.building import end_token_ids
 from worker.memory import DoesNotFit
 from worker.model import UnsupportedModel, fix_rotary
 from worker.params import SamplingParams
 from worker.request import Request
 from worker.selfcheck import checked_model
-from worker.building import end_token_ids
 from worker.startup import fingerprint, resolve, start
 
 REASONS = {
