@@ -145,9 +145,17 @@ class RankRunner(Runner):
         )
 
     def _forward(self, batch: Batch) -> Tensor:
-        if len(batch.ids):
+        if not len(batch.ids):  # a rank without rows in a step without exchanges
+            return self.last_token.new_zeros(0, 1)
+        try:
             return super()._forward(batch)
-        return self.last_token.new_zeros(0, 1)  # a rank without rows in a step without exchanges
+        except FATAL:
+            raise
+        except Exception as error:
+            if not batch.sharded:
+                raise
+            step, rank = self.gang.exchange.step, self.gang.rank
+            raise GangBroken(f"step {step}: rank {rank} left the others: {error}") from error
 
     def _sample(self, plan: StepPlan, batch: Batch, logits: Tensor) -> InFlight:
         mine = tuple(row for row in plan.rows if row.home == self.gang.rank)
