@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cluster.calls import Handle, Items, Reply
+from configs.schema import Config
 
 WORKER = "worker"
 
@@ -13,6 +14,11 @@ WORKER = "worker"
 def deployment(pool: str) -> str:
     """The name of a pool's deployment."""
     return f"{WORKER}-{pool}" if pool else WORKER
+
+
+def deployments(config: Config) -> list[str]:
+    """Those of all pools."""
+    return [deployment(pool.name) for pool in config.pools]
 
 
 class Pools:
