@@ -102,13 +102,13 @@ class Case:
             for dim in (self.k_dim, self.v_dim)
         )
         for row, blocks, (_, *kv) in zip(self.rows, self.blocks, self.keys, strict=True):
-            for position in range(max(row.start, min(row.stored, row.start + row.count))):
-                owner, block = divmod(blocks[position // self.size], self.per_rank)
-                if rank is None:
-                    block += owner * self.per_rank
-                if rank in (None, owner):
-                    for pages, x in zip(found, kv, strict=True):
-                        pages[block, :, position % self.size] = x[position]
+            position = torch.arange(max(row.start, min(row.stored, row.start + row.count)))
+            place = torch.tensor(blocks)[position // self.size]
+            if rank is not None:
+                mine = place // self.per_rank == rank
+                position, place = position[mine], place[mine] % self.per_rank
+            for pages, x in zip(found, kv, strict=True):
+                pages[place, :, position % self.size] = x[position]
         return found[0], found[1]
 
     def tables(self, rank: int) -> LocalTables:
