@@ -107,13 +107,16 @@ class Api:
             code = "no_capacity" if info is None else "worker_lost"
             message = f"{self.model} is not ready: {self.gangs.complaint}"
             raise ApiError(503, code, message, retry_after_s=1)
+        limits = self.gangs.limits()
         return openai.Served(
             model=self.model,
-            max_model_len=info["max_model_len"],
+            max_model_len=max(limits.values()),
             vocab_size=info["vocab_size"],
             max_beam_width=info["max_beam_width"],
             limits=self.config.limits,
             strict=self.config.server.strict_params,
+            pools=dict(sorted(limits.items(), key=lambda pool: pool[1])),
+            silent=[p.name for p in self.config.pools if p.name not in limits],
         )
 
     def says(self) -> Said:
@@ -252,13 +255,12 @@ def _add_completions(app: FastAPI, api: Api) -> None:
     )
 
     def card() -> dict[str, Any]:
-        info = api.gangs.info or {}
         return {
             "id": api.model,
             "object": "model",
             "created": api.created,
             "owned_by": "kvatlas",
-            "max_model_len": info.get("max_model_len"),
+            "max_model_len": max(api.gangs.limits().values(), default=None),
         }
 
     @app.get("/v1/models", dependencies=[Depends(api.access.tenant)])

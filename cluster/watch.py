@@ -73,6 +73,16 @@ class Watch:
             return f"a step has run for {self._stats['step_age_s']:.0f} s: the device hangs"
         return ""
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that it holds; 0 where it has not said."""
+        return 0 if self.info is None else int(self.info["max_model_len"])
+
+    @property
+    def ranks(self) -> int:
+        """Workers of the gang."""
+        return 1 if self.info is None else int(self.info["ranks"])
+
     def snapshot(self) -> dict[str, Any]:
         """The last statistics; only of one that is ready."""
         assert self._stats is not None

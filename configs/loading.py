@@ -84,7 +84,10 @@ def _with(config: Config, given: Mapping[str, tuple[str, object]], problems: lis
             section, _, name = key.partition(".")
             try:
                 values[section][name] = rule.parse(value)
-            except ValueError:
+            except ValueError as error:
+                if error.args:
+                    problems.append(f"{key} ({where}): {error}")
+                    continue
                 default = shown(field.default)
                 problems.append(
                     f"{key} ({where}): {shown(value)} is not possible; possible is {rule.possible} "

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -111,3 +112,9 @@ def shown(value: object) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return " ".join((value if isinstance(value, str) else repr(value)).split())[:80]
+
+
+def setting(default: object, rule: Rule, doc: str, *, live: bool = False) -> Any:
+    """A field of a dataclass of settings. A `live` one is read each time it is needed, so it can
+    change while requests run."""
+    return dataclasses.field(default=default, metadata={"rule": rule, "doc": doc, "live": live})

@@ -10,7 +10,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from configs import pools as gang_pools
 from configs import rules
+from configs.pools import PoolConfig, ScalingConfig
+from configs.rules import setting as _setting
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -18,11 +21,6 @@ if TYPE_CHECKING:
 
 MAX_ITEMS = 4096
 """Of a list or an object in a request: more are refused before anybody looks at them."""
-
-
-def _setting(default: object, rule: rules.Rule, doc: str, *, live: bool = False) -> Any:
-    """A `live` setting is read each time it is needed, so it can change while requests run."""
-    return dataclasses.field(default=default, metadata={"rule": rule, "doc": doc, "live": live})
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +197,11 @@ class ClusterConfig:
         rules.integer(1, 512),
         "Engines, each with its own copy of the model; the least where `scaling` may add some.",
     )
+    pools: tuple[PoolConfig, ...] | None = _setting(
+        None,
+        gang_pools.pools(),
+        "Pools of gangs instead of `cluster.workers`; null is one pool of single workers.",
+    )
     ingresses: int = _setting(1, rules.integer(1, 64), "Processes that speak HTTP and tokenise.")
     ingress_resource: str | None = _setting(
         None,
@@ -218,6 +221,11 @@ class ClusterConfig:
         120.0,
         rules.number(0, above=True),
         "Longest an engine step may run; beyond it the device hangs and the worker is replaced.",
+    )
+    collective_timeout_s: float = _setting(
+        20.0,
+        rules.number(0, above=True),
+        "Longest that a worker of a gang waits for another one; then the gang is replaced.",
     )
     index_bytes: int = _setting(
         2 << 30,
@@ -242,26 +250,6 @@ class ClusterConfig:
         None,
         rules.integer(1),
         "Threads of a CPU worker; null is all cores, shared by the workers that fit on a host.",
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class ScalingConfig:
-    """More workers under load, fewer without, by the seconds that are queued in them."""
-
-    max_workers: int | None = _setting(
-        None, rules.integer(1, 512), "Most workers; null is always `cluster.workers` of them."
-    )
-    target_queued_s: float = _setting(
-        2.0,
-        rules.number(0, above=True),
-        "Seconds queued in each worker beyond which there should be more workers.",
-    )
-    up_delay_s: float = _setting(
-        10.0, rules.number(0), "How long more workers must be wanted before they are started."
-    )
-    down_delay_s: float = _setting(
-        300.0, rules.number(0), "How long fewer workers must be enough before one is taken away."
     )
 
 
@@ -324,19 +312,56 @@ class Config:
     server: ServerConfig = ServerConfig()
     routing: RoutingConfig = RoutingConfig()
     cluster: ClusterConfig = ClusterConfig()
-    scaling: ScalingConfig = ScalingConfig()
+    scaling: ScalingConfig = gang_pools.NO_SCALING
 
     @property
-    def most_workers(self) -> int:
+    def pools(self) -> tuple[PoolConfig, ...]:
+        """The pools there are; at least one."""
+        return self.cluster.pools or (
+            PoolConfig(gangs=self.cluster.workers, max_gangs=self.scaling.max_workers),
+        )
+
+    @property
+    def ranks(self) -> int:
+        """Workers of all pools."""
+        return sum(pool.ranks for pool in self.pools)
+
+    @property
+    def most_ranks(self) -> int:
         """As many as there may ever be at once."""
-        return self.scaling.max_workers or self.cluster.workers
+        return sum(pool.most_ranks for pool in self.pools)
+
+    @property
+    def pool(self) -> PoolConfig:
+        """That of a worker, which is told of its own alone."""
+        (pool,) = self.pools
+        return pool
+
+    def of_pool(self, pool: PoolConfig) -> Config:
+        """The settings of a worker in this pool; `cluster.workers` counts all pools."""
+        return dataclasses.replace(
+            self,
+            model=dataclasses.replace(
+                self.model, max_model_len=pool.max_model_len or self.model.max_model_len
+            ),
+            kv=dataclasses.replace(self.kv, blocks=pool.blocks or self.kv.blocks),
+            cluster=dataclasses.replace(self.cluster, pools=(pool,), workers=self.most_ranks),
+        )
 
     def conflicts(self) -> Iterator[str]:
         """What is wrong with settings that are each possible alone."""
-        if self.most_workers < self.cluster.workers:
+        cluster = self.cluster
+        yield from gang_pools.conflicts(
+            cluster.pools or (),
+            workers=cluster.workers,
+            max_workers=self.scaling.max_workers,
+            block_size=self.kv.block_size,
+        )
+        if cluster.collective_timeout_s >= cluster.step_timeout_s:
             yield (
-                f"scaling.max_workers={self.scaling.max_workers} is less than "
-                f"cluster.workers={self.cluster.workers}: raise the first or lower the second"
+                f"cluster.collective_timeout_s={cluster.collective_timeout_s:g} must be less than "
+                f"cluster.step_timeout_s={cluster.step_timeout_s:g}, or nobody learns which worker "
+                "of a gang hangs"
             )
 
 

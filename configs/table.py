@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from configs import pools
 from configs.rules import shown
 from configs.schema import SECTIONS, settings
 
 BEGIN = "<!-- settings: written by `python -m configs.table` -->"
 END = "<!-- end of settings -->"
+HEAD, RULE = "| setting | default | possible | meaning |", "| --- | --- | --- | --- |"
 
 
 def tables() -> str:
@@ -17,13 +19,18 @@ def tables() -> str:
     lines: list[str] = []
     for section, kind in SECTIONS.items():
         lines += [f"### `{section}`", "", f"{kind.__doc__}", ""]
-        lines += ["| setting | default | possible | meaning |", "| --- | --- | --- | --- |"]
+        lines += [HEAD, RULE]
         for key, field in settings():
             if key.startswith(section + "."):
                 possible, doc = field.metadata["rule"].possible, field.metadata["doc"]
                 doc += " *Live.*" if field.metadata["live"] else ""
                 lines.append(f"| `{key}` | `{shown(field.default)}` | {possible} | {doc} |")
         lines.append("")
+    lines += ["### An entry of `cluster.pools`", "", f"{pools.PoolConfig.__doc__}", "", HEAD, RULE]
+    for name, field in pools.FIELDS.items():
+        rule, doc = field.metadata["rule"], field.metadata["doc"]
+        lines.append(f"| `{name}` | `{shown(field.default)}` | {rule.possible} | {doc} |")
+    lines.append("")
     return "\n".join(lines)
 
 

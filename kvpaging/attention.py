@@ -38,6 +38,8 @@ class Rows:
     lens: tuple[int, ...]  # host copy of the rows' lengths
     firsts: tuple[int, ...]  # host copy of `first`
     groups: tuple[Run, ...] = ()  # keys that several rows read from the same blocks
+    held: tuple[int, ...] = ()  # host copy of `blocks`, needed where `logical` is given
+    shards: int = 1  # ranks that a row's keys are spread over: splits are as much shorter
     cache: dict[Any, Any] = field(default_factory=dict)  # what a backend plans once for all layers
 
 

@@ -144,12 +144,35 @@ def _of_tables(tables: Iterable[BlockTable]) -> list[Problem]:
         lengths = [len(blocks) for blocks in table.blocks]
         if any(n != expected for n in lengths):
             found.append((NONE, f"a table of {table.length} tokens has {lengths} blocks"))
+        elif table.pools[0].ranks > 1:
+            found += _of_places(table)
+    return found
+
+
+def _of_places(table: BlockTable) -> list[Problem]:
+    """All groups have a logical block on one rank, which is one of the table's; loads say so."""
+    columns = [
+        [pool.rank_of(block) for block in blocks]
+        for pool, blocks in zip(table.pools, table.blocks, strict=True)
+    ]
+    found = []
+    if any(column != columns[0] for column in columns):
+        found.append((NONE, "the groups of a table have blocks on different ranks"))
+    if elsewhere := set(columns[0]).difference(table.ranks):
+        found.append((NONE, f"a table of ranks {table.ranks} has blocks on {sorted(elsewhere)}"))
+    loads = [columns[0].count(rank) for rank in range(table.pools[0].ranks)]
+    if table.loads != loads:
+        found.append((NONE, f"a table with blocks by rank {loads} believes {table.loads}"))
     return found
 
 
 def _of_lists(pool: BlockPool) -> list[Problem]:
     """Each list holds exactly the blocks whose state says so, each once, linked both ways."""
-    heads: dict[str, int] = {"free": pool._free, "idle": pool._idle}
+    heads: dict[str, int] = {}
+    for rank in range(pool.ranks):
+        first = rank * pool.per_rank
+        heads[f"free{_on(pool, first)}"] = pool._free[first]
+        heads[f"idle{_on(pool, first)}"] = pool._idle[first]
     heads.update((f"step {step}", head) for step, head in pool._waiting.items())
     expected: dict[str | None, set[int]] = {}
     for block in range(pool.blocks):
@@ -170,10 +193,14 @@ def _of_lists(pool: BlockPool) -> list[Problem]:
 def _list_of(pool: BlockPool, block: int) -> str | None:
     state = derived_state(pool, block)
     if state in (FREE, IDLE):
-        return STATES[state]
+        return STATES[state] + _on(pool, block)
     if state == LEASED and pool._last[block] > pool._ended:
         return f"step {pool._last[block]}"
     return None
+
+
+def _on(pool: BlockPool, block: int) -> str:
+    return f" on rank {pool.rank_of(block)}" if pool.ranks > 1 else ""
 
 
 def follow(pool: BlockPool, head: int) -> list[int]:
@@ -188,9 +215,11 @@ def follow(pool: BlockPool, head: int) -> list[int]:
 
 def _of_totals(pool: BlockPool) -> list[Problem]:
     found = []
-    tally = [pool._state.count(state) for state in range(len(STATES))]
-    if tally != pool._counts:
-        found.append((NONE, f"counts {pool._counts}, blocks by state {tally}"))
+    for first, counts in zip(range(0, pool.blocks, pool.per_rank), pool._counts, strict=True):
+        end = first + pool.per_rank
+        tally = [pool._state.count(state, first, end) for state in range(len(STATES))]
+        if tally != counts:
+            found.append((NONE, f"counts {counts}, blocks by state {tally}{_on(pool, first)}"))
     named = pool.blocks - pool._identity.count(None)
     if named != len(pool._found):
         found.append((NONE, f"{named} blocks have an identity, {len(pool._found)} are findable"))
@@ -206,9 +235,10 @@ def _rebuild(pool: BlockPool) -> None:
         links[:] = [NONE] * n
     pool._waiting.clear()
     pool._spare.clear()
-    pool._next[n:] = pool._prev[n:] = [pool._free, pool._idle]
+    pool._next[n:] = pool._prev[n:] = range(n, n + 2 * pool.ranks)
     pool._state[:] = bytes([QUARANTINED]) * n
-    pool._counts[:] = [n, 0, 0, 0, 0]
+    for counts in pool._counts:
+        counts[:] = [pool.per_rank, 0, 0, 0, 0]
     for block in range(n):
         if pool._holds[block] == 0:
             pool._kept[block] = 0

@@ -71,7 +71,9 @@ def plan(rows: Rows, block_size: int, window: int | None) -> list[Bucket]:
             lowest = 0 if window is None else max(0, first - window + 1) // block_size
             blocks = (first + count - 1) // block_size + 1 - lowest
         else:
-            lowest, blocks = 0, int(rows.blocks[row])
+            held = rows.logical[row, : int(rows.blocks[row])]
+            lowest = 0 if window is None else int((held < (first - window + 1) // block_size).sum())
+            blocks = int((held <= (first + count - 1) // block_size).sum()) - lowest
         gaps = shared.get(row, [])
         blocks -= sum(until - since for since, until in gaps)
         if blocks > 0:

@@ -28,7 +28,7 @@ def merge_reference(parts: Partial) -> Partial:
     acc, m, l = parts.acc[0], parts.m[0], parts.l[0]  # noqa: E741
     for next_acc, next_m, next_l in zip(parts.acc[1:], parts.m[1:], parts.l[1:], strict=True):
         top = torch.maximum(m, next_m)
-        old, new = torch.exp(m - finite_maximum(top)), torch.exp(next_m - finite_maximum(top))
+        old, new = _weight(m, top), _weight(next_m, top)
         acc = acc * old[..., None] + next_acc * new[..., None]
         m, l = top, l * old + next_l * new  # noqa: E741
     return Partial(acc, m, l)
@@ -39,10 +39,15 @@ def finish_reference(partial: Partial, sink: Tensor | None, dtype: torch.dtype) 
     acc, m, total = partial.acc, partial.m, partial.l
     if sink is not None:
         top = torch.maximum(m, sink.to(m.dtype))
-        weight = torch.exp(m - finite_maximum(top))
-        acc, total = acc * weight[..., None], total * weight + torch.exp(sink - finite_maximum(top))
+        weight = _weight(m, top)
+        acc, total = acc * weight[..., None], total * weight + _weight(sink.to(m.dtype), top)
     seen = (m > -torch.inf)[..., None]
     return torch.where(seen, acc / total[..., None], 0).to(dtype)
+
+
+def _weight(m: Tensor, top: Tensor) -> Tensor:
+    """`e^(m-top)`, which is 1 where both are the same infinity."""
+    return torch.exp(torch.where(m == top, 0, m - top))
 
 
 def finite_maximum(m: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The blocks of one arena: who uses them, which may be hit again, which are free.
+"""The blocks of one arena on all ranks: who uses them, which may be hit again, which are free.
 
 A block has *references* (table entries) and *holds* (transfers, copy sources). One whose last
 reference goes while a step may still touch it waits for that step. Its state is derived, first
@@ -17,18 +17,8 @@ import logging
 from typing import TYPE_CHECKING
 
 from kvpaging import audit
-from kvpaging.states import (
-    FREE,
-    IDLE,
-    LEASED,
-    NONE,
-    OWNED,
-    QUARANTINED,
-    STATES,
-    Counts,
-    OutOfBlocks,
-    Stats,
-)
+from kvpaging.ledger import Ledger
+from kvpaging.states import FREE, IDLE, LEASED, NONE, OWNED, QUARANTINED, Counts, OutOfBlocks, Stats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -42,8 +32,8 @@ log = logging.getLogger(__name__)
 WHOLE = 1 << 62
 
 
-class BlockPool:
-    """References, holds, identities and states of `blocks` blocks, numbered from 0.
+class BlockPool(Ledger):
+    """References, holds, identities and states of `blocks_per_rank` blocks on each of `ranks`.
 
     Steps are numbered upwards from 0. `on_change(kind, identity, parent)`, where set, hears each
     identity that becomes findable ("stored", unless published `quiet`) and each that no longer is
@@ -52,85 +42,26 @@ class BlockPool:
     pool nor raise.
     """
 
-    def __init__(self, blocks: int) -> None:
-        if blocks < 1:
-            raise ValueError(f"a pool of {blocks} blocks was asked for; it needs at least 1")
-        self.blocks = blocks
+    def __init__(self, blocks_per_rank: int, ranks: int = 1) -> None:
+        super().__init__(blocks_per_rank, ranks)
         self.stats = Stats()
         self.on_change: Callable[[str, bytes, bytes | None], None] | None = None
-        self.quarantined: dict[int, str] = {}
-        self._refs = [0] * blocks
-        self._holds = [0] * blocks
-        self._kept = [0] * blocks
-        self._last = [NONE] * blocks
-        self._ended = NONE
-        self._state = bytearray([FREE]) * blocks
-        self._counts = [0, 0, 0, 0, blocks]
-        self._free = blocks
-        self._idle = blocks + 1
-        self._waiting: dict[int, int] = {}
-        self._spare: list[int] = []
-        self._next: list[int] = [*range(1, blocks), self._free, 0, self._idle]
-        self._prev = [self._free, *range(blocks - 1), blocks - 1, self._idle]
-        self._identity: list[bytes | None] = [None] * blocks
-        self._found: dict[bytes, int] = {}
-        self._parent = [NONE] * blocks
-        self._child = [NONE] * blocks
-        self._elder = [NONE] * blocks
-        self._younger = [NONE] * blocks
-        self._audited = 0
 
-    @property
-    def available(self) -> int:
-        """Blocks that `allocate` can hand out now: free and idle ones."""
-        return self._counts[FREE] + self._counts[IDLE]
-
-    def counts(self) -> Counts:
-        return Counts(*self._counts)
-
-    def references(self, block: int) -> int:
-        return self._refs[block]
-
-    def holds(self, block: int) -> int:
-        return self._holds[block]
-
-    def state(self, block: int) -> str:
-        """One of the words in `states.STATES`."""
-        return STATES[self._state[block]]
-
-    def identity(self, block: int) -> bytes | None:
-        return self._identity[block]
-
-    def lookup(self, identity: bytes) -> int | None:
-        """The block that holds `identity`; valid until the next call that may evict."""
-        return self._found.get(identity)
-
-    def writable(self, block: int, offset: int) -> bool:
-        """Whether a table that has `block` may write it in place from `offset` on.
-
-        Steps that still read the block for a table that is gone are no obstacle: a device runs
-        its steps in order, so their reads come before the write.
-        """
-        return self._refs[block] == 1 and offset >= self._kept[block]
-
-    def private(self, block: int) -> bool:
-        """Whether one table has `block` and nobody else may read any of it."""
-        return self.writable(block, 0) and self._identity[block] is None
-
-    def allocate(self, n: int) -> list[int]:
-        """`n` blocks with one reference each; free ones first, then idle ones, oldest first.
+    def allocate(self, n: int, rank: int = 0) -> list[int]:
+        """`n` blocks of `rank`, one reference each; free ones first, then idle ones, oldest first.
 
         Raises OutOfBlocks, and then nothing has changed.
         """
         if n < 0:
             raise ValueError(f"{n} blocks were asked for")
-        if n > self.available:
-            raise OutOfBlocks(n, self.available)
+        if n > self.available_on(rank):
+            raise OutOfBlocks(n, self.available_on(rank), (rank,))
         taken = []
+        head = self.blocks + 2 * rank
         for _ in range(n):
-            block = self._next[self._free]
-            if block == self._free:
-                block = self._evict()
+            block = self._next[head]
+            if block == head:
+                block = self._evict(rank)
             self._unlink(block)
             self._set(block, OWNED)
             self._refs[block] = 1
@@ -232,8 +163,9 @@ class BlockPool:
     def flush(self) -> int:
         """Withdraws the identities of all idle blocks and all below them; returns how many."""
         withdrawn = 0
-        while (block := self._next[self._idle]) != self._idle:
-            withdrawn += self._withdraw(block)
+        for head in range(self.blocks + 1, self.blocks + 2 * self.ranks, 2):
+            while (block := self._next[head]) != head:
+                withdrawn += self._withdraw(block)
         return withdrawn
 
     def quarantine(self, block: int, reason: str) -> None:
@@ -265,18 +197,10 @@ class BlockPool:
         """`check` for every so many steps in production: quarantines, counts, logs, returns it."""
         return audit.repair(self, tables)
 
-    def usable(self, block: int) -> bool:
-        """Whether a table entry or a hold may be added: the block is not free nor out of use."""
-        return self._refs[block] > 0 or self._state[block] in (LEASED, IDLE)
-
-    def describe(self, block: int) -> str:
-        """A block's state in words, for messages."""
-        name = self.state(block)
-        return f"{name} with {self._refs[block]} references and {self._holds[block]} holds"
-
     def _set(self, block: int, state: int) -> None:
-        self._counts[self._state[block]] -= 1
-        self._counts[state] += 1
+        counts = self._tally[block]
+        counts[self._state[block]] -= 1
+        counts[state] += 1
         self._state[block] = state
 
     def _link(self, block: int, after: int) -> None:
@@ -311,10 +235,10 @@ class BlockPool:
             self._set(block, LEASED)
         elif self._identity[block] is not None:
             self._set(block, IDLE)
-            self._link(block, self._prev[self._idle])
+            self._link(block, self._prev[self._idle[block]])
         else:
             self._set(block, FREE)
-            self._link(block, self._free)
+            self._link(block, self._free[block])
 
     def _waiting_for(self, step: int) -> int:
         head = self._waiting.get(step)
@@ -328,20 +252,24 @@ class BlockPool:
             self._waiting[step] = head
         return head
 
-    def _evict(self) -> int:
-        """Frees the oldest idle block, or rather an idle leaf of the chains below it.
+    def _evict(self, rank: int) -> int:
+        """Frees the oldest idle block of a rank, or rather the last idle one there of the chains
+        below it. What hangs below on other ranks could not be found without it and goes too.
 
-        Each child passed on the way down moves to the front, so that the next eviction finds
+        Each child there passed on the way down moves to the front, so that the next eviction finds
         it there: a chain of any length costs one move per block.
         """
-        block = self._next[self._idle]
+        head = self.blocks + 2 * rank + 1
+        block = found = self._next[head]
         while (child := self._child[block]) != NONE and self._state[child] == IDLE:
-            self._unlink(child)
-            self._link(child, self._idle)
             block = child
-        self._withdraw(block)
+            if self._idle[child] == head:
+                self._unlink(child)
+                self._link(child, head)
+                found = child
+        self._withdraw(found)
         self.stats.evictions += 1
-        return block
+        return found
 
     def _adopt(self, block: int, parent: int) -> None:
         self._parent[block] = parent

@@ -35,7 +35,8 @@ class Sharing:
 class RankPages:
     """One rank of `/debug/kv`.
 
-    `blocks` is the sum of `free`, `owned`, `idle`, `leased` and `quarantined`, over all pools.
+    `blocks` is the sum of `free`, `owned`, `idle`, `leased` and `quarantined`, over all pools, on
+    this rank; so are the others.
     `tokens` are stored (or being stored) by tables, shared ones counted once; `wasted_slots` lie
     behind them in the same blocks. Both count positions, not once per layer group: with one group
     `tokens + wasted_slots == owned * block_size`. `saved_blocks` and `saved_ratio` are of
@@ -82,13 +83,21 @@ class BlockReport:
         return self.references - len(self.entries)
 
 
-def sharing(pools: Iterable[BlockPool], tables: Iterable[BlockTable]) -> Sharing:
-    """What all tables that draw from the pools share; O(tables), not their entries."""
+def sharing(
+    pools: Iterable[BlockPool], tables: Iterable[BlockTable], rank: int | None = None
+) -> Sharing:
+    """What all tables that draw from the pools share, on one rank or all; O(tables), not their
+    entries."""
     stored = 0
     for pool in dict.fromkeys(pools):
-        stored += pool.counts().owned
-        stored += sum(pool.references(block) > 0 for block in list(pool.quarantined))
-    return Sharing(sum(len(blocks) for table in tables for blocks in table.blocks), stored)
+        stored += pool.counts(rank).owned
+        doubted = (b for b in list(pool.quarantined) if rank in (None, pool.rank_of(b)))
+        stored += sum(pool.references(block) > 0 for block in doubted)
+    entries = 0
+    for table in tables:
+        here = rank is None or not table.loads
+        entries += len(table.blocks) * (len(table.blocks[0]) if here else table.loads[rank or 0])
+    return Sharing(entries, stored)
 
 
 def snapshot(
@@ -98,11 +107,11 @@ def snapshot(
     *,
     rank: int = 0,
 ) -> RankPages:
-    """Totals of one rank's pools and of all tables that draw from them; O(table entries)."""
+    """Totals of one rank: of the pools, and of all tables that draw from them; O(table entries)."""
     pools = [pools] if isinstance(pools, BlockPool) else list(dict.fromkeys(pools))
-    counts = [pool.counts() for pool in pools]
+    counts = [pool.counts(rank) for pool in pools]
     tables = list(tables)
-    shared = sharing(pools, tables)
+    shared = sharing(pools, tables, rank)
     full: set[int] = set()
     partial: dict[int, int] = {}
     for table in tables:
@@ -110,11 +119,12 @@ def snapshot(
         full.update(blocks[:n])
         if rest:
             partial[blocks[n]] = max(rest, partial.get(blocks[n], 0))
-    stored = [block_size] * len(full) + [n for b, n in partial.items() if b not in full]
+    lengths = {**partial, **dict.fromkeys(full, block_size)}
+    stored = [n for b, n in lengths.items() if pools[0].rank_of(b) == rank]
     return RankPages(
         rank=rank,
         block_size=block_size,
-        blocks=sum(pool.blocks for pool in pools),
+        blocks=sum(pool.per_rank for pool in pools),
         free=sum(c.free for c in counts),
         owned=sum(c.owned for c in counts),
         idle=sum(c.idle for c in counts),

@@ -13,18 +13,20 @@ NONE = -1
 class OutOfBlocks(Exception):
     """Fewer blocks can be handed out than were asked for; nothing has changed."""
 
-    def __init__(self, asked: int, available: int) -> None:
+    def __init__(self, asked: int, available: int, ranks: tuple[int, ...] = (0,)) -> None:
+        """`ranks`: where more blocks would help."""
         super().__init__(
             f"{asked} KV blocks asked, {available} available (free or idle); "
             "kv.memory or kv.blocks sets how many there are"
         )
         self.asked = asked
         self.available = available
+        self.ranks = ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Blocks by state; the five add up to all blocks of the pool."""
+    """Blocks by state; the five add up to all blocks of the pool, or of one of its ranks."""
 
     quarantined: int
     owned: int

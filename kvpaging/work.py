@@ -73,17 +73,24 @@ def split_length(position: int) -> int:
 
 
 def tiles(
-    row: int, token: int, count: int, position: int, size: int, window: int | None, keys: int
+    row: int,
+    token: int,
+    count: int,
+    position: int,
+    size: int,
+    window: int | None,
+    keys: int,
+    shards: int = 1,
 ) -> Iterator[Tile]:
     """Cut a row's queries where the split length changes and after `size` of them.
 
-    `keys` bounds the row's keys on this rank.  Where they are not all keys from 0 on, the window
-    does not say which of them it hides, and `window` must be None.
+    `keys` bounds the row's keys on this rank, about one of `shards`.  Where they are not all keys
+    from 0 on, the window does not say which of them it hides, and `window` must be None.
     """
     end = position + count
     while position < end:
-        length = split_length(position)
-        queries = min(size, end - position, length * SPLITS - position)
+        length = split_length(position // shards)
+        queries = min(size, end - position, length * SPLITS * shards - position)
         first = 0 if window is None else max(0, position - window + 1) // length
         last = min(position + queries, keys) - 1
         yield Tile(row, token, queries, position, first, max(1, last // length - first + 1), length)
@@ -100,20 +107,21 @@ def build(
     programs: int,
     window: int | None = None,
     keys: Sequence[int] | None = None,
+    shards: int = 1,
     groups: Sequence[Run] = (),
 ) -> WorkList:
     """The work of a step.
 
     Rows of up to `narrow` queries become narrow tiles, longer ones tiles of `wide` queries; a tile
     takes `programs` programs.  `keys` counts each row's keys on this rank where the rank does not
-    hold the row's keys from 0 on.  `groups` tells which rows share keys.
+    hold the row's keys from 0 on, but about one of `shards`.  `groups` tells which rows share keys.
     """
     lists: tuple[list[Tile], list[Tile]] = ([], [])
     token = 0
     for row, (count, first) in enumerate(zip(lens, firsts, strict=True)):
         size, to = (narrow, lists[0]) if count <= narrow else (wide, lists[1])
         held, cut = (first + count, window) if keys is None else (keys[row], None)
-        to.extend(tiles(row, token, count, first, size, cut, held))
+        to.extend(tiles(row, token, count, first, size, cut, held, shards))
         token += count
     pieces = _Pieces((narrow, wide))
     if groups:

@@ -77,7 +77,7 @@ def serve_engine(pipe: Connection, config_path: str | None, overrides: tuple[str
     from worker.device import keep_freed_memory
     from worker.engine import Engine
     from worker.loop import EngineLoop
-    from worker.replica import threads_of
+    from worker.seat import threads_of
     from worker.startup import resolve, start
 
     disable_progress_bar()

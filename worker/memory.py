@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvpaging.store import Layout
 
@@ -16,7 +16,8 @@ class DoesNotFit(Exception):
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """All sizes in bytes; `slices` pieces of `block_size` tokens fit."""
+    """All sizes in bytes; `slices` pieces of `block_size` tokens fit on each of `ranks`, `tokens`
+    of a sequence on all of them together."""
 
     free_bytes: int
     weight_bytes: int
@@ -25,6 +26,7 @@ class MemoryPlan:
     slices: int
     tokens: int
     max_model_len: int
+    ranks: int = 1
 
 
 def plan_memory(
@@ -39,8 +41,9 @@ def plan_memory(
     memory_fraction: float,
     blocks: int | None,
     on_cpu: bool,
+    ranks: int = 1,
 ) -> MemoryPlan:
-    """Size the KV budget. Raises DoesNotFit before anything is loaded.
+    """Size the KV budget of one rank. Raises DoesNotFit before anything is loaded.
 
     An explicit `blocks` or `memory` wins over the automatic size: on a GPU `memory_fraction` of
     what is free, less weights and workspaces; on a CPU a quarter of the rest, at most 2 GiB.
@@ -67,25 +70,34 @@ def plan_memory(
             f"{gib(weight_bytes + workspace_bytes)} of the {gib(usable)} that are free. Lower "
             "kv.memory or kv.blocks, use model.dtype=bfloat16, or free memory"
         )
-    slices = budget // layout.slice_bytes
-    tokens = slices * layout.block_size
-    longest = max_model_len or min(model_limit, tokens)
-    if longest > tokens or slices == 0:
-        raise DoesNotFit(
-            f"a sequence of {longest} tokens does not fit: it needs "
-            f"{gib(longest * layout.bytes_per_token)} of pages, {gib(budget)} are there, which is "
-            f"{tokens} tokens. Lower model.max_model_len to {tokens} or less, raise kv.memory or "
-            "kv.blocks, or free memory"
-        )
-    return MemoryPlan(
+    most = MemoryPlan(
         free_bytes=free_bytes,
         weight_bytes=weight_bytes,
         workspace_bytes=workspace_bytes,
-        kv_bytes=slices * layout.slice_bytes,
-        slices=slices,
-        tokens=tokens,
-        max_model_len=longest,
+        kv_bytes=budget,
+        slices=budget // layout.slice_bytes,
+        tokens=0,
+        max_model_len=max_model_len or model_limit,
+        ranks=ranks,
     )
+    return with_slices(most, layout, most.slices, asked=max_model_len)
+
+
+def with_slices(plan: MemoryPlan, layout: Layout, slices: int, asked: int | None) -> MemoryPlan:
+    """The plan with room for `slices` on each rank. The longest sequence is at most that of `plan`,
+    and exactly what was `asked` for. Raises DoesNotFit where that is too long."""
+    tokens = slices * layout.block_size * plan.ranks
+    longest = asked or min(plan.max_model_len, tokens)
+    if longest > tokens or slices == 0:
+        where = "" if plan.ranks == 1 else f" on {plan.ranks} ranks together"
+        raise DoesNotFit(
+            f"a sequence of {longest} tokens does not fit: it needs "
+            f"{gib(longest * layout.bytes_per_token)} of pages, {gib(plan.kv_bytes * plan.ranks)} "
+            f"are there{where}, which is {tokens} tokens. Lower model.max_model_len to {tokens} or "
+            "less, raise kv.memory or kv.blocks, or free memory"
+        )
+    kv_bytes = slices * layout.slice_bytes
+    return replace(plan, slices=slices, kv_bytes=kv_bytes, tokens=tokens, max_model_len=longest)
 
 
 def gib(size: int) -> str:

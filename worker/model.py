@@ -18,6 +18,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from context_parallel import attention as sharded_attention
+from context_parallel.attention import ShardedBatch
+from context_parallel.exchange import Exchange
 from kvpaging import attention
 from kvpaging.attention import Rows
 from kvpaging.store import BlockStore, LayerShape
@@ -36,11 +39,18 @@ class UnsupportedModel(Exception):
 
 @dataclass(slots=True)
 class Pages:
-    """What attention reads while a step runs: the store and one `Rows` per layer group."""
+    """What attention reads while a step runs: the store and one `Rows` per layer group.
+
+    In a gang the first `local` tokens are of `rows`; those behind them are of sequences that lie on
+    several ranks, one `sharded` batch per layer group, and meet in the `exchange`.
+    """
 
     store: BlockStore
     rows: Sequence[Rows] = ()
     group_of: tuple[int, ...] = ()
+    local: int = 0
+    sharded: Sequence[ShardedBatch] = ()
+    exchange: Exchange | None = None
     handle: int = field(default_factory=itertools.count(1).__next__)
 
     def __post_init__(self) -> None:
@@ -63,13 +73,29 @@ class Pages:
     ) -> Tensor:
         """Write k, v [T, Hkv, D*] to their slots, then attend q [T, Hq, Dk] over all pages of its
         row. Returns [T, Hq, Dv] in q's dtype."""
-        rows = self.rows[self.group_of[layer]]
+        group = self.group_of[layer]
         k_pages, v_pages = self.store.k(layer), self.store.v(layer)
-        window = self.store.layout.groups[self.group_of[layer]].shape.window
-        attention.write(k, v, k_pages, v_pages, rows.slots)
-        return attention.attend_finish(
-            q, k_pages, v_pages, rows, scale=scale, window=window, softcap=softcap, sink=sink
+        window = self.store.layout.groups[group].shape.window
+        options: dict[str, Any] = {
+            "scale": scale,
+            "window": window,
+            "softcap": softcap,
+            "sink": sink,
+        }
+
+        def local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            rows = self.rows[group]
+            attention.write(k, v, k_pages, v_pages, rows.slots)
+            return attention.attend_finish(q, k_pages, v_pages, rows, **options)
+
+        if not self.sharded:
+            return local(q, k, v)
+        assert self.exchange is not None
+        n, batch = self.local, self.sharded[group]
+        rest = sharded_attention.attend(
+            q[n:], k[n:], v[n:], k_pages, v_pages, batch, self.exchange, **options
         )
+        return torch.cat((local(q[:n], k[:n], v[:n]), rest)) if n else rest
 
 
 # The one way into a compiled graph: the op carries a number, never the step's own tensors, so that
@@ -266,13 +292,19 @@ class PagedModel:
 
     @torch.inference_mode()
     def forward(
-        self, ids: Tensor, positions: Tensor, rows: Sequence[Rows], logits_at: Tensor
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        rows: Sequence[Rows],
+        logits_at: Tensor,
+        local: int = 0,
+        sharded: Sequence[ShardedBatch] = (),
     ) -> Tensor:
         """ids, positions int64 [T]; logits_at int64 [n], which tokens' logits are wanted.
 
         Returns logits [n, vocab]. The keys and values of all T tokens are in their pages after.
         """
-        self.pages.rows = rows
+        self.pages.rows, self.pages.local, self.pages.sharded = rows, local, sharded
         try:
             out = self.call(
                 input_ids=ids[None],
@@ -282,6 +314,6 @@ class PagedModel:
                 pages=self.pages,
             )
         finally:
-            self.pages.rows = ()
+            self.pages.rows, self.pages.sharded = (), ()
         logits: Tensor = out.logits[0]
         return logits

@@ -7,6 +7,7 @@ host need not know.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -15,17 +16,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from context_parallel.attention import ShardedBatch
 from kvpaging.attention import Rows
 from kvpaging.groups import find
 from kvpaging.store import Layout
-from worker.scheduler import StepPlan
+from worker.scheduler import Row, StepPlan
 
 RING = 3
+
+Ints = NDArray[np.int64]
+NO_TOKENS: Ints = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step on the device: T tokens in R rows, of which n need logits."""
+    """One step on the device: T tokens in R rows, of which n need logits.
+
+    In a gang the last T - `local` tokens are of sequences whose blocks lie on several ranks, and
+    a rank without rows of its own has no `rows`.
+    """
 
     ids: Tensor  # int64 [T], negative: see `last token` above
     positions: Tensor  # int64 [T]
@@ -33,6 +42,21 @@ class Batch:
     logits_at: Tensor  # int64 [n]: the scored tokens row by row, the sampled ones, last of beams
     slots: Tensor  # int64 [sampled rows]: slot of each sampled row, in order
     scored: int  # how many of `logits_at` are scored
+    local: int = 0
+    sharded: tuple[ShardedBatch, ...] = ()  # one per layer group, where there are such tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Rows whose blocks are all here, flat: T tokens in R rows."""
+
+    ids: Ints  # [T]
+    positions: Ints  # [T]
+    where: list[Ints]  # [T] of each layer group, see `Rows.slots`
+    starts: Ints  # [R]
+    counts: Ints  # [R]
+    slots: Ints  # [R]
+    ends: Ints  # [R], of the tokens
 
 
 def _bucket(n: int) -> int:
@@ -59,7 +83,7 @@ class BatchBuilder:
         self.layout, self.device = layout, device
         groups, size = len(layout.groups), layout.block_size
         self.max_blocks = -(-max_model_len // size)
-        self.host = np.zeros((groups, max_num_seqs, self.max_blocks), np.int32)
+        self.host: NDArray[np.int32] = np.zeros((groups, max_num_seqs, self.max_blocks), np.int32)
         self.tables = torch.from_numpy(self.host)
         if device.type != "cpu":
             self.tables = self.tables.to(device)
@@ -80,12 +104,15 @@ class BatchBuilder:
 
     def build(self, plan: StepPlan) -> Batch:
         self._apply_changes(plan)
-        rows = plan.rows
+        part = self._part(plan.rows)
+        return self._batch(plan.step, part, zip(plan.rows, part.ends.tolist(), strict=True))
+
+    def _part(self, rows: Sequence[Row]) -> _Part:
         starts = np.fromiter((r.start for r in rows), np.int64, len(rows))
         counts = np.fromiter((r.count for r in rows), np.int64, len(rows))
         slots = np.fromiter((r.slot for r in rows), np.int64, len(rows))
         ends = counts.cumsum()
-        total = int(ends[-1])
+        total = int(ends[-1]) if rows else 0
         if total == len(rows):
             positions, token_slot = starts, slots
         else:
@@ -99,50 +126,65 @@ class BatchBuilder:
             known = positions < np.repeat(stored, counts)
             for slots_of_group in where:
                 slots_of_group[known] = -1
-        scored, sampled = _logit_rows(plan, ends)
-        blocks = (starts + counts + size - 1) // size
-        sampled_slots = np.fromiter((r.slot for r in rows if r.sampled), np.int64)
-        ids = np.fromiter(chain.from_iterable(map(_tokens, rows)), np.int64, total)
-        parts = (
-            ids,
-            positions,
-            *where,
-            scored,
-            sampled,
-            starts,
-            blocks,
-            slots,
-            ends,
-            sampled_slots,
-        )
-        on_device = self._send(plan.step, parts)
-        ids_, positions_ = on_device[:2]
-        slots_by_group = on_device[2 : 2 + len(where)]
-        scored_, sampled_, first, blocks_, slots_, ends_, sampled_slots_ = on_device[
-            2 + len(where) :
-        ]
-        first, blocks_ = first.int(), blocks_.int()
-        query_start = torch.nn.functional.pad(ends_, (1, 0)).int()
-        width = min(_bucket(int(blocks.max())), self.max_blocks)
-        lens, firsts = tuple(counts.tolist()), tuple(starts.tolist())
-        row_sets = tuple(
-            Rows(
-                query_start,
-                first,
-                table[slots_, :width],
-                blocks_,
-                None,
-                slot,
-                lens,
-                firsts,
-                find(host, slots, counts, starts, size, group.shape.window),
+        ids = np.fromiter(chain.from_iterable(map(tokens_of, rows)), np.int64, total)
+        return _Part(ids, positions, where, starts, counts, slots, ends)
+
+    def _batch(
+        self,
+        step: int,
+        part: _Part,
+        ends: Iterable[tuple[Row, int]],
+        ids: Ints = NO_TOKENS,
+        positions: Ints = NO_TOKENS,
+        sharded: tuple[ShardedBatch, ...] = (),
+    ) -> Batch:
+        """Send it all. `ends` are the rows that may want logits, with where their tokens end;
+        `ids` and `positions` are of the `sharded` tokens behind those of the part."""
+        scored, sampled, sampled_slots = _logit_rows(ends)
+        size, groups = self.layout.block_size, self.layout.groups
+        blocks = (part.starts + part.counts + size - 1) // size
+        if sharded:
+            ids, positions = np.append(part.ids, ids), np.append(part.positions, positions)
+        else:
+            ids, positions = part.ids, part.positions
+        per_row = (part.starts, blocks, part.slots, part.ends, sampled_slots)
+        parts = (ids, positions, *part.where, scored, sampled, *per_row)
+        ids_, positions_, *rest = self._send(step, parts)
+        slots_by_group, rest = rest[: len(groups)], rest[len(groups) :]
+        scored_, sampled_, first, blocks_, slots_, ends_, sampled_slots_ = rest
+        row_sets: tuple[Rows, ...] = ()
+        if len(blocks):
+            first, blocks_ = first.int(), blocks_.int()
+            query_start = torch.nn.functional.pad(ends_, (1, 0)).int()
+            width = min(_bucket(int(blocks.max())), self.max_blocks)
+            lens, firsts = tuple(part.counts.tolist()), tuple(part.starts.tolist())
+            row_sets = tuple(
+                Rows(
+                    query_start,
+                    first,
+                    table[slots_, :width],
+                    blocks_,
+                    None,
+                    slot,
+                    lens,
+                    firsts,
+                    find(host, part.slots, part.counts, part.starts, size, group.shape.window),
+                )
+                for table, host, slot, group in zip(
+                    self.tables, self.host, slots_by_group, groups, strict=True
+                )
             )
-            for table, host, slot, group in zip(
-                self.tables, self.host, slots_by_group, self.layout.groups, strict=True
-            )
-        )
         logits_at = torch.cat((scored_, sampled_)) if len(scored) else sampled_
-        return Batch(ids_, positions_, row_sets, logits_at, sampled_slots_, len(scored))
+        return Batch(
+            ids_,
+            positions_,
+            row_sets,
+            logits_at,
+            sampled_slots_,
+            len(scored),
+            len(part.ids),
+            sharded,
+        )
 
     def _apply_changes(self, plan: StepPlan) -> None:
         changed: list[tuple[int, int, int, int]] = []
@@ -162,7 +204,7 @@ class BatchBuilder:
             at = torch.tensor(changed, device=self.device)
             self.tables[at[:, 0], at[:, 1], at[:, 2]] = at[:, 3].int()
 
-    def _send(self, step: int, parts: tuple[NDArray[np.int64], ...]) -> list[Tensor]:
+    def _send(self, step: int, parts: tuple[Ints, ...]) -> list[Tensor]:
         """One copy to the device for the whole step, out of the ring's next buffer."""
         turn = step % RING
         event = self._events[turn]
@@ -178,26 +220,31 @@ class BatchBuilder:
         return list(sent.split([len(part) for part in parts]))
 
 
-def _tokens(row) -> list[int]:  # type: ignore[no-untyped-def]
+def tokens_of(row: Row) -> list[int]:
+    """The input of a row: token ids, the last one -1 - slot where the host does not know it yet."""
     tokens = row.sequence.tokens
     known = tokens[row.start : row.start + row.count]
     return known if len(known) == row.count else [*known, -1 - row.slot]
 
 
-def _logit_rows(
-    plan: StepPlan, ends: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _logit_rows(ends: Iterable[tuple[Row, int]]) -> tuple[Ints, Ints, Ints]:
     """Indexes of the tokens whose logits score a prompt token; of those that are sampled, before
-    those that beams may go on from."""
+    those that beams may go on from; and the slots of the sampled ones."""
     scored: list[int] = []
     sampled: list[int] = []
+    slots: list[int] = []
     beams: list[int] = []
-    for row, end in zip(plan.rows, ends.tolist(), strict=True):
+    for row, end in ends:
         if row.scored_from is not None:
             first = end - row.count + row.scored_from - row.start
             scored.extend(range(first, first + row.scored_count))
         if row.sampled:
             sampled.append(end - 1)
+            slots.append(row.slot)
         elif row.candidates:
             beams.append(end - 1)
-    return np.array(scored, np.int64), np.array([*sampled, *beams], np.int64)
+    return (
+        np.array(scored, np.int64),
+        np.array([*sampled, *beams], np.int64),
+        np.array(slots, np.int64),
+    )

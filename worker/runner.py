@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpaging import attention
+from kvpaging.table import Copy
 from worker import wire
 from worker.decoding import Offer
 from worker.logits import PromptLogprobs, best, finite, log_probabilities, prompt_logprobs, widen
@@ -21,12 +22,14 @@ from worker.scheduler import Row, StepPlan
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A step on its way: device tensors that `collect` turns into host values."""
+    """A step on its way: device tensors that `collect` turns into host values, of those rows of the
+    plan that are sampled here."""
 
     plan: StepPlan
     sampled: Sampled | None
     scores: PromptLogprobs | None
     offers: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+    rows: tuple[Row, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +70,36 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlight:
-        started, cpu_started = self.clock(), self.cpu_clock()
+        started = self.clock()
+        batch = self._prepare(plan)
+        logits = self._forward(batch)
+        flight = self._sample(plan, batch, logits)
+        self.execute_s += self.clock() - started
+        return flight
+
+    def _prepare(self, plan: StepPlan) -> Batch:
+        """All that comes before the model: index tensors, then copies."""
+        cpu_started = self.cpu_clock()
         batch = self.builder.build(plan)
         self.saved_reads += sum(run.saved_keys for rows in batch.rows for run in rows.groups)
+        self.build_s += self.cpu_clock() - cpu_started
+        self._copy(plan.copies)
+        return batch
+
+    def _forward(self, batch: Batch) -> Tensor:
+        ids = batch.ids
+        ids = torch.where(ids < 0, self.last_token[(-1 - ids).clamp_(min=0)], ids)
+        return self.model.forward(
+            ids, batch.positions, batch.rows, batch.logits_at, batch.local, batch.sharded
+        )
+
+    def _sample(self, plan: StepPlan, batch: Batch, logits: Tensor) -> InFlight:
+        """What is wanted of the logits; the sampler is told what to do while the model runs."""
+        cpu_started = self.cpu_clock()
         sampled_rows = [row for row in plan.rows if row.sampled]
         self._seat(sampled_rows)
         sample_plan = self.sampler.plan([_sample_row(row) for row in sampled_rows])
         self.build_s += self.cpu_clock() - cpu_started
-        self._copy(plan)
-        ids = batch.ids
-        ids = torch.where(ids < 0, self.last_token[(-1 - ids).clamp_(min=0)], ids)
-        logits = self.model.forward(ids, batch.positions, batch.rows, batch.logits_at)
         scores = self._score(plan, batch, logits)
         sampled = None
         if sampled_rows:
@@ -85,8 +107,7 @@ class Runner:
             sampled = self.sampler.sample(logits[batch.scored : end], sample_plan)
             self.last_token[batch.slots] = sampled.tokens
         offers = self._offers(plan, logits[batch.scored + len(sampled_rows) :])
-        self.execute_s += self.clock() - started
-        return InFlight(plan, sampled, scores, offers)
+        return InFlight(plan, sampled, scores, offers, plan.rows)
 
     def collect(self, flight: InFlight) -> StepResult:
         """Wait for the step and bring its results to the host."""
@@ -102,6 +123,12 @@ class Runner:
         self.execute_s += self.clock() - started
         return StepResult(tokens, bad, logprobs, scores, offers)
 
+    def beat(self) -> None:
+        """Nobody waits for a word of this rank."""
+
+    def stop(self) -> None:
+        """Nobody waits for its end."""
+
     def raise_if_dead(self, error: Exception) -> None:
         """Raise EngineDead where the device itself failed, which no retry can mend."""
         if isinstance(error, torch.AcceleratorError):
@@ -116,11 +143,11 @@ class Runner:
                 self.sampler.state.seat(row.slot, tokens[:prompt], tokens[prompt:])
                 sequence.seated = True
 
-    def _copy(self, plan: StepPlan) -> None:
+    def _copy(self, copies: Iterable[Copy]) -> None:
         """Copy-on-write, one call per arena."""
         store = self.model.store
         pairs: dict[int, list[tuple[int, int]]] = {}
-        for copy in plan.copies:
+        for copy in copies:
             arena = store.layout.groups[copy.group].arena
             pairs.setdefault(arena, []).append((copy.src, copy.dst))
         for arena, moves in pairs.items():
@@ -174,7 +201,7 @@ def _host_offers(part: tuple[Tensor, Tensor, Tensor]) -> list[Offer | None]:
 def _host_logprobs(flight: InFlight) -> list[wire.TokenLogprob | None]:
     sampled = flight.sampled
     assert sampled is not None
-    rows = [row for row in flight.plan.rows if row.sampled]
+    rows = [row for row in flight.rows if row.sampled]
     if sampled.logprobs is None or sampled.top_ids is None or sampled.top_logprobs is None:
         return [None] * len(rows)
     chosen, ids = sampled.logprobs.tolist(), sampled.top_ids.tolist()
@@ -194,11 +221,11 @@ def _host_scores(flight: InFlight) -> list[list[wire.PromptLogprob]]:
     """One list per row that scores its prompt, in the plan's order."""
     scores = flight.scores
     if scores is None:
-        return [[] for row in flight.plan.rows if row.scored_from is not None]
+        return [[] for row in flight.rows if row.scored_from is not None]
     columns = (scores.logprobs, scores.ranks, scores.top_ids, scores.top_logprobs)
     entries = zip(*(column.tolist() for column in columns), strict=True)
     out = []
-    for row in flight.plan.rows:
+    for row in flight.rows:
         if row.scored_from is None:
             continue
         wanted = row.sequence.request.params.prompt_logprobs or 0

@@ -50,6 +50,9 @@ class Row(NamedTuple):
     all its choices. Table entries from `changed_from` on are new to the device; tokens before
     position `stored` have their K,V in the pages already. `candidates`, of a beam at its last
     token: how many of the tokens that may follow are wanted.
+
+    `home` is the rank that samples. The table of a `sharded` row may have blocks on all ranks, that
+    of others has them on `home`.
     """
 
     sequence: Sequence
@@ -64,6 +67,8 @@ class Row(NamedTuple):
     scored_from: int | None = None
     copies: tuple[Copy, ...] = ()
     candidates: int = 0
+    home: int = 0
+    sharded: bool = False
 
     @property
     def logit_rows(self) -> int:

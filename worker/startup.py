@@ -8,8 +8,8 @@ engine.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +17,34 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from configs.schema import Config
+from context_parallel import attention as sharded_attention
 from kvpaging import attention
-from kvpaging.pool import BlockPool
 from kvpaging.store import BlockStore, Layout, layout
+from worker.building import build_engine, build_follower, geometries
 from worker.device import choose_device, free_memory_bytes, has_fast_bfloat16
 from worker.engine import Engine
-from worker.memory import DoesNotFit, MemoryPlan, plan_memory
+from worker.gang import Follower, Gang
+from worker.memory import DoesNotFit, MemoryPlan, plan_memory, with_slices
 from worker.model import ModelShape, PagedModel, UnsupportedModel, fix_rotary, probe
 from worker.params import MAX_BEAM_WIDTH, ParamLimits, SamplingParams
 from worker.plan import BatchBuilder
-from worker.prefix import Identity, PrefixCache
+from worker.prefix import Identity
 from worker.request import Request
-from worker.runner import Runner
-from worker.sampler import Sampler, workspace_bytes
-from worker.scheduler import Limits, Scheduler
+from worker.sampler import workspace_bytes
+from worker.scheduler import Limits
 from worker.selfcheck import checked_model
 
-__all__ = ["DoesNotFit", "Launch", "UnsupportedModel", "resolve", "start"]
-
-UNNAMED = Identity(b"", "")  # of an engine that shares no blocks with others
+__all__ = [
+    "DoesNotFit",
+    "Launch",
+    "UnsupportedModel",
+    "agreed",
+    "build_engine",
+    "build_follower",
+    "resolve",
+    "start",
+    "start_follower",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +87,13 @@ class Launch:
         }
 
 
-def resolve(config: Config, directory: Path, *, free_bytes: int | None = None) -> Launch:
-    """Decide shapes and sizes. Raises UnsupportedModel or DoesNotFit, both one message."""
+def resolve(
+    config: Config, directory: Path, *, free_bytes: int | None = None, ranks: int = 1
+) -> Launch:
+    """Decide shapes and sizes, on each of the `ranks` of a gang for itself (see `agreed`).
+
+    Raises UnsupportedModel or DoesNotFit, both one message.
+    """
     try:
         hf_config = AutoConfig.from_pretrained(directory)
     except (ValueError, OSError, KeyError) as error:
@@ -120,7 +134,7 @@ def resolve(config: Config, directory: Path, *, free_bytes: int | None = None) -
         free_bytes=free_memory_bytes(device) if free_bytes is None else free_bytes,
         weight_bytes=shape.weight_count * dtype.itemsize,
         workspace_bytes=_workspace_bytes(
-            pages, shape, text, limits, params, asked or model_limit, dtype, device
+            pages, shape, text, limits, params, asked or model_limit, dtype, device, ranks
         ),
         model_limit=model_limit,
         max_model_len=asked,
@@ -128,8 +142,17 @@ def resolve(config: Config, directory: Path, *, free_bytes: int | None = None) -
         memory_fraction=config.kv.memory_fraction,
         blocks=config.kv.blocks,
         on_cpu=on_cpu,
+        ranks=ranks,
     )
     return Launch(config, directory, hf_config, shape, pages, memory, limits, params, dtype, device)
+
+
+def agreed(launch: Launch, slices: Sequence[int]) -> Launch:
+    """What a gang starts with whose ranks have room for so many `memory.slices`: all take the
+    least. Raises DoesNotFit where a sequence of model.max_model_len is too long for that."""
+    asked = launch.config.model.max_model_len
+    memory = with_slices(launch.memory, launch.layout, min(slices), asked)
+    return replace(launch, memory=memory)
 
 
 def _positions(text: PretrainedConfig) -> int:
@@ -158,6 +181,7 @@ def _workspace_bytes(
     longest: int,
     dtype: torch.dtype,
     device: torch.device,
+    ranks: int,
 ) -> int:
     """Bounds of what a step allocates beside weights and pages."""
     hidden = int(text.hidden_size)
@@ -178,7 +202,13 @@ def _workspace_bytes(
         max_logit_bias=params.max_logit_bias,
         device=device,
     )
-    return partials + activations + logits + tables + sampler
+    exchange = 0
+    if ranks > 1:
+        exchange = max(
+            sharded_attention.workspace_bytes(one, ranks, limits.max_batch_tokens, pages.block_size)
+            for one in geometries(pages, shape, dtype)
+        )
+    return partials + activations + logits + tables + sampler + exchange
 
 
 def start(
@@ -187,9 +217,34 @@ def start(
     clock: Callable[[], float],
     cpu_clock: Callable[[], float] | None = None,
     key: bytes = b"",
+    gang: Gang | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Engine:
-    """Load, check, build. Raises UnsupportedModel where the check fails."""
+    """Load, check, build; rank 0 of a gang. Raises UnsupportedModel where the check fails."""
+    model, rotary = load(launch, clock, progress)
+    identity = Identity(
+        fingerprint(launch.directory, rotary), str(launch.dtype).removeprefix("torch."), key
+    )
+    return build_engine(launch, model, clock, cpu_clock, identity=identity, gang=gang)
+
+
+def start_follower(
+    launch: Launch,
+    gang: Gang,
+    *,
+    clock: Callable[[], float],
+    cpu_clock: Callable[[], float] | None = None,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Follower:
+    """The same on another rank of a gang."""
+    model, _ = load(launch, clock, progress)
+    return build_follower(launch, model, gang, clock, cpu_clock)
+
+
+def load(
+    launch: Launch, clock: Callable[[], float], progress: Callable[[str], None] = lambda line: None
+) -> tuple[PagedModel, str]:
+    """The model, checked and warm, with its pages; and what was fixed of its rotary embedding."""
     progress(f"loading {launch.name} weights")
     hf: Any = AutoModelForCausalLM.from_pretrained(launch.directory, dtype=launch.dtype)
     hf = hf.to(launch.device).eval()
@@ -199,15 +254,12 @@ def start(
     store = BlockStore(launch.layout, launch.memory.slices, launch.dtype, launch.device)
     progress("checking paged attention against the model's own")
     model = checked_model(hf, store, launch.shape)
-    warm_up(store, launch.shape)
+    warm_up(store, launch.shape, partials=launch.memory.ranks > 1)
     if launch.config.model.compile:
         progress("compiling the model")
         model.compile(fullgraph=True, dynamic=True)
         _run_alone_and_together(build_engine(launch, model, clock))
-    identity = Identity(
-        fingerprint(launch.directory, rotary), str(launch.dtype).removeprefix("torch."), key
-    )
-    return build_engine(launch, model, clock, cpu_clock, identity=identity)
+    return model, rotary
 
 
 def _run_alone_and_together(engine: Engine) -> None:
@@ -226,91 +278,23 @@ def _run_alone_and_together(engine: Engine) -> None:
             engine.step(0.0)
 
 
-def warm_up(store: BlockStore, shape: ModelShape) -> None:
-    """Compile and run every attention kernel this model can reach, so that no request waits."""
+def warm_up(store: BlockStore, shape: ModelShape, *, partials: bool = False) -> None:
+    """Compile and run every attention kernel this model can reach, so that no request waits; with
+    `partials` those of sequences that span ranks too."""
     kinds = list(zip(shape.layers, shape.calls, strict=True))
     for stored, call in set(kinds):
         layer = kinds.index((stored, call))
-        attention.warm_up(
-            store.k(layer),
-            store.v(layer),
-            call.heads,
-            store.dtype,
-            window=stored.window,
-            softcap=call.softcap,
-            sink=torch.zeros(call.heads, device=store.device) if call.sink else None,
-        )
-
-
-def build_engine(
-    launch: Launch,
-    model: PagedModel,
-    clock: Callable[[], float],
-    cpu_clock: Callable[[], float] | None = None,
-    *,
-    identity: Identity = UNNAMED,
-) -> Engine:
-    """The engine around a loaded model."""
-    store, limits, device = model.store, launch.limits, launch.device
-    arenas = [BlockPool(store.blocks(a)) for a in range(len(store.arenas))]
-    pools = [arenas[group.arena] for group in launch.layout.groups]
-    builder = BatchBuilder(
-        launch.layout,
-        max_num_seqs=limits.max_num_seqs,
-        max_model_len=launch.memory.max_model_len,
-        max_batch_tokens=limits.max_batch_tokens,
-        max_logit_rows=limits.max_logit_rows,
-        device=device,
-    )
-    size = launch.layout.block_size
-    cpu_clock = cpu_clock or clock
-    prefix = PrefixCache(
-        pools,
-        size,
-        identity,
-        enabled=launch.config.kv.prefix_cache,
-        cpu_clock=cpu_clock,
-        indexed=launch.layout.indexed,
-    )
-    end_tokens = end_token_ids(launch.directory, launch.hf_config)
-    sampler = Sampler(
-        launch.params.vocab_size,
-        limits.max_num_seqs,
-        end_tokens,
-        device=device,
-        dtype=launch.dtype,
-        max_logprobs=launch.params.max_logprobs,
-    )
-    runner = Runner(
-        model,
-        builder,
-        sampler,
-        max_num_seqs=limits.max_num_seqs,
-        clock=clock,
-        cpu_clock=cpu_clock,
-    )
-    return Engine(
-        Scheduler(pools, size, limits, prefix),
-        runner,
-        end_tokens=frozenset(end_tokens),
-        max_model_len=launch.memory.max_model_len,
-        cpu_clock=cpu_clock,
-        depth=1 if device.type == "cpu" else 2,
-    )
-
-
-def end_token_ids(directory: Path, config: PretrainedConfig) -> tuple[int, ...]:
-    """The tokens that end an answer: those of generation_config.json, else of config.json."""
-    from transformers import GenerationConfig
-
-    found: Any = None
-    if (directory / "generation_config.json").is_file():
-        found = GenerationConfig.from_pretrained(directory).eos_token_id
-    if found is None:
-        found = config.get_text_config(decoder=True).eos_token_id
-    if found is None:
-        return ()
-    return tuple(found) if isinstance(found, list | tuple) else (int(found),)
+        for some in {False, partials}:
+            attention.warm_up(
+                store.k(layer),
+                store.v(layer),
+                call.heads,
+                store.dtype,
+                window=stored.window,
+                softcap=call.softcap,
+                sink=torch.zeros(call.heads, device=store.device) if call.sink else None,
+                partials=some,
+            )
 
 
 def fingerprint(directory: Path, rotary: str) -> bytes:

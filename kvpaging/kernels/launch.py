@@ -144,6 +144,7 @@ def warm_up(
         slots=torch.full((sum(lens),), -1, device=device),
         lens=lens,
         firsts=(first, first),
+        held=(width, width),
     )
     q = torch.zeros(sum(lens), heads, k_dim, dtype=dtype, device=device)
     v = torch.zeros(sum(lens), kv_heads, v_pages.shape[3], dtype=dtype, device=device)
@@ -170,6 +171,8 @@ def plan(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: Rows, window: int | 
             wide=wide.rows // min(group, wide.rows),
             programs=k_pages.shape[1],
             window=None if rows.logical is not None else window,
+            keys=None if rows.logical is None else [n * k_pages.shape[2] for n in rows.held],
+            shards=rows.shards,
             groups=rows.groups,
         )
         rows.cache[key] = _upload(lists, chosen, q.device)

@@ -6,6 +6,7 @@ import triton.language as tl
 from kvpaging.kernels.partials import close, fold
 
 NONE = tl.constexpr(float("-inf"))
+MOST = tl.constexpr(3.4028234663852886e38)  # an infinite logit counts as this: no NaN, all weight
 
 
 @triton.jit(
@@ -51,7 +52,7 @@ def merge_kernel(
             at = tl.load(sources + source + part).to(tl.int64)
         at = at * heads + head
         part_acc = tl.load(acc_in + at[:, None] * D + d, mask=inside, other=0.0)
-        part_m = tl.load(m_in + at, mask=live, other=NONE)
+        part_m = tl.minimum(tl.load(m_in + at, mask=live, other=NONE), MOST)
         part_total = tl.load(l_in + at, mask=live, other=0.0)
         acc, m, total = fold(acc, m, total, part_acc, part_m, part_total)
     to = row * heads + head
@@ -59,6 +60,7 @@ def merge_kernel(
         bias = tl.full([HEADS], NONE, tl.float32)
         if sink is not None:
             bias = tl.load(sink + head, mask=live, other=NONE).to(tl.float32)
+            bias = tl.minimum(bias, MOST)
         result = close(acc, m, total, bias).to(out.dtype.element_ty)
         tl.store(out + to[:, None] * D + d, result, mask=inside)
     else:

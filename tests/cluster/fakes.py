@@ -21,6 +21,7 @@ from cluster.ingress import Api, build_app
 from cluster.peers import Said
 from cluster.reporting import News
 from configs.loading import load
+from configs.pools import UNNAMED
 from configs.schema import Config
 from kvpaging.events import Announcer, Load
 from tests.cluster import tokens
@@ -69,6 +70,7 @@ class FakeWorker:
         self.quiet = asyncio.Condition()
         self.alive = True
         self.gang = "gang-1"
+        self.pool, self.ranks, self.longest = UNNAMED, 1, MAX_MODEL_LEN
         self.announcer = Announcer(MODEL, self.gang)
         self.prefix = prefix(KEY)
         self.beat = asyncio.Event()
@@ -200,8 +202,10 @@ class FakeWorker:
     async def info(self) -> dict[str, Any]:
         return {
             "gang": self.gang,
+            "pool": self.pool,
+            "ranks": self.ranks,
             "model": MODEL,
-            "max_model_len": MAX_MODEL_LEN,
+            "max_model_len": self.longest,
             "vocab_size": tokens.VOCAB,
             "max_beam_width": 32,
             "block_size": 16,

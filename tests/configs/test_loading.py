@@ -240,8 +240,8 @@ def test_what_a_file_would_hold_is_as_good_as_a_file() -> None:
 
 
 def test_settings_that_are_possible_alone_may_contradict_each_other() -> None:
-    assert load(None, ["cluster.workers=3"]).most_workers == 3
-    assert load(None, ["scaling.max_workers=3"]).most_workers == 3
+    assert load(None, ["cluster.workers=3"]).most_ranks == 3
+    assert load(None, ["scaling.max_workers=3"]).most_ranks == 3
     with pytest.raises(ConfigError) as error:
         load(None, ["cluster.workers=4", "scaling.max_workers=3"])
     (problem,) = error.value.problems

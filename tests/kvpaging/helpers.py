@@ -25,8 +25,10 @@ def chained(pool: BlockPool, n: int) -> list[int]:
     return blocks
 
 
-def table_of(pool: BlockPool, tokens: int, block_size: int = 4) -> BlockTable:
-    table = BlockTable([pool], block_size)
+def table_of(
+    pool: BlockPool, tokens: int, block_size: int = 4, ranks: tuple[int, ...] = (0,)
+) -> BlockTable:
+    table = BlockTable([pool], block_size, ranks)
     table.append(tokens)
     return table
 

@@ -10,8 +10,9 @@ QUARANTINED, OWNED, LEASED, IDLE, FREE = range(5)
 class Model:
     """One pool. `moved(block)` is called after each change of a fact about a block."""
 
-    def __init__(self, blocks: int) -> None:
-        self.blocks = blocks
+    def __init__(self, per_rank: int, ranks: int = 1) -> None:
+        blocks = per_rank * ranks
+        self.per_rank, self.ranks = per_rank, ranks
         self.refs: Counter[int] = Counter()
         self.holds: Counter[int] = Counter()
         self.kept: dict[int, int] = {}
@@ -48,25 +49,35 @@ class Model:
         else:
             self.waiting.pop(block, None)
 
-    def counts(self) -> tuple[int, ...]:
-        return tuple(len(members) for members in self.members)
+    def on(self, rank: int, state: int) -> list[int]:
+        """The blocks of a rank that are in a state, in order."""
+        return [block for block in self.members[state] if block // self.per_rank == rank]
 
-    def available(self) -> int:
-        return len(self.members[IDLE]) + len(self.members[FREE])
+    def counts(self, rank: int) -> tuple[int, ...]:
+        if self.ranks == 1:
+            return tuple(len(members) for members in self.members)
+        return tuple(len(self.on(rank, state)) for state in range(len(self.members)))
+
+    def available(self, rank: int) -> int:
+        counts = self.counts(rank)
+        return counts[IDLE] + counts[FREE]
 
     def took(self, block: int) -> None:
-        """The pool handed out `block`: it had to be free, or none was and it was the one to go."""
-        if self.members[FREE]:
-            assert block in self.members[FREE], "an idle block was evicted while one was free"
+        """The pool handed out `block`: it had to be free, or none was on its rank and it was the
+        one to go."""
+        if free := self.on(block // self.per_rank, FREE):
+            assert block in free, "an idle block was evicted while one was free"
         else:
             self.evicted(block)
         self.refs[block] = 1
         self.moved(block)
 
     def evicted(self, block: int) -> None:
-        """The oldest idle block goes, but not before idle ones below it on its own chains."""
+        """The oldest idle block of a rank goes, but not before idle ones of that rank below it on
+        its own chains."""
         assert block in self.members[IDLE], "a block in use was handed out"
-        oldest = next(iter(self.members[IDLE]))
+        rank = block // self.per_rank
+        oldest = self.on(rank, IDLE)[0]
         path, node = [block], block
         while node != oldest:
             above = self.parent[self.name_of[node]]
@@ -74,12 +85,20 @@ class Model:
             node = self.block_of[above]
             assert node in self.members[IDLE], "not below the oldest by idle blocks"
             path.append(node)
-        below = [self.state_of[b] for b in self.children(block)]
-        assert IDLE not in below or LEASED in below or OWNED in below, "a head before its tail"
+        assert self.may_go(block, rank), "a head before its tail"
         # The chain that was walked down now leads, so that its next leaf is found at once.
+        path = [b for b in path if b // self.per_rank == rank]
         rest = [b for b in self.members[IDLE] if b not in path]
         self.members[IDLE] = dict.fromkeys([*path, *rest])
         self.withdraw(self.name_of[block])
+
+    def may_go(self, block: int, rank: int) -> bool:
+        """Whether some way down from an idle block meets no idle one of the rank."""
+        below = self.children(block)
+        return not below or any(
+            self.state_of[b] != IDLE or (b // self.per_rank != rank and self.may_go(b, rank))
+            for b in below
+        )
 
     def must_copy(self, block: int, offset: int) -> bool:
         """Whether writing `block` from `offset` on would be seen by somebody else."""

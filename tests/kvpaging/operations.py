@@ -17,6 +17,7 @@ def start(world: World) -> None:
         return
     tokens = list(world.rng.choice(world.documents)[: world.rng.randint(1, 5 * world.size)])
     tokens += [world.rng.randrange(2) for _ in range(world.rng.randrange(3))]
+    ranks = place(world)
     names: list[list[bytes]] = [[] for _ in world.groups]
     hits: list[list[int]] = [[] for _ in world.groups]
     for i in range((len(tokens) - 1) // world.size):
@@ -25,13 +26,14 @@ def start(world: World) -> None:
         found = [pool.lookup(n) for n, (_, _, pool, _) in zip(row, world.groups, strict=True)]
         for block, n, (_, _, _, model) in zip(found, row, world.groups, strict=True):
             assert block == model.block_of.get(n)
-        if None in found:
+        if None in found or not found_on(world, found, ranks):
             break
         for g, block in enumerate(found):
             assert block is not None
             names[g].append(row[g])
             hits[g].append(block)
-    sequence = Sequence(BlockTable([g[2] for g in world.groups], world.size), [], names=names)
+    table = BlockTable([g[2] for g in world.groups], world.size, ranks)
+    sequence = Sequence(table, [], names=names)
     sequence.table.attach(hits)
     for (_, _, _, model), blocks in zip(world.groups, hits, strict=True):
         for block in blocks:
@@ -42,6 +44,31 @@ def start(world: World) -> None:
     world.sequences.append(sequence)
     if not world.grow(sequence, tokens[sequence.written :]):
         world.release(sequence)
+
+
+def place(world: World) -> tuple[int, ...]:
+    """Ranks of a new table: one, or all, from its home on."""
+    n = world.shape.ranks
+    if n == 1:
+        return (0,)
+    home = world.rng.randrange(n)
+    return tuple((home + i) % n for i in range(n)) if world.rng.random() < 0.5 else (home,)
+
+
+def found_on(world: World, found: list[int | None], ranks: tuple[int, ...]) -> bool:
+    """Whether all groups have a logical block on the same one of these ranks."""
+    pairs = zip(found, world.groups, strict=True)
+    owners = {pool.rank_of(block) for block, (_, _, pool, _) in pairs if block is not None}
+    return len(owners) == 1 and owners <= set(ranks)
+
+
+def spread(world: World) -> None:
+    """A sequence that ran on one rank goes on, on all of them."""
+    if world.sequences:
+        table = world.rng.choice(world.sequences).table
+        rest = [r for r in range(world.shape.ranks) if r not in table.ranks]
+        table.ranks += tuple(rest)
+        world.seen["spread"] += len(rest) > 0
 
 
 def append(world: World) -> None:
@@ -183,7 +210,8 @@ def export(world: World) -> None:
 
 def fetch(world: World) -> None:
     g, p, pool, model = world.rng.choice(world.groups)
-    if not model.available():
+    rank = world.rng.randrange(world.shape.ranks) if world.shape.ranks > 1 else 0
+    if not model.available(rank):
         return
     document = world.rng.choice(world.documents)
     parent = None
@@ -191,7 +219,7 @@ def fetch(world: World) -> None:
         part = tuple(document[i * world.size : (i + 1) * world.size])
         parent = world.name(g, parent, part)
     at = world.rng.randrange(5) * world.size
-    [block] = pool.allocate(1)
+    [block] = pool.allocate(1, rank)
     pool.hold(block)
     pool.unref(block)
     model.took(block)
@@ -299,7 +327,8 @@ OPERATIONS = {
 
 def run(world: World, operations: int, prove_every: int = 50) -> None:
     """That many operations and the end of all work, proved on the way."""
-    chosen = world.rng.choices(list(OPERATIONS), list(OPERATIONS.values()), k=operations)
+    weights = OPERATIONS if world.shape.ranks == 1 else {**OPERATIONS, spread: 2}
+    chosen = world.rng.choices(list(weights), list(weights.values()), k=operations)
     for at, operation in enumerate(chosen):
         operation(world)
         world.counted()

@@ -71,5 +71,7 @@ def ragged(
         slots=torch.full((sum(lens),), -1),
         lens=tuple(lens),
         firsts=tuple(firsts),
+        held=tuple(map(len, held)),
+        shards=ranks,
     )
     return Batch(q.to(dtype), k_pages, v_pages, rows, keys)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvpaging.audit import IDLE, NONE, OWNED
-from kvpaging.pool import BlockPool
+from kvpaging.pool import BlockPool, OutOfBlocks
 from kvpaging.table import BlockTable
 from tests.kvpaging.model import Model
 from tests.kvpaging.operations import run
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 OPERATIONS = 1_000_000
+OPERATIONS_OF_RANKS = 160_000
 SHAPES = {
     "one-group": Shape((0,), (24,), 4),
     "tight": Shape((0,), (9,), 8),
@@ -26,6 +28,12 @@ SHAPES = {
     "two-pools": Shape((0, 1), (16, 20), 2),
     "three-pools": Shape((0, 1, 2), (20, 14, 20), 4),
     "windowed": Shape((0, 0, 1), (40, 16), 4, frozenset({1})),
+}
+RANKS = {
+    "two-ranks": Shape((0,), (12,), 4, ranks=2),
+    "four-ranks": Shape((0, 1), (8, 9), 4, ranks=4),
+    "four-ranks-shared": Shape((0, 0, 1), (13, 6), 2, frozenset({1}), ranks=4),
+    "eight-ranks": Shape((0,), (4,), 4, ranks=8),
 }
 KINDS = (
     *("hit", "copy", "swap", "written in place", "rollback", "branch", "pruned"),
@@ -38,14 +46,16 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES.values(), *RANKS.values()], ids=[*SHAPES, *RANKS])
 def test_random_work_leaves_nothing_behind(shape: Shape) -> None:
     world = World(shape, Random(f"{shape}"))
-    run(world, -(-OPERATIONS // len(SHAPES)))
-    for what in KINDS:
-        assert world.seen[what] > 100, f"the work hardly ever met: {what}"
+    share = OPERATIONS / len(SHAPES) if shape.ranks == 1 else OPERATIONS_OF_RANKS / len(RANKS)
+    run(world, math.ceil(share))
+    least = 100 if shape.ranks == 1 else 10
+    for what in KINDS if shape.ranks == 1 else (*KINDS, "spread", "twin elsewhere"):
+        assert world.seen[what] > least, f"the work hardly ever met: {what}"
     for pool in world.pools:
-        assert min(pool.stats.evictions, pool.stats.duplicates, pool.stats.orphans) > 100
+        assert min(pool.stats.evictions, pool.stats.duplicates, pool.stats.orphans) > least
         assert pool.stats.violations == 0
 
 
@@ -86,15 +96,15 @@ def unref_now(right: Callable[..., Any], pool: BlockPool, block: int, *_: object
     right(pool, block, None)
 
 
-def evict_oldest(_: object, pool: BlockPool) -> int:
-    block = pool._next[pool._idle]
+def evict_oldest(_: object, pool: BlockPool, rank: int) -> int:
+    block = pool._next[pool._idle[rank]]
     pool._withdraw(block)
     pool.stats.evictions += 1
     return block
 
 
-def evict_newest(_: object, pool: BlockPool) -> int:
-    block = pool._prev[pool._idle]
+def evict_newest(_: object, pool: BlockPool, rank: int) -> int:
+    block = pool._prev[pool._idle[rank]]
     pool._withdraw(block)
     pool.stats.evictions += 1
     return block
@@ -115,12 +125,28 @@ def settle_in_front(right: Callable[..., Any], pool: BlockPool, block: int) -> N
     right(pool, block)
     if pool._state[block] == IDLE:
         pool._unlink(block)
-        pool._link(block, pool._idle)
+        pool._link(block, pool._idle[block])
 
 
 def take_back_uncounted(right: Callable[..., Any], pool: BlockPool, block: int) -> None:
     pool._state[block] = OWNED
     right(pool, block)
+
+
+def evict_elsewhere(right: Callable[..., Any], pool: BlockPool, rank: int) -> int:
+    there = (rank + 1) % pool.ranks
+    return right(pool, there if pool.counts(there).idle else rank)
+
+
+def place_on_first(_: object, table: BlockTable, n: int, needed: Any) -> Any:
+    new = table._new_blocks(n)
+    lack = table.pools[0].available_on(table.ranks[0]) < max(needed)
+    return OutOfBlocks(new, 0, table.ranks) if lack else [table.ranks[0]] * new
+
+
+def place_by_turns(right: Callable[..., Any], table: BlockTable, *args: Any) -> Any:
+    places = right(table, *args)
+    return places[::-1] if isinstance(places, list) else places
 
 
 def release_head_first(_: object, table: BlockTable, length: int, step: int | None) -> None:
@@ -138,6 +164,12 @@ def truncate_keeps_limit(
 ) -> None:
     right(table, length, step)
     table._limit = len(table.blocks[0]) * table.block_size
+
+
+def narrow_fork(right: Callable[..., Any], table: BlockTable) -> Any:
+    twin = right(table)
+    twin.ranks = table.ranks[:1]
+    return twin
 
 
 def fork_gives_limit(right: Callable[..., Any], table: BlockTable) -> Any:
@@ -199,6 +231,23 @@ BUGS: dict[str, tuple[type, str, Any]] = {
     "a parent copies what it may write": (BlockTable, "fork", every(1, fork_takes_limit)),
     "a canonical block is not swapped in": (BlockTable, "swap", every(10, nothing)),
 }
+
+
+BUGS_OF_RANKS: dict[str, tuple[type, str, Any]] = {
+    "another rank's block is evicted": (BlockPool, "_evict", every(5, evict_elsewhere)),
+    "all blocks go to one rank": (BlockTable, "_places", every(1, place_on_first)),
+    "blocks go to the wrong ranks in turn": (BlockTable, "_places", every(5, place_by_turns)),
+    "cached blocks are not counted by rank": (BlockTable, "_load", every(5, nothing)),
+    "a twin may not go where its source may": (BlockTable, "fork", every(5, narrow_fork)),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS_OF_RANKS.values(), ids=BUGS_OF_RANKS)
+def test_notices_on_ranks(bug: tuple[type, str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, method, patch = bug
+    monkeypatch.setattr(owner, method, patch(getattr(owner, method)))
+    with pytest.raises((AssertionError, ValueError, LookupError)):
+        run(World(RANKS["two-ranks"], Random(1)), 20_000)
 
 
 @pytest.mark.parametrize("bug", BUGS.values(), ids=BUGS)

@@ -205,6 +205,31 @@ def test_an_empty_partial_changes_no_bit(mix: list[tuple[bool, float]], at: int)
         )
 
 
+logits = st.one_of(st.floats(-1e30, 1e30), st.sampled_from([-torch.inf, torch.inf]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@given(st.lists(st.tuples(st.booleans(), logits), min_size=1, max_size=6), logits)
+def test_no_mix_of_empty_and_infinite_shards_makes_a_nan(
+    dtype: torch.dtype, mix: list[tuple[bool, float]], sink: float
+) -> None:
+    """A shard of one key, whose logit may be an infinity, or of none."""
+    m = torch.tensor([-torch.inf if empty else top for empty, top in mix], dtype=dtype)[
+        :, None, None
+    ]
+    seen = (m > -torch.inf).to(dtype)
+    values = torch.arange(1.0, len(mix) + 1).to(dtype)[:, None, None, None]
+    whole = attention.merge(Partial(values * seen[..., None], m, seen))
+    assert torch.equal(whole.m, m.amax(0))
+    for bias in (None, torch.tensor([sink], dtype=dtype)):
+        out = attention.finish(whole, bias, dtype)
+        assert out.isfinite().all()
+        assert 0 <= float(out) <= len(mix)
+    if whole.m == torch.inf:  # only such keys count, and all the same
+        top = values[m == torch.inf].mean()
+        torch.testing.assert_close(attention.finish(whole, None, dtype).squeeze(), top)
+
+
 @given(st.floats(-800, 800), st.floats(-800, 800))
 def test_a_sink_counts_once_whatever_its_size(m: float, sink: float) -> None:
     partial = part(partials(1, [False], [m]), slice(1))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -7,12 +8,11 @@ import pytest
 from kvpaging.audit import WINDOW
 from kvpaging.pool import BlockPool
 from kvpaging.states import FREE, IDLE
+from kvpaging.table import BlockTable
 from tests.kvpaging.helpers import counted, names, table_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from kvpaging.table import BlockTable
 
 
 def lose_reference(pool: BlockPool) -> None:
@@ -28,19 +28,19 @@ def record_wrong_state(pool: BlockPool) -> None:
 
 
 def miscount(pool: BlockPool) -> None:
-    pool._counts[FREE] += 1
+    pool._counts[0][FREE] += 1
 
 
 def list_twice(pool: BlockPool) -> None:
-    pool._link(0, pool._free)
+    pool._link(0, pool._free[0])
 
 
 def tear_list(pool: BlockPool) -> None:
-    pool._prev[pool._next[pool._free]] = 0
+    pool._prev[pool._next[pool._free[0]]] = 0
 
 
 def drop_from_list(pool: BlockPool) -> None:
-    pool._unlink(pool._next[pool._idle])
+    pool._unlink(pool._next[pool._idle[0]])
 
 
 def lose_waiting_list(pool: BlockPool) -> None:
@@ -153,6 +153,54 @@ def test_audit_tells_listeners_that_all_identities_are_gone() -> None:
     pool.audit(tables)
     assert heard == [("cleared", b"", None)]
     assert [pool.lookup(name) for name in names(2)] == [None, None]
+
+
+def misplace(table: BlockTable) -> None:
+    table.ranks = (0,)
+
+
+def miscount_load(table: BlockTable) -> None:
+    table.loads[1] += 1
+
+
+def swap_entries_of_one_group(table: BlockTable) -> None:
+    blocks = table.blocks[1]
+    blocks[0], blocks[1] = blocks[1], blocks[0]
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "text"),
+    [
+        (misplace, r"a table of ranks \(0,\) has blocks on \[1\]"),
+        (miscount_load, r"blocks by rank \[2, 1\] believes \[2, 2\]"),
+        (swap_entries_of_one_group, "have blocks on different ranks"),
+    ],
+)
+def test_check_notices_blocks_on_ranks_where_they_may_not_be(
+    corrupt: Callable[[BlockTable], None], text: str
+) -> None:
+    pools = [BlockPool(4, 2), BlockPool(6, 2)]
+    table = BlockTable(pools, 4, (0, 1))
+    table.append(12)
+    assert pools[0].check([table]) == []
+    corrupt(table)
+    [problem] = pools[0].check([table])
+    assert re.search(text, problem)
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_audit_repairs_every_rank(rank: int, caplog: pytest.LogCaptureFixture) -> None:
+    pool = BlockPool(3, 3)
+    table = table_of(pool, 12, ranks=(0, 1, 2))
+    pool._counts[rank][FREE] += 1
+    pool._unlink(pool._next[pool._free[3 * rank]])
+    found = pool.check([table])
+    assert pool.audit([table]) == found
+    assert f"on rank {rank}" in caplog.text
+    assert pool.check([table]) == []
+    table.release()
+    for each in range(3):
+        assert len(pool.allocate(3, each)) == 3
 
 
 def test_check_notices_a_table_of_the_wrong_size() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 
 from kvpaging.pool import BlockPool
 from kvpaging.report import Entry, Sharing, holders, leaks, sharing, snapshot
@@ -9,9 +10,12 @@ from tests.kvpaging.helpers import table_of
 
 
 def test_snapshot_counts_blocks_tokens_and_waste() -> None:
-    pool = BlockPool(12)
-    tables = [table_of(pool, 6), table_of(pool, 4)]
-    idle, waiting, doubted = table_of(pool, 4), table_of(pool, 4), table_of(pool, 1)
+    pool = BlockPool(12, 3)
+    for rank in (0, 1):  # what is there is nobody's business here
+        BlockTable([pool], 4, (rank,)).append(30)
+    table_on = partial(table_of, pool, ranks=(2,))
+    tables = [table_on(6), table_on(4)]
+    idle, waiting, doubted = table_on(4), table_on(4), table_on(1)
     pool.publish(idle.blocks[0][0], b"a", None)
     pool.quarantine(doubted.blocks[0][0], "doubted")
     idle.release()
@@ -63,6 +67,18 @@ def test_saved_blocks_are_unshared_minus_stored() -> None:
     for each in tables:
         each.release()
     assert sharing(pools, []) == Sharing(unshared=0, stored=0)
+
+
+def test_the_ranks_of_a_gang_add_up() -> None:
+    pool = BlockPool(8, 2)
+    wide, narrow = table_of(pool, 29, ranks=(1, 0)), table_of(pool, 7, ranks=(0,))
+    tables = [wide, wide.fork(), narrow]
+    first, second = (snapshot(pool, tables, 4, rank=rank) for rank in range(2))
+    assert (first.owned, first.tokens, first.wasted_slots) == (6, 13 + 7, 3 + 1)
+    assert (second.owned, second.tokens, second.wasted_slots) == (4, 16, 0)
+    assert (first.free, second.free) == (2, 4)
+    assert (first.saved_blocks, second.saved_blocks) == (4, 4)
+    assert sharing([pool], tables).saved == 8
 
 
 def test_several_pools_of_a_rank_are_added_up() -> None:

@@ -82,6 +82,24 @@ def test_a_query_has_few_splits_and_none_is_short(position: int) -> None:
     assert length == work.SHORTEST_SPLIT or position // (length // 2) >= work.SPLITS
 
 
+@given(rows, st.integers(1, 8), st.data())
+def test_shards_meet_every_key_they_hold_in_splits_of_their_share(
+    some: list[tuple[int, int]], shards: int, data: st.DataObject
+) -> None:
+    """However unevenly the keys are spread. Cuts follow the query's position alone."""
+    held = [data.draw(st.integers(0, first + count)) for count, first in some]
+    seen = splits_by_query(build(some, keys=held, shards=shards))
+    token = 0
+    for (count, first), keys in zip(some, held, strict=True):
+        for position in range(first, first + count):
+            length = work.split_length(position // shards)
+            assert {each for each, _ in seen[token]} == {length}
+            splits = sorted(split for _, split in seen[token])
+            assert splits == list(range(len(splits)))
+            assert len(splits) * length >= min(position + 1, keys)
+            token += 1
+
+
 @given(rows, st.sampled_from([None, 1, 100, 300, 5000]))
 def test_each_query_meets_each_visible_split_once(
     some: list[tuple[int, int]], window: int | None

@@ -8,7 +8,7 @@ transfer finds there must be what it put there.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING
 
 import pytest
@@ -26,12 +26,13 @@ GARBAGE = -1
 
 @dataclass(frozen=True)
 class Shape:
-    """`groups[g]` is the pool of group g; `blocks[p]` the size of pool p."""
+    """`groups[g]` is the pool of group g; `blocks[p]` the size of pool p on each rank."""
 
     groups: tuple[int, ...]
     blocks: tuple[int, ...]
     block_size: int
     windowed: frozenset[int] = frozenset()
+    ranks: int = 1
 
 
 @dataclass(eq=False)
@@ -84,12 +85,14 @@ class World:
 
     def __init__(self, shape: Shape, rng: Random) -> None:
         self.shape, self.rng, self.size = shape, rng, shape.block_size
-        self.pools = [BlockPool(n) for n in shape.blocks]
-        self.models = [Model(n) for n in shape.blocks]
+        self.pools = [BlockPool(n, shape.ranks) for n in shape.blocks]
+        self.models = [Model(n, shape.ranks) for n in shape.blocks]
         self.announced = [Announced() for _ in self.pools]
         for pool, listener in zip(self.pools, self.announced, strict=True):
             pool.on_change = listener
-        self.memory = [[[GARBAGE] * self.size for _ in range(n)] for n in shape.blocks]
+        self.memory = [
+            [[GARBAGE] * self.size for _ in range(n * shape.ranks)] for n in shape.blocks
+        ]
         self.groups = [(g, p, self.pools[p], self.models[p]) for g, p in enumerate(shape.groups)]
         self.documents = [[rng.randrange(2) for _ in range(6 * self.size)] for _ in range(3)]
         self.names: dict[tuple[int, bytes | None, tuple[int, ...]], bytes] = {}
@@ -139,27 +142,66 @@ class World:
         ]
         needed = [fresh + copy for copy in copied]
         assert table.blocks_needed(n) == tuple(needed)
-        asked: Counter[int] = Counter()
-        for (_, p, _, _), more in zip(self.groups, needed, strict=True):
-            asked[p] += more
-        lacking = [(m, self.models[p].available()) for p, m in asked.items()]
-        lacking = [(m, available) for m, available in lacking if m > available]
+        places, lacking = self.places(table, fresh, copied)
         assert table.fits(n) == (not lacking)
         before = [list(b) for b in table.blocks]
         if lacking:
             with pytest.raises(OutOfBlocks) as caught:
                 table.append(n)
-            assert (caught.value.asked, caught.value.available) in lacking
+            if self.shape.ranks == 1:
+                assert (caught.value.asked, caught.value.available) in lacking
+            assert caught.value.ranks in lacking.values()
             assert (table.blocks, table.length) == (before, len(sequence.tokens))
             self.seen["out of blocks"] += 1
             return False
         copies = table.append(n)
+        for g, _, pool, _ in self.groups:
+            added = table.blocks[g][blocks:]
+            assert [pool.rank_of(block) for block in added] == places
         if n:
             self.account(sequence, before, copied, copies)
             sequence.alone = table.length % self.size > 0
         sequence.tokens += tokens
         sequence.busy = True
         return True
+
+    def places(
+        self, table: BlockTable, fresh: int, copied: list[bool]
+    ) -> tuple[list[int], dict[tuple[int, int], tuple[int, ...]]]:
+        """Ranks of new blocks, each where this table has fewest and all groups have room; or what
+        is lacking of which pool, asked and available, and where more would help."""
+        left = [[model.available(r) for r in range(self.shape.ranks)] for model in self.models]
+        asked: Counter[int] = Counter()
+        owners = [self.groups[0][2].rank_of(block) for block in table.blocks[0]]
+        last = owners[-1] if owners else table.ranks[0] - 1
+        for (_, p, _, _), copy in zip(self.groups, copied, strict=True):
+            asked[p] += fresh + copy
+            left[p][last] -= copy
+        if self.shape.ranks == 1:
+            lacking = {
+                (n, self.models[p].available(0)): (0,)
+                for p, n in asked.items()
+                if n > self.models[p].available(0)
+            }
+            return [0] * fresh, lacking
+        if any(min(ranks) < 0 for ranks in left):
+            return [], {(sum(copied), -1): (last,)}
+        places: list[int] = []
+        for _ in range(fresh):
+            room = [
+                rank
+                for rank in table.ranks
+                if all(left[p][rank] >= n for p, n in Counter(self.shape.groups).items())
+            ]
+            if not room:
+                return [], {(fresh, -1): table.ranks}
+            turn = [(owners.count(r), (r - last - 1) % self.shape.ranks, r) for r in room]
+            last = min(turn)[2]
+            owners.append(last)
+            places.append(last)
+            for p in self.shape.groups:
+                left[p][last] -= 1
+        return places, {}
 
     def account(
         self,
@@ -247,7 +289,9 @@ class World:
                 mine, parent = blocks[i], self.above(g, parent)
                 canonical = pool.publish(mine, names[-1], parent)
                 assert canonical == model.publish(mine, names[-1], parent)
-                if canonical != mine and self.rng.random() < 0.7:
+                if pool.rank_of(canonical) != pool.rank_of(mine):
+                    self.seen["twin elsewhere"] += 1
+                elif canonical != mine and self.rng.random() < 0.7:
                     self.seen["swap"] += 1
                     sequence.table.swap(g, i, canonical, self.step)
                     model.ref(canonical)
@@ -255,14 +299,8 @@ class World:
 
     def counted(self) -> None:
         for pool, model in zip(self.pools, self.models, strict=True):
-            counts = pool.counts()
-            assert model.counts() == (
-                counts.quarantined,
-                counts.owned,
-                counts.leased,
-                counts.idle,
-                counts.free,
-            )
+            for rank in range(self.shape.ranks):
+                assert model.counts(rank) == astuple(pool.counts(rank))
 
     def read(self, sequence: Sequence) -> None:
         """A table finds each of its written tokens where `locate` says."""
@@ -284,7 +322,12 @@ class World:
                 assert pool.holds(block) == model.holds[block]
                 assert pool.identity(block) == model.name_of.get(block)
                 assert model.state_of[block] == model.state(block)
-            assert follow(pool, pool._idle) == list(model.members[IDLE])
+            for rank in range(pool.ranks):
+                idle = follow(pool, pool._idle[rank * pool.per_rank])
+                assert idle == model.on(rank, IDLE)
+            assert [sum(c) for c in zip(*map(model.counts, range(pool.ranks)), strict=True)] == [
+                *astuple(pool.counts())
+            ]
             assert self.announced[p].parents == model.parent
             for name, block in model.block_of.items():
                 assert tuple(self.memory[p][block]) == self.meaning[name]

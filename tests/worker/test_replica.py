@@ -20,7 +20,7 @@ from tests.families import FAMILIES, Family, build
 from worker import wire
 from worker.params import SamplingParams
 from worker.philox import derive
-from worker.replica import threads_of
+from worker.seat import threads_of
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Serve warns of its own use of pydantic
@@ -285,7 +285,8 @@ async def test_a_request_finds_what_another_worker_with_the_same_secret_has(
 
 def test_workers_share_the_cores_of_the_host_they_fit_on() -> None:
     def threads(cores: int, *overrides: str) -> int:
-        return threads_of(load(None, overrides), cores)
+        config = load(None, overrides)
+        return threads_of(config.of_pool(config.pool).cluster, cores)
 
     assert threads(16) == 16
     assert threads(16, "cluster.workers=4") == 4

@@ -22,12 +22,13 @@ from tests.families import (
 )
 from tests.worker.served import FREE_BYTES, submit
 from worker import wire
+from worker.building import end_token_ids
 from worker.memory import DoesNotFit
 from worker.model import UnsupportedModel, fix_rotary
 from worker.params import SamplingParams
 from worker.request import Request
 from worker.selfcheck import checked_model
-from worker.startup import end_token_ids, fingerprint, resolve, start
+from worker.startup import fingerprint, resolve, start
 
 REASONS = {
     "bypass": "never calls the attention hook",
@@ -170,8 +171,8 @@ def test_non_finite_logits_cost_only_the_request_that_has_them(models):
     submit(engine, 2)
     true = engine.runner.model.forward
 
-    def forward(ids, positions, rows, logits_at):
-        logits = true(ids, positions, rows, logits_at).clone()
+    def forward(*batch):
+        logits = true(*batch).clone()
         logits[0, 3] = torch.nan
         return logits
 

@@ -57,6 +57,22 @@ def beside_empty() -> bool:
     return all(torch.equal(a, b) for a, b in zip(plain, launch.merge(*mixed), strict=True))
 
 
+def infinite() -> float:
+    """Largest error where largest logits are infinite, in some splits or in all, or there are none;
+    NaN if any figure is."""
+    m = torch.tensor([torch.inf, -torch.inf, 3.0])
+    m = torch.cartesian_prod(m, m, m).T[..., None].contiguous()  # [splits, tokens, heads]
+    seen = (m > -torch.inf).float()
+    acc = torch.randn(*m.shape, 16, generator=torch.Generator().manual_seed(1)) * seen[..., None]
+    want = merge_reference(Partial(acc.double(), m.double(), seen.double()))
+    state = launch.merge(acc, m, seen)
+    figures = [error(state[0], want.acc), error(state[2], want.l)]
+    for sink in (None, torch.tensor([torch.inf]), torch.tensor([0.0])):
+        exact = finish_reference(want, sink, torch.float64)
+        figures.append(error(launch.finish(*state, sink, torch.float32), exact))
+    return sum(figures)
+
+
 def error(got: Tensor, want: Tensor) -> float:
     assert got.shape == want.shape
     return (got.double() - want).abs().max().item()

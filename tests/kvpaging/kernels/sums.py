@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvpaging import work
-from kvpaging.attention import Partial, attend_reference, finish_reference
+from kvpaging.attention import Partial, Rows, attend_reference, finish_reference
 from kvpaging.kernels import launch
 from tests.kvpaging.forest import TREE, alone, forest, pages
 from tests.kvpaging.ragged import Batch, ragged
@@ -129,6 +129,65 @@ def long_context() -> float:
         batch.q, batch.k_pages, batch.v_pages, batch.rows, **options, sink=None
     )
     return error(got, finish_reference(exact, None, torch.float64))
+
+
+OWNERS = {
+    "striped": lambda block, ranks: block % ranks,
+    "runs of three": lambda block, ranks: block // 3 % ranks,
+    "prefix on the last": lambda block, ranks: ranks - 1 if block < 5 else block % ranks,
+    "one has nothing": lambda block, ranks: 1 + block % (ranks - 1),
+}
+
+
+def part_of(batch: Batch, owners: str, ranks: int, rank: int) -> Rows:
+    """The rows as one rank has them, whose blocks lie anywhere in the pages."""
+    rows = batch.rows
+    used = rows.blocks.tolist()
+    mine = [[b for b in range(n) if OWNERS[owners](b, ranks) == rank] for n in used]
+    width = max(1, *map(len, mine))
+    logical = torch.tensor([[*some, *[0] * (width - len(some))] for some in mine])
+    held = tuple(map(len, mine))
+    return replace(
+        rows,
+        table=rows.table.gather(1, logical).contiguous(),
+        logical=logical.int(),
+        blocks=torch.tensor(held, dtype=torch.int32),
+        held=held,
+        shards=ranks,
+        cache={},
+    )
+
+
+def shards(case: dict[str, Any]) -> float:
+    """Largest error of each rank's partial and of all ranks' merge."""
+    k_dim, ranks = 64, case["ranks"]
+    lens, firsts = (1, 18, 1), (2100, 250, 3)
+    batch = ragged(
+        lens, firsts, size=case["block"], heads=1, group=case["group"], k_dim=k_dim, v_dim=64,
+        dtype=DTYPES[case["dtype"]],
+    )  # fmt: skip
+    pages = batch.k_pages.nan_to_num(), batch.v_pages.nan_to_num()
+    options = options_of(case, k_dim)
+    exact = tuple(x.double() for x in (batch.q, *pages))
+    errors, parts = [], []
+    with (
+        mock.patch.object(launch, "chip", return_value=case["chip"]),
+        mock.patch.object(work, "SCRATCH_ROWS", work.SCRATCH_ROWS if case["spread"] else 0),
+    ):
+        for rank in range(ranks):
+            rows = part_of(batch, case["owners"], ranks, rank)
+            parts.append(Partial(*launch.attend(batch.q, *pages, rows, **options)))
+            want = attend_reference(*exact, rows, **options)
+            seen = want.m > -torch.inf
+            assert torch.equal(parts[-1].m > -torch.inf, seen)
+            sums = [(p.m + p.l.log())[seen] for p in (parts[-1], want)]
+            mean = [finish_reference(p, None, torch.float64) for p in (parts[-1], want)]
+            errors += [error(*sums), error(*mean)]
+        packed = torch.stack([torch.cat([p.acc, p.m[..., None], p.l[..., None]], 2) for p in parts])
+        merged = launch.merge(packed[..., :-2], packed[..., -2], packed[..., -1])
+        got = launch.finish(*merged, None, torch.float32)
+    whole = finish_reference(attend_reference(*exact, batch.rows, **options), None, torch.float64)
+    return max(*errors, error(got, whole))
 
 
 def grouped(case: dict[str, Any]) -> tuple[float, bool, int]:

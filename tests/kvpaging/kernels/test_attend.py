@@ -74,6 +74,35 @@ def test_a_neighbour_changes_no_bit(interpreted: Interpreted) -> None:
     assert together == alone
 
 
+SHARDS = {
+    "ranks": (2, 4, 8),
+    "owners": tuple(sums.OWNERS),
+    "block": (8, 16, 64),
+    "window": (False, True),
+    "group": (1, 4),
+    "dtype": tuple(sums.DTYPES),
+    "softcap": (False, True),
+    "spread": (False, True),
+    "chip": CHIPS,
+}
+
+
+@pytest.mark.parametrize("case", cover(SHARDS), ids=title)
+def test_shards_equal_the_formula_and_merge_to_the_whole(
+    interpreted: Interpreted, case: dict[str, Any]
+) -> None:
+    assert interpreted(sums.shards, case) < TOLERANCE[case["dtype"]]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", cover(SHARDS | {"ranks": (3, 5, 6, 7)}), ids=title)
+@pytest.mark.parametrize("block", [32, 128, 256])
+def test_shards_of_any_number_and_block(
+    interpreted: Interpreted, case: dict[str, Any], block: int
+) -> None:
+    assert interpreted(sums.shards, case | {"block": block}) < TOLERANCE[case["dtype"]]
+
+
 GROUPED = {
     "head": ("64", "80", "192/128"),
     "group": (1, 4, 5),

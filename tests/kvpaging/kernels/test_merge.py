@@ -33,3 +33,7 @@ def test_finish_equals_the_formula(
 
 def test_an_empty_partial_changes_no_bit(interpreted: Interpreted) -> None:
     assert interpreted(merging.beside_empty)
+
+
+def test_infinite_logits_make_no_nan(interpreted: Interpreted) -> None:
+    assert interpreted(merging.infinite) < 1e-5

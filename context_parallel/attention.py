@@ -1,0 +1,161 @@
+"""Attention of sharded rows: every rank attends over its own blocks, small partial sums travel.
+
+Short rows are computed on every rank: one exchange of partials. The tokens of long rows are dealt
+out (`shard.deal`); then either their queries travel to the blocks and partials come back (the query
+way), or the history's blocks are fetched into temporary pages (the history way).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from context_parallel.exchange import Exchange
+from context_parallel.planning import (
+    SLICE_ROWS,
+    History,
+    Long,
+    Queries,
+    ShardedBatch,
+    ShardedRows,
+    plan,
+)
+from context_parallel.shard import HISTORY_BYTES_MAX, RATIO_MAX, Geometry
+from kvpaging import attention
+from kvpaging.attention import Partial
+
+if TYPE_CHECKING:
+    from typing import Any
+
+__all__ = ["ShardedBatch", "ShardedRows", "attend", "plan", "workspace_bytes"]
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    batch: ShardedBatch,
+    exchange: Exchange,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+) -> Tensor:
+    """Store what this rank owns and attend: `[n, Hq, Dv]` in q's dtype.
+
+    q `[n, Hq, Dk]`, k `[n, Hkv, Dk]` and v `[n, Hkv, Dv]` are of the rank's tail (`shard.Tail`);
+    padding gives zeros. Pages and options are those of `kvpaging.attention`. All ranks of the gang
+    call this with batches of one step. Raises ExchangeFailed.
+    """
+    assert batch.window == window
+    layer = _Layer(k_pages, v_pages, exchange, scale, window, softcap, sink)
+    out = q.new_zeros(len(q), q.shape[1], v.shape[2])
+    if batch.short:
+        stop = batch.short_tokens
+        attention.write(k[:stop], v[:stop], k_pages, v_pages, batch.short_slots)
+    for part in batch.short:
+        some = slice(part.start, part.stop)
+        everywhere = exchange.gather(layer.packed(q[some], part.rows))
+        out[some] = layer.finished(everywhere, q.dtype)
+    if batch.long is not None:
+        start, real = batch.short_tokens, batch.long.real
+        out[start : start + real] = layer.long(q[start:], k[start:], v[start:], batch.long)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One layer's pages and options on one rank."""
+
+    k_pages: Tensor
+    v_pages: Tensor
+    exchange: Exchange
+    scale: float
+    window: int | None
+    softcap: float | None
+    sink: Tensor | None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"scale": self.scale, "window": self.window, "softcap": self.softcap}
+
+    def packed(self, q: Tensor, rows: attention.Rows) -> Tensor:
+        """This rank's partial, acc, m and l side by side: `[T, Hq, Dv + 2]`."""
+        partial = attention.attend(q, self.k_pages, self.v_pages, rows, **self.options)
+        return torch.cat([partial.acc, partial.m[..., None], partial.l[..., None]], 2)
+
+    def finished(self, parts: Tensor, dtype: torch.dtype) -> Tensor:
+        """Output `[T, Hq, Dv]` of everybody's packed partials `[ranks, T, Hq, Dv + 2]`."""
+        whole = attention.merge(Partial(parts[..., :-2], parts[..., -2], parts[..., -1]))
+        return attention.finish(whole, self.sink, dtype)
+
+    def long(self, q: Tensor, k: Tensor, v: Tensor, plan: Long) -> Tensor:
+        """Output of the rank's dealt tokens without padding."""
+        way = plan.way
+        moved = (q, k, v) if isinstance(way, Queries) else (k, v)
+        gathered = self.exchange.gather(torch.cat([x.flatten(1) for x in moved], 1))
+        flat = gathered.flatten(0, 1).split([x[0].numel() for x in moved], 1)
+        *queries, all_k, all_v = (
+            some.unflatten(1, x.shape[1:]) for some, x in zip(flat, moved, strict=True)
+        )
+        attention.write(all_k, all_v, self.k_pages, self.v_pages, plan.slots)
+        if isinstance(way, Queries):
+            out = self._by_queries(queries[0], way, q.dtype)
+        else:
+            out = self._by_history(q[: plan.real], all_k, all_v, way)
+        return out[: plan.real]
+
+    def _by_queries(self, q: Tensor, way: Queries, dtype: torch.dtype) -> Tensor:
+        """q `[ranks * n, Hq, Dk]` of all ranks -> output of the own n."""
+        ranks = self.exchange.ranks
+        parts = []
+        for some in way.slices:
+            packed = self.packed(q[some.tokens], some.rows)[some.back]
+            mine = self.exchange.scatter(packed.unflatten(0, (ranks, -1)))
+            parts.append(self.finished(mine, dtype))
+        return torch.cat(parts)
+
+    def _by_history(self, q: Tensor, k: Tensor, v: Tensor, way: History) -> Tensor:
+        """q of this rank without padding; k, v `[ranks * n, Hkv, D*]` of all, with it."""
+        k_pages, v_pages = (
+            pages.new_zeros(way.blocks, *pages.shape[1:]) for pages in (self.k_pages, self.v_pages)
+        )
+        if len(way.send):
+            stored = torch.cat([pages[way.send].flatten(1) for pages in self._pages], 1)
+            found = self.exchange.gather(stored).flatten(0, 1)
+            sizes = [pages[0].numel() for pages in self._pages]
+            for pages, some in zip((k_pages, v_pages), found.split(sizes, 1), strict=True):
+                pages.index_copy_(0, way.put, some[way.take].unflatten(1, pages.shape[1:]))
+        attention.write(k, v, k_pages, v_pages, way.slots)
+        if way.rows is None:
+            return q.new_zeros(0, q.shape[1], v.shape[2])
+        return attention.attend_finish(
+            q, k_pages, v_pages, way.rows, **self.options, sink=self.sink
+        )
+
+    @property
+    def _pages(self) -> tuple[Tensor, Tensor]:
+        return self.k_pages, self.v_pages
+
+
+def workspace_bytes(geometry: Geometry, ranks: int, max_batch_tokens: int, block_size: int) -> int:
+    """Device bytes that `attend` takes beside pages, q, k, v and its output, at most.
+
+    A step has at most `max_batch_tokens` tokens of sharded rows on each rank. Masks and gathered
+    keys of the attention itself are not counted: on a GPU there are none.
+    """
+    partial = geometry.partial_token_bytes * SLICE_ROWS
+    slices = (ranks + 5) * partial + geometry.q_token_bytes * SLICE_ROWS
+    dealt = ranks * max_batch_tokens
+    new = geometry.heads * geometry.k_dim + geometry.kv_heads * (geometry.k_dim + geometry.v_dim)
+    gathered = (dealt + max_batch_tokens) * new * geometry.q_bytes
+    history = min(HISTORY_BYTES_MAX, int(dealt * geometry.moved_bytes(RATIO_MAX)))
+    padding = ranks * block_size * geometry.kv_token_bytes
+    pages = 3 * (history + padding) + dealt * geometry.kv_token_bytes
+    return gathered + max(slices, pages)

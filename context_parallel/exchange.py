@@ -1,0 +1,150 @@
+"""What the ranks of a gang send each other inside a step; only data moves, nothing is summed.
+
+Every rank makes the same calls in the same order with the same shapes. A call that does not end in
+time, or whose peer is gone, raises ExchangeFailed on every rank that waits for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+_NEVER = 1 << 20  # a tag that no message has
+
+
+class ExchangeFailed(RuntimeError):
+    """The gang can do no more steps: says which rank is at fault, in which step, and why."""
+
+    def __init__(self, rank: int | None, step: int | None, cause: str) -> None:
+        where = "" if step is None else f"step {step}: "
+        super().__init__(f"{where}{'a rank' if rank is None else f'rank {rank}'}: {cause}")
+        self.rank, self.step, self.cause = rank, step, cause
+
+
+class Exchange(Protocol):
+    """One rank's end. `step` is set by whoever runs steps and only named in errors."""
+
+    rank: int
+    ranks: int
+    step: int
+    calls: int
+    bytes_sent: int  # to other ranks
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Everybody's x, `[ranks, *x.shape]`."""
+        ...
+
+    def scatter(self, x: Tensor) -> Tensor:
+        """x `[ranks, ...]`, part r for rank r -> `[ranks, ...]`, part r from rank r."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until all calls so far have ended; raises ExchangeFailed after the deadline."""
+        ...
+
+    def abort(self, reason: str) -> None:
+        """Make all calls, those that others wait in too, fail with `reason`."""
+        ...
+
+
+class TorchExchange:
+    """Over a torch process group: gloo for tensors in host memory, NCCL on GPUs.
+
+    On gloo each pair of ranks talks by itself, so that a failure names the peer and nothing is
+    passed on twice. On NCCL calls only queue work; `settle` waits for it.
+    """
+
+    def __init__(self, process_group: Any, timeout_s: float) -> None:
+        """`timeout_s` bounds each call on gloo and each `settle` on NCCL."""
+        self.group, self.timeout_s = process_group, timeout_s
+        self.rank, self.ranks = process_group.rank(), process_group.size()
+        self.step = self.calls = self.bytes_sent = 0
+        self._last: Any = None
+        self._reason: str | None = None
+
+    def gather(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        out = x.new_empty(self.ranks, *x.shape)
+        self._count(x.nbytes * (self.ranks - 1))
+        if x.is_cuda:
+            self._queue(lambda: self.group._allgather_base(out.view(-1), x.view(-1)))
+        else:
+            self._meet([x] * self.ranks, out)
+        return out
+
+    def scatter(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        self._count(x.nbytes // self.ranks * (self.ranks - 1))
+        if x.is_cuda:
+            self._queue(lambda: self.group.alltoall_base(out, x, [], []))
+        else:
+            self._meet(list(x), out)
+        return out
+
+    def settle(self) -> None:
+        last, self._last = self._last, None
+        if last is not None:
+            self._wait(None, last)
+
+    def abort(self, reason: str) -> None:
+        self._reason = self._reason or reason
+        cut(self.group)
+
+    def _count(self, sent: int) -> None:
+        self.calls += 1
+        self.bytes_sent += sent
+        if self._reason is not None:
+            raise ExchangeFailed(self.rank, self.step, self._reason)
+
+    def _queue(self, call: Any) -> None:
+        try:
+            self._last = call()
+            self._last.wait()  # makes the stream wait, not the host
+        except RuntimeError as error:
+            raise self._failed(None, error) from error
+
+    def _meet(self, parts: list[Tensor], out: Tensor) -> None:
+        """Send `parts[r]` to rank r and fill `out[r]` with what it sends."""
+        out[self.rank].copy_(parts[self.rank])
+        peers = [peer for peer in range(self.ranks) if peer != self.rank]
+        works = []
+        for peer in peers:
+            try:
+                works.append((peer, self.group.recv([out[peer]], peer, 0)))
+                works.append((peer, self.group.send([parts[peer]], peer, 0)))
+            except RuntimeError as error:
+                raise self._failed(peer, error) from error
+        for peer, work in works:
+            self._wait(peer, work)
+
+    def _wait(self, peer: int | None, work: Any) -> None:
+        try:
+            work.wait(float(self.timeout_s))  # torch takes seconds as a float
+        except RuntimeError as error:
+            raise self._failed(peer, error) from error
+
+    def _failed(self, peer: int | None, error: RuntimeError) -> ExchangeFailed:
+        if self._reason is not None:
+            return ExchangeFailed(self.rank, self.step, self._reason)
+        text = str(error).split("\n")[0]
+        late = "imed out" in text
+        cause = f"did not answer within {self.timeout_s:g} s" if late else text
+        return ExchangeFailed(peer, self.step, cause)
+
+
+def cut(group: Any) -> None:
+    """Abort a group now: all that wait in it, on any rank, fail at once.
+
+    Gloo's own abort does nothing; what closes its connections is a wait that runs out.
+    """
+    if not isinstance(group, torch.distributed.ProcessGroupGloo):
+        group.abort()
+        return
+    nowhere, gloo = torch.empty(1, dtype=torch.uint8), cast(Any, group)
+    try:
+        gloo.recv([nowhere], (gloo.rank() + 1) % gloo.size(), _NEVER).wait(0.001)
+    except RuntimeError:
+        return  # as meant

@@ -1,0 +1,328 @@
+"""The ranks of a gang: they meet at rank 0's address, then pass messages over torch.distributed.
+
+A gang lives for one epoch. Whatever breaks ends it: each rank aborts (nobody waits for a peer that
+may be dead, as `destroy` would), says why in the store of rank 0, and new processes meet under the
+next epoch. Seconds come from `now`, a monotonic clock that is given.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from context_parallel.exchange import ExchangeFailed, cut
+
+dist: Any = torch.distributed  # most of what is used here has no annotations, or wrong ones
+
+LOOK_S = 0.5
+"""How long a rank waits for the others before it looks whether one of them has given up."""
+
+REPORT_S = 2.0
+"""How long rank 0 waits for the others to say why they stopped; who says nothing is to blame."""
+
+FRAME = 4096
+"""Bytes of the first part of a message; a longer one has a second part."""
+
+_HEAD = 8  # bytes of a message's length
+_FAILURE = "failure"
+
+
+class Channel(Protocol):
+    """Messages between rank 0 and the others: one each way in every step."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def ranks(self) -> int: ...
+
+    def broadcast(self, message: bytes | None) -> bytes:
+        """Rank 0 gives a message, the others None; all get it. Raises ExchangeFailed."""
+        ...
+
+    def gather(self, message: bytes) -> list[bytes] | None:
+        """Rank 0 gets the messages of all, in the order of ranks. Raises ExchangeFailed."""
+        ...
+
+    def abort(self, reason: str) -> None:
+        """End it for this rank; the others find out."""
+        ...
+
+
+class MeetingFailed(Exception):
+    """The ranks of a gang did not come together; the message names who was missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where rank 0 of a gang is met, and in which epoch."""
+
+    host: str
+    port: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """One moment by which all of a start must be over; `setting` moves it."""
+
+    until_s: float
+    within_s: float
+    setting: str
+    now: Callable[[], float]
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self.until_s - self.now())
+
+
+class Meeting:
+    """The store of one epoch. Rank 0 opens it and the others join."""
+
+    def __init__(
+        self, store: Any, address: Address, rank: int, ranks: int, deadline: Deadline
+    ) -> None:
+        self.address, self.rank, self.ranks, self.deadline = address, rank, ranks, deadline
+        self._tcp = store
+        self._store = dist.PrefixStore(str(address.epoch), store)
+
+    @classmethod
+    def open(cls, host: str, epoch: int, ranks: int, deadline: Deadline) -> Meeting:
+        """Rank 0's side; `host` is how the others reach it."""
+        store = dist.TCPStore(
+            host, 0, None, True, _seconds(deadline.left_s), wait_for_workers=False
+        )
+        return cls(store, Address(host, store.port, epoch), 0, ranks, deadline)
+
+    @classmethod
+    def join(cls, address: Address, rank: int, ranks: int, deadline: Deadline) -> Meeting:
+        """The side of another rank. Raises MeetingFailed where rank 0 is not there."""
+        try:
+            store = dist.TCPStore(
+                address.host,
+                address.port,
+                None,
+                False,
+                _seconds(deadline.left_s),
+                wait_for_workers=False,
+            )
+        except RuntimeError as error:
+            raise MeetingFailed(
+                f"rank {rank} cannot reach rank 0 at {address.host}:{address.port}: {_cause(error)}"
+            ) from None
+        return cls(store, address, rank, ranks, deadline)
+
+    def meet(self, stage: str, said: bytes = b"") -> list[bytes]:
+        """Wait until every rank has come to this stage; what each said, in the order of ranks.
+
+        Raises MeetingFailed at the deadline, with the ranks that are missing, and as soon as one
+        has failed.
+        """
+        keys = [f"{stage}/{rank}" for rank in range(self.ranks)]
+        try:
+            self._store.set(keys[self.rank], said)
+            while True:
+                try:
+                    self._store.wait(keys, _seconds(min(LOOK_S, self.deadline.left_s)))
+                    return [self._store.get(key) for key in keys]
+                except dist.DistStoreError:
+                    self._look(stage, keys)
+        except dist.DistNetworkError as error:
+            raise MeetingFailed(f"rank 0 of the gang is gone: {_cause(error)}") from None
+
+    def _look(self, stage: str, keys: Sequence[str]) -> None:
+        if self._store.check([_FAILURE]):
+            raise MeetingFailed(self._store.get(_FAILURE).decode())
+        if self.deadline.left_s:
+            return
+        missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        if missing:
+            raise MeetingFailed(
+                f"{named(missing)} of {self.ranks} did not come to {stage!r} within "
+                f"{self.deadline.within_s:g} s ({self.deadline.setting})"
+            )
+
+    def fail(self, reason: str) -> None:
+        """Tell the others that this rank gives up, where they can still be told."""
+        try:
+            self._store.compare_set(_FAILURE, "", f"rank {self.rank}: {reason}")
+        except RuntimeError:
+            return  # rank 0 is gone, which the others see as well
+
+    def report(self, reason: str) -> None:
+        """Say why this rank has stopped, where rank 0 still hears it."""
+        try:
+            self._store.set(f"stopped/{self.rank}", reason)
+        except RuntimeError:
+            return
+
+    def silent(self) -> list[int]:
+        """Rank 0: the ranks that have not said why they stopped, `REPORT_S` after it asks."""
+        keys = {rank: f"stopped/{rank}" for rank in range(1, self.ranks)}
+        try:
+            self._store.wait(list(keys.values()), _seconds(REPORT_S))
+        except dist.DistStoreError:
+            return [rank for rank, key in keys.items() if not self._store.check([key])]
+        return []
+
+    def control(self, own_host: str, timeout_s: float) -> Any:
+        """The group for messages. `own_host` is how others reach this rank.
+
+        Raises MeetingFailed where the ranks cannot connect to each other.
+        """
+        return self._gloo("control", own_host, timeout_s)
+
+    def data(self, own_host: str, timeout_s: float, device: torch.device) -> Any:
+        """The group for tensors on `device`: NCCL on a GPU, gloo on a CPU."""
+        if device.type != "cuda":
+            return self._gloo("data", own_host, timeout_s)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = _seconds(timeout_s)
+        store = dist.PrefixStore("data", self._store)
+        return dist.ProcessGroupNCCL(store, self.rank, self.ranks, options)
+
+    def _gloo(self, name: str, own_host: str, timeout_s: float) -> Any:
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_host)]
+        options._timeout = _seconds(timeout_s)
+        store = dist.PrefixStore(name, self._store)
+        try:
+            return dist.ProcessGroupGloo(store, self.rank, self.ranks, options)
+        except RuntimeError as error:
+            raise MeetingFailed(f"rank {self.rank} cannot connect: {_cause(error)}") from None
+
+
+class TorchChannel:
+    """A `Channel` over a gloo group. Rank 0 waits `timeout_s` for a message, and the others
+    `idle_s` for the next of rank 0: it must say something that often, also when it has no work.
+
+    After a failure nothing works any more; rank 0's error names the ranks that say nothing.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        meeting: Meeting,
+        *,
+        timeout_s: float,
+        idle_s: float,
+        now: Callable[[], float],
+    ) -> None:
+        self.rank, self.ranks, self.step = meeting.rank, meeting.ranks, 0
+        self._group: Any = group
+        self._meeting, self._now = meeting, now
+        self._timeout_s, self._idle_s = timeout_s, idle_s
+        self._reason = ""
+
+    def broadcast(self, message: bytes | None) -> bytes:
+        self.step += 1
+        if self.rank:
+            return self._receive({0: self._idle_s})[0]
+        assert message is not None
+        self._send(message, range(1, self.ranks))
+        return message
+
+    def gather(self, message: bytes) -> list[bytes] | None:
+        if self.rank:
+            self._send(message, [0])
+            return None
+        others = self._receive(dict.fromkeys(range(1, self.ranks), self._timeout_s))
+        return [message, *others.values()]
+
+    def abort(self, reason: str) -> None:
+        self._reason = self._reason or reason
+        group, self._group = self._group, None
+        if group is not None:
+            cut(group)
+            self._meeting.report(reason)
+
+    def _send(self, message: bytes, to: Sequence[int]) -> None:
+        group = self._open()
+        parts = _parts(message)
+        until_s = self._now() + self._timeout_s
+        # All at once: the deadline is one for all, and the slowest rank decides.
+        works = [
+            (rank, self._start(group.send, part, rank, tag))
+            for rank in to
+            for tag, part in enumerate(parts)
+        ]
+        for rank, work in works:
+            self._wait(work, rank, until_s, self._timeout_s)
+
+    def _receive(self, limits_s: dict[int, float]) -> dict[int, bytes]:
+        """One message of each rank, with the seconds that it may take."""
+        group, began_s = self._open(), self._now()
+        heads = {rank: torch.empty(FRAME, dtype=torch.uint8) for rank in limits_s}
+        works = {rank: self._start(group.recv, head, rank, 0) for rank, head in heads.items()}
+        found = {}
+        for rank, limit_s in limits_s.items():
+            self._wait(works[rank], rank, began_s + limit_s, limit_s)
+            head = heads[rank].numpy().tobytes()
+            length, got = int.from_bytes(head[:_HEAD], "little"), head[_HEAD:]
+            if length > len(got):
+                rest = torch.empty(length - len(got), dtype=torch.uint8)
+                more = self._start(group.recv, rest, rank, 1)
+                self._wait(more, rank, began_s + limit_s, limit_s)
+                got += rest.numpy().tobytes()
+            found[rank] = got[:length]
+        return found
+
+    def _open(self) -> Any:
+        if self._group is None:
+            raise ExchangeFailed(self.rank, self.step, self._reason)
+        return self._group
+
+    def _start(self, call: Callable[..., Any], part: Tensor, rank: int, tag: int) -> Any:
+        try:
+            return call([part], rank, tag)
+        except RuntimeError as error:
+            raise self.failed(rank, _cause(error)) from None
+
+    def _wait(self, work: Any, rank: int, until_s: float, limit_s: float) -> None:
+        try:
+            work.wait(_seconds(max(0.001, until_s - self._now())))
+        except RuntimeError as error:
+            cause = _cause(error)
+            if "timeout" in cause.lower() or "timed out" in cause.lower():
+                cause = f"nothing came or went for {limit_s:g} s"
+            raise self.failed(rank, cause) from None
+
+    def failed(self, rank: int, cause: str) -> ExchangeFailed:
+        """Ends the channel; the error, which names the rank that is really to blame if rank 0
+        finds one: when one rank stops, the first to be missed may be another that waits for it."""
+        self.abort(f"step {self.step}: rank {rank}: {cause}")
+        if self.rank == 0 and (silent := self._meeting.silent()) and rank not in silent:
+            rank, cause = silent[0], f"it does not answer ({named([rank])}: {cause})"
+        return ExchangeFailed(rank, self.step, cause)
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Ranks for people: "rank 2", "ranks 2, 3"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _parts(message: bytes) -> list[Tensor]:
+    """A message as one tensor of `FRAME` bytes with its length, and one with what is over."""
+    head = bytearray(FRAME)
+    first = message[: FRAME - _HEAD]
+    head[:_HEAD] = len(message).to_bytes(_HEAD, "little")
+    head[_HEAD : _HEAD + len(first)] = first
+    parts = [torch.frombuffer(head, dtype=torch.uint8)]
+    if len(message) > len(first):
+        parts.append(torch.frombuffer(bytearray(message[len(first) :]), dtype=torch.uint8))
+    return parts
+
+
+def _seconds(seconds: float) -> Any:
+    """What torch takes for a duration, which its annotations call timedelta."""
+    return max(seconds, 0.001)
+
+
+def _cause(error: BaseException) -> str:
+    """The part of torch's message that says what happened."""
+    text = re.sub(r"^\[[^\]]*\] ", "", str(error).strip().split("\n")[0])
+    return text.partition(". This is typically")[0]

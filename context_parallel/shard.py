@@ -1,0 +1,179 @@
+"""Which rank of a gang holds and which computes what: arithmetic on block numbers and counts.
+
+Block numbers are gang-wide: `rank * per_rank + block on that rank`. So a sequence's list of blocks
+is its shard map.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    Ints = NDArray[np.int64]
+
+TILE = 64  # tokens of a long row that are dealt to a rank together
+SHORT_TOKENS = 64  # rows of up to as many tokens are computed on every rank
+HISTORY_BYTES_MAX = 1 << 30  # of a layer, that is fetched
+RATIO_MAX = 2.0  # a gather that seems faster than this against a scatter is not believed
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPolicy:
+    """When a sequence leaves its home rank."""
+
+    ranks: int = 1
+    shard_from_tokens: int = 32768  # sequences that are to grow this long use all ranks
+    hit_tokens: int = 1024  # a cached prefix this long on one rank makes that rank the home
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one token lies."""
+
+    rank: int
+    local: int  # counted over the sequence's blocks on that rank, in ascending logical order
+    block: int  # physical, of that rank
+    offset: int
+
+
+class ShardMap:
+    """Position <-> place for one sequence and layer group, of gang-wide `blocks`."""
+
+    __slots__ = ("_local", "block_size", "owner", "physical")
+
+    def __init__(self, blocks: Sequence[int], per_rank: int, block_size: int) -> None:
+        """`per_rank` is how many blocks each rank's arena has."""
+        ids = np.asarray(blocks, np.int64)
+        self.block_size = block_size
+        self.owner, self.physical = np.divmod(ids, per_rank)  # int64 [blocks]
+        order = np.argsort(self.owner, kind="stable")
+        owners = self.owner[order]
+        self._local = np.empty_like(ids)
+        self._local[order] = np.arange(len(ids)) - np.searchsorted(owners, owners)
+
+    def locate(self, position: int) -> Place:
+        """Raises IndexError where no block holds `position`."""
+        index, offset = divmod(position, self.block_size)
+        if not 0 <= index < len(self.owner):
+            raise IndexError(f"position {position} is not in {len(self.owner)} blocks")
+        return Place(
+            int(self.owner[index]), int(self._local[index]), int(self.physical[index]), offset
+        )
+
+    def position(self, rank: int, local: int, offset: int) -> int:
+        """The inverse of `locate`. Raises IndexError where `rank` has no such block."""
+        logical = self.local(rank)[1]
+        if not (0 <= local < len(logical) and 0 <= offset < self.block_size):
+            raise IndexError(f"rank {rank} has {len(logical)} blocks, not block {local}, {offset}")
+        return int(logical[local]) * self.block_size + offset
+
+    def local(self, rank: int) -> tuple[Ints, Ints]:
+        """Physical and logical number of each block on `rank`, in ascending logical order."""
+        logical = np.flatnonzero(self.owner == rank)
+        return self.physical[logical], logical
+
+
+def deal(count: int, ranks: int, tile: int = TILE) -> list[Ints]:
+    """Which of the `count` tokens of a long row each rank computes: tile i goes to rank i % ranks.
+
+    Interleaved, so that the causal mask gives all ranks about the same work.
+    """
+    token = np.arange(count)
+    owner = token // tile % ranks
+    return [token[owner == rank] for rank in range(ranks)]
+
+
+def share(count: int, ranks: int, tile: int = TILE) -> int:
+    """Tokens of the rank that `deal` gives most."""
+    rounds, rest = divmod(count, ranks * tile)
+    return rounds * tile + min(rest, tile)
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """The tokens of a step's sharded rows that one rank computes, as they follow its own rows in
+    the flat batch: those of short rows, then its tiles of long rows, then padding."""
+
+    row: Ints  # int64 [n], which of the step's sharded rows; -1 for padding
+    offset: Ints  # int64 [n], token of that row; 0 for padding
+    short: int  # tokens of short rows, first of all
+
+
+def tails(counts: Sequence[int], ranks: int) -> list[Tail]:
+    """Each rank's tail of a step whose sharded rows have `counts` tokens; all are equally long."""
+    short = [i for i, count in enumerate(counts) if count <= SHORT_TOKENS]
+    row = np.repeat(np.array(short, np.int64), [counts[i] for i in short])
+    offset = np.concatenate([np.arange(0), *(np.arange(counts[i]) for i in short)])
+    rows, offsets = [[row] for _ in range(ranks)], [[offset] for _ in range(ranks)]
+    for i, count in enumerate(counts):
+        if count > SHORT_TOKENS:
+            for rank, tokens in enumerate(deal(count, ranks)):
+                rows[rank].append(np.full(len(tokens), i))
+                offsets[rank].append(tokens)
+    longest = max(sum(map(len, parts)) for parts in rows)
+    found = []
+    for some_rows, some_offsets in zip(rows, offsets, strict=True):
+        short_of = longest - sum(map(len, some_rows))
+        some_rows.append(np.full(short_of, -1))
+        some_offsets.append(np.zeros(short_of, np.int64))
+        found.append(Tail(np.concatenate(some_rows), np.concatenate(some_offsets), len(row)))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What attention of one layer moves."""
+
+    heads: int  # of queries
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+    q_bytes: int  # of an element of queries, and of new keys and values
+    kv_bytes: int  # of an element of the pages
+    sum_bytes: int = 4  # of an element of partial sums
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Keys and values of one token, as stored."""
+        return self.kv_heads * (self.k_dim + self.v_dim) * self.kv_bytes
+
+    @property
+    def q_token_bytes(self) -> int:
+        return self.heads * self.k_dim * self.q_bytes
+
+    @property
+    def partial_token_bytes(self) -> int:
+        """A partial of one token from one rank: acc, m and l."""
+        return self.heads * (self.v_dim + 2) * self.sum_bytes
+
+    def moved_bytes(self, ratio: float) -> float:
+        """What a token's query and its partials cost in bytes of a gather that is `ratio` times as
+        fast as a scatter."""
+        return self.q_token_bytes + self.partial_token_bytes * ratio
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Bytes a second of the two kinds of exchange as measured; equal until something is."""
+
+    gather: float = 1.0
+    scatter: float = 1.0
+
+
+def moves_history(cached: int, new: int, geometry: Geometry, rates: Rates) -> bool:
+    """Whether a long chunk of `new` tokens fetches the `cached` tokens that it sees of its history,
+    rather than sending its queries to where they lie.
+
+    `P Hkv (Dk+Dv) bytes_kv < T Hq (Dk bytes_q + (Dv+2) 4)`, each side over its measured rate.
+    Histories of more than HISTORY_BYTES_MAX stay where they are.
+    """
+    history = cached * geometry.kv_token_bytes
+    ratio = min(rates.gather / rates.scatter, RATIO_MAX)
+    return history <= HISTORY_BYTES_MAX and history < new * geometry.moved_bytes(ratio)

@@ -1,0 +1,88 @@
+"""One rank's block tables by slot, cut out of the gang's, and a digest that all ranks share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+MASK = (1 << 64) - 1
+
+
+class LocalTables:
+    """The block tables of the running sequences, as one rank needs them.
+
+    `blocks[g, slot]` are the gang-wide numbers of group g's blocks in logical order, `length[slot]`
+    of them. `host[g, slot, :used[slot]]` are the physical blocks on this rank and
+    `logical[slot, :used[slot]]` which blocks of the sequence they are, ascending. All groups of a
+    logical block lie on one rank.
+    """
+
+    def __init__(
+        self, per_rank: Sequence[int], rank: int, *, max_num_seqs: int, max_blocks: int
+    ) -> None:
+        """`per_rank[g]` is how many blocks the arena of group g has on each rank."""
+        self.per_rank, self.rank = tuple(per_rank), rank
+        shape = (len(self.per_rank), max_num_seqs, max_blocks)
+        self.blocks = np.zeros(shape, np.int32)
+        self.host = np.zeros(shape, np.int32)
+        self.logical = np.zeros(shape[1:], np.int32)
+        self.length = np.zeros(max_num_seqs, np.int64)
+        self.used = np.zeros(max_num_seqs, np.int64)
+        self._digest = 0
+
+    @property
+    def digest(self) -> int:
+        """64 bits of all entries of all slots, the same on every rank: a sum of one number for each
+        (group, slot, index, block), so that no lost, doubled or swapped entry goes unseen."""
+        return self._digest
+
+    def change(self, slot: int, first: int, ids: Sequence[Sequence[int]]) -> None:
+        """From logical block `first` on the sequence in `slot` has the gang-wide blocks `ids[g]`;
+        what lay there before is dropped.
+
+        Raises ValueError where a block before `first` is missing, groups differ in length, or a
+        logical block lies on several ranks.
+        """
+        groups, _, width = self.blocks.shape
+        new = np.array(ids, np.int64).reshape(groups, -1)
+        length, end = int(self.length[slot]), first + new.shape[1]
+        if not 0 <= first <= length or end > width:
+            raise ValueError(f"blocks {first} to {end} of a table of {length}, {width} at most")
+        owner, physical = np.divmod(new, np.array(self.per_rank)[:, None])
+        if (owner != owner[:1]).any():
+            raise ValueError(f"the groups of a block of slot {slot} lie on several ranks")
+        self._digest -= self._sum(slot, first, length)
+        self.blocks[:, slot, first:end] = new
+        self.length[slot] = end
+        self._digest = (self._digest + self._sum(slot, first, end)) & MASK
+        kept = int(np.searchsorted(self.logical[slot, : self.used[slot]], first))
+        mine = np.flatnonzero(owner[0] == self.rank)
+        used = kept + len(mine)
+        self.host[:, slot, kept:used] = physical[:, mine]
+        self.logical[slot, kept:used] = first + mine
+        self.used[slot] = used
+
+    def clear(self, slot: int) -> None:
+        """The sequence in `slot` is gone."""
+        self.change(slot, 0, [[] for _ in self.per_rank])
+
+    def _sum(self, slot: int, first: int, end: int) -> int:
+        groups, slots, width = self.blocks.shape
+        group, index = np.arange(groups)[:, None], np.arange(first, end)
+        key = ((group * slots + slot) * width + index).astype(np.uint64)
+        block = self.blocks[:, slot, first:end].astype(np.uint64)
+        return int(_mix(_mix(key) + block).sum(dtype=np.uint64))
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014): every bit of x changes every bit."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,105 @@
+"""Engines over several ranks, each a thread of this process, around the tiny models."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from context_parallel.loopback import channels, loopback
+from kvpaging.store import BlockStore
+from worker.building import build_engine, build_follower
+from worker.gang import Gang
+from worker.model import PagedModel
+
+if TYPE_CHECKING:
+    from worker.engine import Engine
+    from worker.gang import Follower
+    from worker.startup import Launch
+
+TIMEOUT_S = 60.0
+
+
+class Ranks:
+    """The followers of a gang in threads, and how each of them ended."""
+
+    def __init__(self, gangs: list[Gang]) -> None:
+        self.gangs = gangs
+        self.followers: list[Follower] = []
+        self.ends: dict[int, Exception | None] = {}
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        for follower in self.followers:
+            thread = threading.Thread(target=self._serve, args=(follower,))
+            self._threads.append(thread)
+            thread.start()
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join(TIMEOUT_S)
+            assert not thread.is_alive()
+
+    def _serve(self, follower: Follower) -> None:
+        try:
+            follower.serve()
+        except Exception as error:
+            self.ends[follower.gang.rank] = error
+        else:
+            self.ends[follower.gang.rank] = None
+
+
+def gangs(ranks: int, *, epoch: int = 1, timeout_s: float = TIMEOUT_S) -> list[Gang]:
+    """The ends of all ranks of a gang."""
+    pairs = zip(loopback(ranks, timeout_s), channels(ranks, timeout_s), strict=True)
+    return [Gang(exchange, channel, epoch) for exchange, channel in pairs]
+
+
+@contextmanager
+def gang_engine(
+    launch: Launch,
+    model: PagedModel,
+    ranks: int,
+    *,
+    depth: int = 1,
+    timeout_s: float = TIMEOUT_S,
+    fails: bool = False,
+) -> Iterator[tuple[Engine, Ranks]]:
+    """An engine of rank 0 and its followers, which end well unless the test `fails` them.
+
+    All ranks have the weights of `model` and pages of their own, full of what a finished request
+    might have left there, loud enough to be heard if it is ever read.
+    """
+    memory = launch.memory
+    tokens = memory.slices * launch.layout.block_size * ranks
+    launch = replace(launch, memory=replace(memory, ranks=ranks, tokens=tokens))
+    members = Ranks(gangs(ranks, timeout_s=timeout_s))
+    paged = [
+        PagedModel(model.hf, BlockStore(launch.layout, memory.slices, launch.dtype, launch.device))
+        for _ in range(ranks)
+    ]
+    for one in paged:
+        for arena in one.store.arenas:
+            arena.view(launch.dtype).fill_(1e4)
+    engine = build_engine(launch, paged[0], lambda: 0.0, gang=members.gangs[0])
+    engine.depth = engine.runner.depth = depth
+    for one, gang in zip(paged[1:], members.gangs[1:], strict=True):
+        follower = build_follower(launch, one, gang, lambda: 0.0)
+        follower.depth = depth
+        members.followers.append(follower)
+    members.start()
+    try:
+        yield engine, members
+        if not fails:
+            engine.runner.stop()
+    except BaseException:
+        members.gangs[0].abort("the test failed")
+        raise
+    finally:
+        members.join()
+        for one in paged:
+            one.pages.close()
+    if not fails:
+        assert set(members.ends.values()) <= {None}

@@ -1,0 +1,88 @@
+"""Transfers of blocks that lie on several ranks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from context_parallel.loopback import channels
+from kvpaging.store import BlockStore, LayerShape, layout
+from worker.gang_pages import GangPages, serve_pages
+
+SHAPES = [LayerShape(1, 8, 8), LayerShape(1, 8, 8, window=4), LayerShape(2, 8, 4)]
+PAGES = layout(SHAPES, 8, 4)
+PER_RANK = [10, 10, 5]
+"""Blocks of each group: the first two share an arena."""
+
+
+@contextmanager
+def gang(ranks: int) -> Iterator[tuple[GangPages, list[BlockStore]]]:
+    stores = [BlockStore(PAGES, 5, torch.float32, torch.device("cpu")) for _ in range(ranks)]
+    ends = channels(ranks, 10.0)
+    threads = [
+        threading.Thread(target=serve_pages, args=pair)
+        for pair in list(zip(stores, ends, strict=True))[1:]
+    ]
+    for thread in threads:
+        thread.start()
+    pages = GangPages(stores[0], ends[0])
+    try:
+        yield pages, stores
+    finally:
+        pages.stop()
+        for thread in threads:
+            thread.join(10)
+            assert not thread.is_alive()
+
+
+def wide(owners: list[int], local: list[list[int]]) -> list[list[int]]:
+    """Gang-wide numbers of blocks `local[g]` on their owners."""
+    return [
+        [owner * most + block for owner, block in zip(owners, blocks, strict=True)]
+        for most, blocks in zip(PER_RANK, local, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("owners", [[0, 0, 0], [2, 2, 2], [1, 0, 2], [2, 1, 2]])
+def test_blocks_of_several_ranks_travel_as_one_store_would_send_them(owners):
+    local = [[1, 4, 7], [2, 0, 9], [3, 4, 0]]
+    blocks = wide(owners, local)
+    data = np.random.default_rng(3).integers(0, 256, 3 * PAGES.slice_bytes, np.uint8)
+    with gang(3) as (pages, stores):
+        pages.beat()
+        pages.import_(blocks, data.tobytes())
+        assert (pages.export(blocks) == data).all()
+        for i, owner in enumerate(owners):
+            there = stores[owner].export([[column[i]] for column in local])
+            assert (there == data.reshape(3, -1)[i]).all()
+        written = sum(int(arena.any(1).sum()) for store in stores for arena in store.arenas)
+    assert written == 9
+
+
+def test_what_cannot_be_is_refused_and_the_gang_goes_on():
+    with gang(2) as (pages, _):
+        with pytest.raises(ValueError, match="several ranks"):
+            pages.export([[0], [0], [5]])
+        with pytest.raises(ValueError, match="bytes were given"):
+            pages.import_([[0], [0], [0]], b"abc")
+        with pytest.raises(ValueError, match="equally long"):
+            pages.export([[0], [0], []])
+        assert pages.export([[], [], []]).nbytes == 0
+        assert pages.export(wide([1], [[0], [0], [0]])).nbytes == PAGES.slice_bytes
+
+
+def test_a_rank_that_refuses_its_part_says_which_it_is(monkeypatch):
+    with gang(2) as (pages, stores):
+
+        def refuse(blocks):
+            raise ValueError("not here")
+
+        monkeypatch.setattr(stores[1], "export", refuse)
+        with pytest.raises(ValueError, match="rank 1: not here"):
+            pages.export(wide([1], [[0], [0], [0]]))
+        assert pages.export(wide([0], [[0], [0], [0]])).nbytes == PAGES.slice_bytes

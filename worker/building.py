@@ -1,0 +1,165 @@
+"""An engine, or another rank's part of one, around a model that is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PretrainedConfig
+
+from context_parallel.shard import Geometry
+from kvpaging.attention import accumulator
+from kvpaging.pool import BlockPool
+from kvpaging.store import Layout
+from worker.device import free_memory_bytes
+from worker.engine import Engine
+from worker.gang import Follower, Gang, GangRunner, RankRunner
+from worker.gang_plan import GangBuilder
+from worker.model import ModelShape, PagedModel
+from worker.plan import BatchBuilder
+from worker.prefix import Identity, PrefixCache
+from worker.runner import Runner
+from worker.sampler import Sampler
+from worker.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from worker.startup import Launch
+
+UNNAMED = Identity(b"", "")  # of an engine that shares no blocks with others
+
+
+def build_engine(
+    launch: Launch,
+    model: PagedModel,
+    clock: Callable[[], float],
+    cpu_clock: Callable[[], float] | None = None,
+    *,
+    identity: Identity = UNNAMED,
+    gang: Gang | None = None,
+) -> Engine:
+    """The engine around a loaded model, of this process alone or of a whole gang."""
+    store, limits = model.store, launch.limits
+    ranks = 1 if gang is None else gang.ranks
+    arenas = [BlockPool(store.blocks(a), ranks) for a in range(len(store.arenas))]
+    pools = [arenas[group.arena] for group in launch.layout.groups]
+    cpu_clock = cpu_clock or clock
+    prefix = PrefixCache(
+        pools,
+        launch.layout.block_size,
+        identity,
+        enabled=launch.config.kv.prefix_cache,
+        cpu_clock=cpu_clock,
+        indexed=launch.layout.indexed,
+    )
+    depth = 1 if launch.device.type == "cpu" else 2
+    ends = end_token_ids(launch.directory, launch.hf_config)
+    sampler, options = _sampler(launch, ends), _options(launch, clock, cpu_clock)
+    runner = (
+        Runner(model, BatchBuilder(launch.layout, **_sizes(launch)), sampler, **options)
+        if gang is None
+        else GangRunner(gang, model, _gang_builder(launch, gang), sampler, depth=depth, **options)
+    )
+    return Engine(
+        Scheduler(pools, launch.layout.block_size, limits, prefix),
+        runner,
+        end_tokens=frozenset(ends),
+        max_model_len=launch.memory.max_model_len,
+        cpu_clock=cpu_clock,
+        depth=depth,
+    )
+
+
+def build_follower(
+    launch: Launch,
+    model: PagedModel,
+    gang: Gang,
+    clock: Callable[[], float],
+    cpu_clock: Callable[[], float] | None = None,
+) -> Follower:
+    """What another rank than 0 does, around a loaded model."""
+    ends = end_token_ids(launch.directory, launch.hf_config)
+    options = _options(launch, clock, cpu_clock or clock)
+    builder, sampler = _gang_builder(launch, gang), _sampler(launch, ends)
+    return Follower(
+        RankRunner(gang, model, builder, sampler, **options),
+        depth=1 if launch.device.type == "cpu" else 2,
+        free_bytes=lambda: free_memory_bytes(launch.device),
+    )
+
+
+def _sizes(launch: Launch) -> dict[str, Any]:
+    """Of batch builders."""
+    return {
+        "max_num_seqs": launch.limits.max_num_seqs,
+        "max_model_len": launch.memory.max_model_len,
+        "max_batch_tokens": launch.limits.max_batch_tokens,
+        "max_logit_rows": launch.limits.max_logit_rows,
+        "device": launch.device,
+    }
+
+
+def _gang_builder(launch: Launch, gang: Gang) -> GangBuilder:
+    pages = launch.layout
+    return GangBuilder(
+        pages,
+        rank=gang.rank,
+        ranks=gang.ranks,
+        per_rank=[launch.memory.slices * pages.groups_in(group.arena) for group in pages.groups],
+        geometries=geometries(pages, launch.shape, launch.dtype),
+        **_sizes(launch),
+    )
+
+
+def _sampler(launch: Launch, end_tokens: Sequence[int]) -> Sampler:
+    return Sampler(
+        launch.params.vocab_size,
+        launch.limits.max_num_seqs,
+        end_tokens,
+        device=launch.device,
+        dtype=launch.dtype,
+        max_logprobs=launch.params.max_logprobs,
+    )
+
+
+def _options(
+    launch: Launch, clock: Callable[[], float], cpu_clock: Callable[[], float]
+) -> dict[str, Any]:
+    """Of runners."""
+    return {
+        "max_num_seqs": launch.limits.max_num_seqs,
+        "clock": clock,
+        "cpu_clock": cpu_clock,
+    }
+
+
+def end_token_ids(directory: Path, config: PretrainedConfig) -> tuple[int, ...]:
+    """The tokens that end an answer: those of generation_config.json, else of config.json."""
+    from transformers import GenerationConfig
+
+    found: Any = None
+    if (directory / "generation_config.json").is_file():
+        found = GenerationConfig.from_pretrained(directory).eos_token_id
+    if found is None:
+        found = config.get_text_config(decoder=True).eos_token_id
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, list | tuple) else (int(found),)
+
+
+def geometries(pages: Layout, shape: ModelShape, dtype: torch.dtype) -> list[Geometry]:
+    """What attention of a layer of each group moves between ranks."""
+    size = dtype.itemsize
+    return [
+        Geometry(
+            max(shape.calls[layer].heads for layer in group.layers),
+            group.shape.kv_heads,
+            group.shape.k_dim,
+            group.shape.v_dim,
+            size,
+            size,
+            accumulator(dtype).itemsize,
+        )
+        for group in pages.groups
+    ]

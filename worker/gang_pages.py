@@ -1,0 +1,142 @@
+"""The pages of all ranks of a gang as one store, for transfers between gangs.
+
+Blocks go over a channel of their own, from any thread, so no step waits for them. All groups of a
+logical block lie on one rank, so a column of block numbers has one owner.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import msgpack  # type: ignore[import-untyped]
+import numpy as np
+from numpy.typing import NDArray
+
+from context_parallel.group import Channel
+from kvpaging.store import BlockStore
+
+STOP, BEAT, EXPORT, IMPORT = range(4)
+
+Bytes = NDArray[np.uint8]
+
+
+class GangPages:
+    """Rank 0's end. Blocks are gang-wide; `export` and `import_` are those of `BlockStore`.
+
+    One transfer at a time; the channel's deadline bounds each. Raises ExchangeFailed after it, and
+    ValueError where a rank refuses its part.
+    """
+
+    def __init__(self, store: BlockStore, channel: Channel) -> None:
+        self.store, self.channel = store, channel
+        self._lock = threading.Lock()
+
+    def export(self, blocks: Sequence[Sequence[int]]) -> Any:
+        share = _Share(self.store, blocks)
+        out = np.empty((len(share.owner), self.store.layout.slice_bytes), np.uint8)
+        out[share.owner == 0] = share.export(0)
+        if share.elsewhere:
+            for rank, part in enumerate(self._ask((EXPORT, share.columns, b""))[1:], 1):
+                out[share.owner == rank] = np.frombuffer(part, np.uint8).reshape(-1, out.shape[1])
+        return out.reshape(-1)
+
+    def import_(self, blocks: Sequence[Sequence[int]], data: Any) -> None:
+        share = _Share(self.store, blocks)
+        rows = share.rows_of(data)
+        if share.elsewhere:
+            others = rows[share.owner != 0].tobytes()
+            self._ask((IMPORT, share.columns, others))
+        share.import_(0, rows)
+
+    def beat(self) -> None:
+        """Say that rank 0 is alive: the others wait for its next word, but not for ever."""
+        with self._lock:
+            self.channel.broadcast(msgpack.packb((BEAT, [], b"")))
+
+    def stop(self) -> None:
+        """The others may leave."""
+        with self._lock:
+            self.channel.broadcast(msgpack.packb((STOP, [], b"")))
+
+    def _ask(self, message: tuple[int, list[list[int]], bytes]) -> list[bytes]:
+        """What each rank answers to a message. Raises ValueError where one refuses."""
+        with self._lock:
+            self.channel.broadcast(msgpack.packb(message))
+            heard = self.channel.gather(msgpack.packb(("", b"")))
+        assert heard is not None
+        answers = [msgpack.unpackb(answer) for answer in heard]
+        for rank, (refusal, _) in enumerate(answers):
+            if refusal:
+                raise ValueError(f"rank {rank}: {refusal}")
+        return [part for _, part in answers]
+
+
+def serve_pages(store: BlockStore, channel: Channel) -> None:
+    """Another rank's end: does its part of rank 0's transfers until it says that this is over.
+
+    Raises ExchangeFailed where the channel fails.
+    """
+    while True:
+        kind, columns, data = msgpack.unpackb(channel.broadcast(None))
+        if kind == STOP:
+            return
+        if kind == BEAT:
+            continue
+        refusal, part = "", b""
+        try:
+            share = _Share(store, columns)
+            if kind == EXPORT:
+                part = share.export(channel.rank).tobytes()
+            else:
+                elsewhere = share.owner != 0
+                rows = np.empty((len(elsewhere), store.layout.slice_bytes), np.uint8)
+                rows[elsewhere] = np.frombuffer(data, np.uint8).reshape(-1, rows.shape[1])
+                share.import_(channel.rank, rows)
+        except ValueError as error:
+            refusal = str(error)
+        channel.gather(msgpack.packb((refusal, part)))
+
+
+class _Share:
+    """Gang-wide blocks, `columns[g]` of group g, and who has which."""
+
+    def __init__(self, store: BlockStore, columns: Sequence[Sequence[int]]) -> None:
+        groups = store.layout.groups
+        if len(columns) != len(groups) or any(len(c) != len(columns[0]) for c in columns):
+            raise ValueError(f"{len(groups)} equally long block lists are needed")
+        per_rank = np.array([store.blocks(group.arena) for group in groups])[:, None]
+        self.store = store
+        self.columns = [list(column) for column in columns]
+        owners, self._blocks = np.divmod(np.array(self.columns, np.int64), per_rank)
+        if (owners != owners[:1]).any():
+            raise ValueError("the groups of a block lie on several ranks")
+        self.owner = owners[0]
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether any block is not on rank 0."""
+        return bool(self.owner.any())
+
+    def export(self, rank: int) -> Bytes:
+        """The bytes of this rank's blocks, `[n, slice_bytes]`."""
+        found: Bytes = self.store.export(self._of(rank))
+        return found.reshape(-1, self.store.layout.slice_bytes)
+
+    def import_(self, rank: int, rows: Bytes) -> None:
+        """Fill this rank's blocks out of `rows`, one for each block of the whole."""
+        mine = np.ascontiguousarray(rows[self.owner == rank])
+        self.store.import_(self._of(rank), mine)
+
+    def rows_of(self, data: Any) -> Bytes:
+        """Raises ValueError when data has not exactly these blocks' bytes."""
+        size, wanted = memoryview(data).nbytes, len(self.owner) * self.store.layout.slice_bytes
+        if size != wanted:
+            raise ValueError(f"{size} bytes were given for blocks of {wanted} bytes")
+        given = np.frombuffer(data, np.uint8) if size else np.empty(0, np.uint8)
+        return given.reshape(-1, self.store.layout.slice_bytes)
+
+    def _of(self, rank: int) -> list[list[int]]:
+        mine: list[list[int]] = self._blocks[:, self.owner == rank].tolist()
+        return mine
