@@ -134,17 +134,19 @@ class Metrics:
         self._answers = self._counter("kvatlas:answers", "route", "status")
         self._ignored = self._counter("kvatlas:ignored_parameters")
         self._background = self._counter("kvatlas:background_failures", "task")
-        self._open = Gauge(
-            "kvatlas:requests_open",
-            "Completion requests this ingress is answering",
-            tuple(self._labels),
-            registry=self._registry,
-        ).labels(**self._labels)
+        self._open = self._gauge("kvatlas:requests_open")
+        self._gauge("kvatlas:engines_ready").set_function(lambda: len(snapshots()))
 
     def _histogram(self, name: str, buckets: Sequence[float]) -> Histogram:
         words = name.partition(":")[2].replace("_", " ")
         made = Histogram(name, words, tuple(self._labels), buckets=buckets, registry=self._registry)
         return made.labels(**self._labels)
+
+    def _gauge(self, name: str) -> Gauge:
+        words = name.partition(":")[2].replace("_", " ")
+        return Gauge(name, words, tuple(self._labels), registry=self._registry).labels(
+            **self._labels
+        )
 
     def _counter(self, name: str, *labels: str) -> Counter:
         words = name.partition(":")[2].replace("_", " ")

@@ -106,6 +106,7 @@ def test_engines_are_shown_from_their_snapshots() -> None:
     metrics = asyncio.run(_engines())
     assert value(metrics, "vllm:num_requests_running", engine="g1") == 3
     assert value(metrics, "vllm:num_requests_running", engine="g2") == 1
+    assert value(metrics, "kvatlas:engines_ready", ingress="i") == 2
     assert value(metrics, "kvatlas:steps_total", engine="g1") == 12
     for name, wanted in (
         ("vllm:prefix_cache_queries_total", 40),
