@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from tests.cluster import modes, tiny
-from tests.cluster.processes import HEALTH, REAL, Server, alive, below, running
+from tests.cluster.processes import HEALTH, REAL, Server, alive, below, cmdline, running
 
 SETTINGS = (
     "model.dtype=float32",
@@ -97,23 +97,14 @@ async def streams(server: Server, after: int = 0, then: Callable[[], None] | Non
     return texts
 
 
-def all_ready(server: Server) -> list[int]:
-    return server.wait_until(lambda: len(pids := server.pids()) == 2 and pids)  # type: ignore[no-any-return]
-
-
-def nothing_held(server: Server) -> bool:
-    ranks = [r for gang in server.get("/debug/kv").json()["gangs"] for r in gang["ranks"]]
-    return len(ranks) == 2 and all(rank["owned"] == rank["leased"] == 0 for rank in ranks)
-
-
 def lose(server: Server, number: signal.Signals, undisturbed: list[str]) -> None:
     """One of the workers, in the middle of all streams: each goes on, and another one comes."""
-    lost = all_ready(server)[0]
+    lost = server.all_ready(2)[0]
     texts = asyncio.run(streams(server, STREAMS * 5, lambda: os.kill(lost, number)))
     assert texts == undisturbed
-    assert lost not in all_ready(server)
+    assert lost not in server.all_ready(2)
     server.wait_until(lambda: not alive(lost))
-    server.wait_until(lambda: nothing_held(server))
+    server.wait_until(lambda: server.nothing_held(2))
 
 
 @pytest.fixture(scope="module")
@@ -224,13 +215,13 @@ def test_a_client_that_goes_away_leaves_nothing_behind(server: Server, stream: b
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(server.url + TEXT, json=body, headers=headers, timeout=1)
     server.wait_until(lambda: f"[{label}] {TEXT} 499" in server.log.read_text(), 5)
-    server.wait_until(lambda: server.running() == [] and nothing_held(server), 5)
+    server.wait_until(lambda: server.running() == [] and server.nothing_held(2), 5)
     assert sum(opened(server).values()) == 0
 
 
 @in_one_mode
 def test_an_array_of_prompts_reaches_both_workers_and_none_hangs(server: Server) -> None:
-    all_ready(server)
+    server.all_ready(2)
     prompts = [f"{n:03} prompts of an array, each for itself" for n in range(64)]
     body = {"prompt": prompts, "max_tokens": 2, "ignore_eos": True, "echo": True}
 
@@ -259,12 +250,6 @@ def test_no_stream_is_broken_by_a_frozen_worker(server: Server, undisturbed: lis
 def ingresses(server: Server) -> set[int]:
     """The processes that answer HTTP, by the names that Ray gives them."""
     return {pid for pid in below(server.process.pid) if b":ingress" in cmdline(pid)}
-
-
-def cmdline(pid: int) -> bytes:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b""
 
 
 async def until(server: Server, condition: Callable[[], Any], limit_s: float = 60.0) -> Any:
@@ -316,9 +301,9 @@ async def kill_an_ingress(server: Server) -> None:
 
 @in_each_mode
 def test_a_killed_ingress_costs_no_new_request_and_leaves_none(server: Server) -> None:
-    all_ready(server)
+    server.all_ready(2)
     asyncio.run(kill_an_ingress(server))
-    server.wait_until(lambda: nothing_held(server))
+    server.wait_until(lambda: server.nothing_held(2))
 
 
 def mirrored(server: Server) -> bool:
