@@ -24,10 +24,14 @@ FAKE, REAL = "tests.cluster.fakes:ServedFake", "worker.replica:GPUWorker"
 # Faster than what is shipped, so that the tests are: 2 s and 5 s.
 HEALTH = ("cluster.health_period_s=0.5", "cluster.health_timeout_s=1.5")
 START = """
+import os
 import sys
 from cluster.cli import run
 from cluster.local import serve_here
 from tests.cluster.fakes import config
+
+if prepare := os.environ.get("KVATLAS_TEST_PREPARE"):
+    __import__(prepare, fromlist="*").prepare()
 
 def serve():
     worker, directory, *settings = sys.argv[1:]
@@ -66,6 +70,16 @@ class Server:
         gangs = self.get("/health/ready").json()["models"][0]["gangs"]
         return [int(gang["pid"]) for gang in gangs if gang["ready"]]
 
+    def all_ready(self, workers: int) -> list[int]:
+        """The same, once there are so many."""
+        found: list[int] = self.wait_until(lambda: len(pids := self.pids()) == workers and pids)
+        return found
+
+    def nothing_held(self, workers: int) -> bool:
+        """Whether so many answer, and no request or transfer has a block of any."""
+        ranks = [r for gang in self.get("/debug/kv").json()["gangs"] for r in gang["ranks"]]
+        return len(ranks) == workers and all(r["owned"] == r["leased"] == 0 for r in ranks)
+
     def running(self) -> list[str]:
         return [r["request"] for r in self.get("/debug/requests").json()["requests"]]
 
@@ -99,6 +113,13 @@ def below(pid: int) -> set[int]:
         for child in map(int, task.read_text().split()):
             found |= {child} | below(child)
     return found
+
+
+def cmdline(pid: int) -> bytes:
+    """Of a process that may have ended. Ray writes what an actor does there."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
 
 
 def alive(pid: int) -> bool:

@@ -13,7 +13,7 @@ import pytest
 from tests.cluster import tiny
 from tests.cluster.deploying import SLOW, STEP_S, Deployment, cluster
 from tests.cluster.processes import HEALTH, alive
-from tests.cluster.test_two_workers import ingresses, nothing_held, stream
+from tests.cluster.test_two_workers import ingresses, stream
 from worker.live import SILENCE_S
 
 STREAMS = 16
@@ -125,7 +125,7 @@ def test_a_worker_that_is_taken_away_ends_its_streams(
     (stays,) = server.wait_until(lambda: len(found := server.pids()) == 1 and found)
     assert stays in before
     server.wait_until(lambda: not any(alive(pid) for pid in before if pid != stays))
-    server.wait_until(lambda: nothing_held(server, 1))
+    server.wait_until(lambda: server.nothing_held(1))
 
 
 def test_changed_settings_replace_all_and_break_no_stream(
@@ -144,7 +144,7 @@ def test_changed_settings_replace_all_and_break_no_stream(
 
     answers(server, replaced)
     server.wait_until(lambda: not any(map(alive, before)))
-    server.wait_until(lambda: nothing_held(server))
+    server.wait_until(lambda: server.nothing_held(2))
 
 
 def test_workers_come_with_the_queue_and_go_without(
@@ -159,7 +159,7 @@ def test_workers_come_with_the_queue_and_go_without(
     assert len(texts) == 1  # of every answer
     assert len(gangs) == 2
     left = answers(server, lambda: len(found := server.pids()) == 1 and found)
-    server.wait_until(lambda: nothing_held(server, 1))
+    server.wait_until(lambda: server.nothing_held(1))
     assert alive(left[0])
 
 

