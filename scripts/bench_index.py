@@ -18,13 +18,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
+from cluster.gang_table import GangTable
 from cluster.index import BLOCK_BYTES, TABLE_BYTES, PrefixIndex
+from cluster.policies import Factors, Priced
 from kvpaging import hashing
 from kvpaging.events import Batch, Digest, Event, Load, encode, split, xor_of
 
 GANGS = 64
 PROMPT_TOKENS = 131_072
 SLICE = 256
+LOAD = Load(
+    blocks=1 << 15, step_tokens_max=8192, token_s=2e-5, step_s=0.02, link_tokens_per_s=95_000.0
+)
+WARM = 50  # lookups before those that count
 STATM = Path("/proc/self/statm")
 
 
@@ -152,22 +158,68 @@ def lookup(samples: int, block_size: int, others: int) -> dict[str, float]:
         whole.apply(
             encode(Batch("m", f"gang{g}", 0, 1, 1, digest.count, digest, Load(), events)), 0.0
         )
-    wall, cpu = [], []
-    for i in range(samples):
-        chain = split(b"".join(chains[i % 4]))  # new objects, as after hashing
-        started, began = time.perf_counter(), time.thread_time()
-        found = whole.match(chain, 0.0)
-        cpu.append(time.thread_time() - began)
-        wall.append(time.perf_counter() - started)
+    loads = {f"gang{g}": LOAD for g in range(GANGS)}
+    table = GangTable(whole, block_size, rates_alike=0.5)
+    for name, load in loads.items():
+        table.join(name, load)
+    policy = Priced(Factors(), pull=True)
+    match, decide = Timed(), Timed()
+    plain = Timed()  # a loop as long as a match: what else runs here delays both alike
+    count = 1
+    for i in range(WARM + samples):
+        chain, now = split(b"".join(chains[i % 4])), 0.1 * i  # new objects, as after hashing
+        with match:
+            found = whole.match(chain, now)
         assert len(found) == GANGS
+        with plain:
+            sum(range(count))
+        if i + 1 == WARM:
+            count = count_for(1e-3 * quantile_ms(match.cpu_s, 0.5))
+            match, decide, plain = Timed(), Timed(), Timed()
+        with decide:
+            ask = table.ask(i, chain, PROMPT_TOKENS, 128.0, now)
+            choice = policy(ask, table.rows)
+            table.sent(ask, choice, chain, now)
+        for row in table.rows:
+            row.report(row.load, now)
     return {
         "block_size": block_size,
         "chain_blocks": blocks,
         "hash_p50_ms": quantile_ms(hashed, 0.5),
-        "match_p50_ms": quantile_ms(wall, 0.5),
-        "match_p99_ms": quantile_ms(wall, 0.99),
-        "match_p99_cpu_ms": quantile_ms(cpu, 0.99),
+        **{f"match_{name}": value for name, value in match.shown().items()},
+        **{f"decide_{name}": value for name, value in decide.shown().items()},
+        "plain_loop_p99_ms": plain.shown()["p99_ms"],
     }
+
+
+class Timed:
+    """`with` it around what is timed, again and again: wall time, and CPU time of the thread."""
+
+    def __init__(self) -> None:
+        self.wall_s: list[float] = []
+        self.cpu_s: list[float] = []
+
+    def __enter__(self) -> None:
+        self._wall_s, self._cpu_s = time.perf_counter(), time.thread_time()
+
+    def __exit__(self, *_: object) -> None:
+        self.cpu_s.append(time.thread_time() - self._cpu_s)
+        self.wall_s.append(time.perf_counter() - self._wall_s)
+
+    def shown(self) -> dict[str, float]:
+        wall_ms = {f"p{q}_ms": quantile_ms(self.wall_s, q / 100) for q in (50, 99)}
+        return wall_ms | {"p99_cpu_ms": quantile_ms(self.cpu_s, 0.99)}
+
+
+def count_for(seconds: float) -> int:
+    """How far a plain loop counts in that time."""
+    most = 1 << 16
+    spent = []
+    for _ in range(20):
+        began = time.thread_time()
+        sum(range(most))
+        spent.append(time.thread_time() - began)
+    return max(1, round(most * seconds / sorted(spent)[10]))
 
 
 def quantile_ms(seconds: list[float], share: float) -> float:
@@ -178,14 +230,16 @@ def quantile_ms(seconds: list[float], share: float) -> float:
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a hundredth of the work")
+    parser.add_argument("--lookup", action="store_true", help="only what a decision takes")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
-    quick = arguments(argv).quick
+    options = arguments(argv)
     if not STATM.exists():
         print(f"memory is read from {STATM}, which only Linux has", file=sys.stderr)
         return 2
+    quick = options.quick
     live = 512 if quick else 16_384
     setup = {
         "gangs": GANGS,
@@ -196,6 +250,24 @@ def main(argv: list[str] | None = None) -> int:
         "load_average": round(os.getloadavg()[0], 2),
     }
     print(", ".join(f"{name} {value}" for name, value in setup.items()))
+    result: dict[str, object] = {} if options.lookup else memory_and_rates(quick, live)
+    result["lookup"] = rows = [lookup(200 if quick else 4_000, b, live) for b in (64, 16)]
+    for line in rows:
+        print(
+            f"128k tokens, blocks of {line['block_size']}, ms: hashing {line['hash_p50_ms']}; then "
+            f"match {line['match_p50_ms']}, p99 {line['match_p99_ms']} (CPU "
+            f"{line['match_p99_cpu_ms']}, a plain loop of that length {line['plain_loop_p99_ms']})"
+            f"; match, price and expect {line['decide_p50_ms']}, p99 {line['decide_p99_ms']} "
+            f"(CPU {line['decide_p99_cpu_ms']})"
+        )
+    if not options.lookup:
+        result |= churned(quick, live)
+    print(json.dumps({"setup": setup, "results": result}))
+    return 0
+
+
+def memory_and_rates(quick: bool, live: int) -> dict[str, object]:
+    """What a block takes and how fast events are, printed as they come."""
     result: dict[str, object] = {}
     result["resident_bytes_per_block"] = round(resident_per_block(live), 1)
     result["table_bytes_per_block"] = worst = table_bytes_worst(8_192 if quick else 262_144)
@@ -209,21 +281,19 @@ def main(argv: list[str] | None = None) -> int:
     result["events"] = rates = [rate(size, events, live) for size in (1, 8, 32, 128)]
     for row in rates:
         print(f"{row['events_per_s']:>12,} events/s, {row['blocks_a_batch']} stored a batch")
-    result["lookup"] = rows = [lookup(200 if quick else 4_000, b, live) for b in (64, 16)]
-    for line in rows:
-        print(
-            f"128k tokens, blocks of {line['block_size']}: match p50 {line['match_p50_ms']} ms, "
-            f"p99 {line['match_p99_ms']} ms (cpu {line['match_p99_cpu_ms']}); "
-            f"hashing before it {line['hash_p50_ms']} ms"
-        )
+    return result
+
+
+def churned(quick: bool, live: int) -> dict[str, object]:
+    """Whether memory stays where it is, printed as it goes."""
     sizes = []
     for done, size in churn(100_000 if quick else 10_000_000, live):
         sizes.append(size)
         print(f"{done:>12,} blocks churned, {size / 1e6:.1f} MB resident", flush=True)
-    result["churn_resident_mb"] = [round(size / 1e6, 1) for size in sizes]
-    result["churn_growth"] = round(sizes[-1] / sizes[0], 4)
-    print(json.dumps({"setup": setup, "results": result}))
-    return 0
+    return {
+        "churn_resident_mb": [round(size / 1e6, 1) for size in sizes],
+        "churn_growth": round(sizes[-1] / sizes[0], 4),
+    }
 
 
 if __name__ == "__main__":

@@ -49,9 +49,23 @@ def test_the_last_line_is_one_json_object() -> None:
     results = last["results"]
     assert [row["blocks_a_batch"] for row in results["events"]] == [1, 8, 32, 128]
     assert [row["chain_blocks"] for row in results["lookup"]] == [128, 512]
+    for row in results["lookup"]:
+        assert all(row[name] > 0 for name in row)
+        assert row["match_p50_ms"] <= row["match_p99_ms"]
+        assert row["decide_p50_ms"] <= row["decide_p99_ms"]
     assert len(results["churn_resident_mb"]) == 10
     assert results["resident_bytes_per_block"] > 16
     assert results["bytes_per_block_worst"] <= 170
+
+
+def test_a_plain_loop_counts_as_far_as_the_time_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_s = iter(0.002 * i for i in range(100))
+    monkeypatch.setattr(bench_index.time, "thread_time", lambda: next(at_s))
+    assert bench_index.count_for(1e-3) == pytest.approx((1 << 16) / 2, rel=1e-6)
+    with (timed := bench_index.Timed()):
+        pass
+    assert timed.cpu_s == [pytest.approx(0.002)]
+    assert timed.shown()["p99_cpu_ms"] == 2.0
 
 
 def test_elsewhere_it_says_what_it_needs(
