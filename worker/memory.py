@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from context_parallel.policy import longest_sequence
 from kvpaging.store import Layout
 
 GIB = 1 << 30
@@ -16,7 +17,8 @@ class DoesNotFit(Exception):
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """All sizes in bytes; `slices` pieces of `block_size` tokens fit."""
+    """All sizes in bytes, of one rank, where `slices` pieces of `block_size` tokens fit; a sequence
+    of `tokens` fits the gang."""
 
     free_bytes: int
     weight_bytes: int
@@ -39,8 +41,9 @@ def plan_memory(
     memory_fraction: float,
     blocks: int | None,
     on_cpu: bool,
+    ranks: int = 1,
 ) -> MemoryPlan:
-    """Size the KV budget. Raises DoesNotFit before anything is loaded.
+    """Size the KV budget of each of a gang's ranks. Raises DoesNotFit before anything is loaded.
 
     An explicit `blocks` or `memory` wins over the automatic size: on a GPU `memory_fraction` of
     what is free, less weights and workspaces; on a CPU a quarter of the rest, at most 2 GiB.
@@ -68,12 +71,13 @@ def plan_memory(
             "kv.memory or kv.blocks, use model.dtype=bfloat16, or free memory"
         )
     slices = budget // layout.slice_bytes
-    tokens = slices * layout.block_size
+    tokens = longest_sequence(slices, layout.block_size, ranks)
     longest = max_model_len or min(model_limit, tokens)
     if longest > tokens or slices == 0:
+        there = f"{gib(budget)} are there" + (f" on each of {ranks} ranks" if ranks > 1 else "")
         raise DoesNotFit(
             f"a sequence of {longest} tokens does not fit: it needs "
-            f"{gib(longest * layout.bytes_per_token)} of pages, {gib(budget)} are there, which is "
+            f"{gib(longest * layout.bytes_per_token)} of pages, {there}, which is "
             f"{tokens} tokens. Lower model.max_model_len to {tokens} or less, raise kv.memory or "
             "kv.blocks, or free memory"
         )
