@@ -91,6 +91,8 @@ class Watch:
     def report(self, gang: str) -> dict[str, Any]:
         """Its entry in `/health/ready`."""
         entry = {"gang": gang, "ready": self.ready, "reason": self.complaint}
+        if self.info is not None:
+            entry |= {"pool": self.info["pool"], "workers": self.ranks}
         if self._stats is None:
             unknown = ("host", "pid", "step_age_s", "answer_age_s", "quarantined_blocks")
             return {**entry, **dict.fromkeys(unknown)}
