@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from cluster import capacity_command, load_command, quickstart, replay_command
+from cluster import capacity_command, context_command, load_command, quickstart, replay_command
 from cluster.errors import UserError
 from cluster.keys import ADMIN_KEY, Access
 from configs.loading import ConfigError, load
@@ -61,8 +61,11 @@ def _parser() -> argparse.ArgumentParser:
     replay_command.arguments(
         commands.add_parser("replay", help="what a routing policy is worth on a trace")
     )
-    load_command.arguments(
-        commands.add_parser("bench", help="load on a live server, and what its clients see")
+    bench = commands.add_parser("bench", help="load on a live server, and what its clients see")
+    load_command.arguments(bench)
+    others = bench.add_subparsers(metavar="context")
+    context_command.arguments(
+        others.add_parser("context", help="context parallelism: exchanges, balance, capacity")
     )
     where = commands.add_parser(
         "where", help="where one token of a running request lies, or whose tokens a block holds"
