@@ -67,9 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     context_command.arguments(
         others.add_parser("context", help="context parallelism: exchanges, balance, capacity")
     )
-    where = commands.add_parser(
-        "where", help="where one token of a running request lies, or whose tokens a block holds"
-    )
+    where = commands.add_parser("where", help="where a token lies, or whose tokens a block holds")
     where.set_defaults(run=_where)
     where.add_argument("request", nargs="?", help="the id in the answer, or from /debug/requests")
     where.add_argument("token", nargs="?", type=int, help="counted from 0, prompt included")
