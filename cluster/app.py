@@ -11,26 +11,27 @@ import math
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ray import serve
-from ray.serve.config import RequestRouterConfig
+from ray.serve.config import GangSchedulingConfig, RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
-from cluster import gangs, secret
-from cluster.calls import Misrouted
+from cluster import gangs, pools, secret
+from cluster.calls import Misrouted, ServeHandle
 from cluster.delivery import ANYONE, Delivery
 from cluster.errors import UserError
+from cluster.escort import Escort
 from cluster.hub import HubClient
 from cluster.peers import Said, ServePeers
 from cluster.reporting import Reporter
 from configs.loading import ConfigError, adjusted, load
+from configs.pools import PoolConfig
 from configs.schema import Config
 
 APP = "kvatlas"
-WORKER = "worker"
 INGRESS = "ingress"
 REAL_WORKER = "worker.replica:GPUWorker"
 
@@ -40,6 +41,7 @@ MAX_ONGOING = 100_000
 _CONTROL_CALLS = 1000  # room for questions beside the requests that an engine may hold
 _SEQUENCES_AUTO_MAX = 256
 _MARK = "kvatlas cannot start: "
+_REFUSALS = ("DoesNotFit", "MeetingFailed", "ModelError", "UnsupportedModel")
 _FIRST_LOOK_S = 3.0
 _SHARE_OF_A_RESOURCE = 0.001  # what an ingress takes of `cluster.ingress_resource`: next to nothing
 
@@ -63,27 +65,51 @@ class Worker:
     With one `key` all workers of the application name cached blocks alike.
     """
 
-    def __init__(self, kind: str, config: Config, directory: str | None, key: bytes) -> None:
+    def __init__(
+        self, kind: str, config: Config, pool: PoolConfig, directory: str | None, key: bytes
+    ) -> None:
         from cluster.logs import configure_logging
-        from cluster.transfer import Peers
 
         self._config = config
         configure_logging(config.server.log_level, as_json=config.server.log_json)
-        self._config = config
         self._reporting: asyncio.Task[None] | None = None
+        self._rank, self._escort = 0, Escort(lambda: ServeHandle(_own(pool)), ())
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # standard error is no terminal
         module, _, name = kind.partition(":")
         with _refusals():
             where = directory or model_directory(config)
             made = getattr(importlib.import_module(module), name)
-            self._worker = made(config, where, key, Peers(WORKER))
+            self._worker = self._made(made, pool, where, key)
+
+    def _made(self, kind: Any, pool: PoolConfig, directory: str, key: bytes) -> Any:
+        """The worker of this replica: alone, or as one rank of a gang."""
+        from cluster.transfer import Peers, by_reference
+
+        config, deployments = self._config.of_pool(pool), pools.deployments(self._config)
+        peers = Peers(lambda: pools.Pools({d: by_reference(d) for d in deployments}, gangs.listed))
+        if pool.gang_size == 1:
+            return kind(config, directory, key, peers)
+        from cluster.rendezvous import seat_here
+
+        seat, members = seat_here(config)
+        self._rank = seat.rank
+        if seat.rank:
+            return kind.follower(config, directory, members[seat.rank], seat)
+        self._escort = Escort(lambda: ServeHandle(_own(pool)), members[1:])
+        return kind(config, directory, key, peers, seat)
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """Tells Serve, and so `Delivery`, who this is."""
+        return {"gang": self._worker.gang, "rank": self._rank}
 
     def _report(self) -> None:
-        """Tell the index about this worker from now on; on the event loop, so not before a call."""
-        if self._reporting is None:
+        """Tell the index about this worker from now on, and stay with those who follow it; on the
+        event loop, so not before a call."""
+        if self._reporting is None and not self._rank:
             hub = HubClient(self._config.cluster.index_bytes, self._config.server.log_level)
             reporter = Reporter(self._worker, hub, time.monotonic)
             self._reporting = asyncio.create_task(_for_ever(reporter.turn))
+            self._escort.start()
 
     async def call(self, gang: str, method: str, *arguments: Any) -> Any:
         """What a method answers. Raises Misrouted."""
@@ -111,20 +137,32 @@ class Worker:
         await self._worker.check_health()
 
 
+def _own(pool: PoolConfig) -> Any:
+    """The handle of a pool's deployment, in a replica of it."""
+    return serve.get_deployment_handle(pools.deployment(pool.name), APP)
+
+
 async def _for_ever(turn: Callable[[], Awaitable[None]]) -> None:
     while True:
         await turn()
 
 
 class Ingress:
-    """The HTTP side in a replica of Serve."""
+    """The HTTP side in a replica of Serve. `workers` are the handles of all pools, by their
+    deployments' names, and `asked` what each worker asks Ray for."""
 
     def __init__(
-        self, config: Config, model: str, directory: str | None, key: bytes, worker: Any
+        self,
+        config: Config,
+        model: str,
+        directory: str | None,
+        key: bytes,
+        workers: Mapping[str, Any],
+        asked: Mapping[str, float],
     ) -> None:
-        from cluster.calls import ServeHandle
         from cluster.ingress import Api, keep_turning
         from cluster.logs import configure_logging
+        from cluster.supply import Supply, of_ray
         from cluster.text import load_tokenizer
 
         self._config = config
@@ -132,16 +170,21 @@ class Ingress:
         with _refusals():
             tokenizer = load_tokenizer(Path(directory or model_directory(config)))
         name = serve.get_replica_context().replica_id.unique_id
+        every = {name: ServeHandle(handle) for name, handle in workers.items()}
+        handle = pools.Pools(every, gangs.listed)
         self._api = Api(
             config,
             model,
-            ServeHandle(worker),
+            handle,
             tokenizer,
             name=name,
             key=key,
-            listed=lambda: gangs.listed.get(WORKER, frozenset()),
+            listed=handle.listed,
             hub=HubClient(config.cluster.index_bytes, config.server.log_level),
             peers=ServePeers(lambda: serve.get_deployment_handle(INGRESS, APP)),
+        )
+        self._api.supply = Supply(
+            config, asked, self._api.gangs.ready_by_pool, of_ray, time.monotonic
         )
         self._checked = False
         keep_turning()
@@ -193,7 +236,7 @@ def _refusals() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if type(error).__name__ not in ("DoesNotFit", "UnsupportedModel", "ModelError"):
+        if type(error).__name__ not in _REFUSALS:
             raise
         raise RuntimeError(_MARK + json.dumps(str(error))) from None
 
@@ -277,14 +320,17 @@ def build(
         at_ingress["resources"] = {cluster.ingress_resource: _SHARE_OF_A_RESOURCE}
     deployment: Any = serve.deployment  # its annotations do not know that it makes deployments
     delivery: Any = Delivery
-    workers = deployment(
-        Worker,
-        name=WORKER,
-        num_replicas=cluster.workers,
-        ray_actor_options=resources,
-        request_router_config=RequestRouterConfig(request_router_class=delivery),
-        **common,
-    ).bind(worker, config, directory, key)
+    workers = {}
+    for pool in config.pools:
+        name = pools.deployment(pool.name)
+        workers[name] = deployment(
+            Worker,
+            name=name,
+            ray_actor_options=resources,
+            request_router_config=RequestRouterConfig(request_router_class=delivery),
+            **_replicas(pool),
+            **common,
+        ).bind(worker, config, pool, directory, key)
     ingress = deployment(
         serve.ingress()(Ingress),
         name=INGRESS,
@@ -292,11 +338,22 @@ def build(
         ray_actor_options=at_ingress,
         **common,
     )
-    app: serve.Application = ingress.bind(config, model_name(config), directory, key, workers)
+    asked = {"CPU": cluster.cpus_per_worker, "GPU": resources.get("num_gpus", 0.0)}
+    name = model_name(config)
+    app: serve.Application = ingress.bind(config, name, directory, key, workers, asked)
     return app
+
+
+def _replicas(pool: PoolConfig) -> dict[str, Any]:
+    """How many replicas a pool's deployment has. Only gangs are started and ended together: Serve
+    stops those at once where a single worker may end its streams."""
+    found: dict[str, Any] = {"num_replicas": pool.ranks}
+    if pool.gang_size > 1:
+        found["gang_scheduling_config"] = GangSchedulingConfig(gang_size=pool.gang_size)
+    return found
 
 
 def local_cpus(config: Config) -> int:
     """CPUs to tell a local Ray, so that everything is placed however few cores there are."""
-    needed = math.ceil(config.cluster.workers * config.cluster.cpus_per_worker)
+    needed = math.ceil(config.ranks * config.cluster.cpus_per_worker)
     return max(os.cpu_count() or 1, needed)

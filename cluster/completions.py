@@ -257,7 +257,7 @@ class Completion(Response):
             priority=request.priority,
             ingress=self._api.dispatcher.name,
         )
-        return Job(submit, choices)
+        return Job(submit, choices, open_ended=request.asked_tokens is None)
 
     async def _whole(
         self,

@@ -25,8 +25,16 @@ ANYONE = ""
 """Instead of a gang: any worker may answer."""
 
 
+def place_of(replica: RunningReplica) -> tuple[str, int]:
+    """A replica's name for callers, and its rank: the leader of a gang has the gang's name, all
+    others have the id that Serve gave them (see `app.Worker.record_replica_metadata`)."""
+    said = replica._replica_info.replica_metadata
+    rank, own = int(said.get("rank", 0)), replica.replica_id.unique_id
+    return own if rank else said.get("gang") or own, rank
+
+
 class Delivery(RequestRouter):
-    """Routes `call(gang, ...)` and `stream(gang, ...)` to the replica whose id is `gang`."""
+    """Routes `call(gang, ...)` and `stream(gang, ...)` to the replica with the name `gang`."""
 
     async def choose_replicas(
         self,
@@ -40,7 +48,7 @@ class Delivery(RequestRouter):
             pending_request.routing_context.should_backoff = True
             gang = pending_request.args[0] if pending_request.args else ANYONE
             for replica in candidate_replicas:
-                if replica.replica_id.unique_id == gang:
+                if place_of(replica)[0] == gang:
                     # Only engines queue. An old count would make Serve ask the replica first, and
                     # wait for one that is frozen while calls to others wait behind it.
                     self.on_new_queue_len_info(replica.replica_id, 0)
@@ -60,6 +68,7 @@ class Delivery(RequestRouter):
         self._publish()
 
     def _publish(self) -> None:
-        names: Any = (replica_id.unique_id for replica_id in self.curr_replicas)
+        there: Any = self.curr_replicas.values()
         # Serve ships this class by value, so it shares no global names with its own module.
-        gangs.listed[self._deployment_id.name] = frozenset(names)
+        leaders = (name for name, rank in map(place_of, there) if rank == 0)
+        gangs.listed[self._deployment_id.name] = frozenset(leaders)

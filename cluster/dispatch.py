@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from cluster.calls import EngineLost, Handle, Refused, ask
 from cluster.gangs import LOOK_S, Gangs
-from cluster.routing import Route, Router
+from cluster.routing import Length, Route, Router
 from worker import wire
 
 log = logging.getLogger("kvatlas.ingress")
@@ -38,21 +38,26 @@ class Dispatcher:
         self.gangs, self._handle, self.router, self.name = gangs, handle, router, name
         self._open: dict[str, dict[str, int]] = {}  # by gang: attempts by request
 
-    def choose(self, submit: wire.Submit, avoid: Collection[str]) -> Target | None:
-        """The gang that should serve a prompt; None where all that are ready are to be avoided."""
-        route = self.router.choose(submit, avoid)
+    def choose(self, submit: wire.Submit, length: Length, avoid: Collection[str]) -> Target | None:
+        """The gang that should serve a prompt; None where all that are ready and can hold it are to
+        be avoided."""
+        route = self.router.choose(submit, length, avoid)
         return None if route is None else Target(route, self._handle.to(route.gang))
 
-    async def wait(self, submit: wire.Submit, avoid: Collection[str], wait_s: float) -> Target:
+    async def wait(
+        self, submit: wire.Submit, length: Length, avoid: Collection[str], wait_s: float
+    ) -> Target:
         """The same, waiting for a gang to become ready. One to be avoided is better than none.
 
         Raises EngineLost when there is none in `wait_s`.
         """
         try:
             async with asyncio.timeout(wait_s):
-                while (chosen := self.choose(submit, avoid) or self.choose(submit, ())) is None:
+                while True:
+                    for avoided in (avoid, ()):
+                        if (chosen := self.choose(submit, length, avoided)) is not None:
+                            return chosen
                     await asyncio.sleep(LOOK_S)
-                return chosen
         except TimeoutError:
             raise EngineLost(f"no worker was ready for {wait_s:g} s") from None
 

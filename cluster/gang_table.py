@@ -60,6 +60,7 @@ class Gang:
         "_sent",
         "load",
         "name",
+        "ranks",
         "rates",
         "sent_blocks",
         "sent_pulling",
@@ -67,8 +68,8 @@ class Gang:
         "sent_tokens",
     )
 
-    def __init__(self, name: str, load: Load) -> None:
-        self.name, self.load, self.rates = name, load, _rates(load)
+    def __init__(self, name: str, load: Load, ranks: int = 1) -> None:
+        self.name, self.load, self.rates, self.ranks = name, load, _rates(load), ranks
         self.sent_tokens = self.sent_blocks = self.sent_requests = self.sent_pulling = 0
         self._sent: deque[Sent] = deque()
 
@@ -128,9 +129,9 @@ class GangTable:
         self._rated_s = -math.inf
         self._demand = Demand()
 
-    def join(self, name: str, load: Load) -> None:
-        """A gang takes requests from now on."""
-        bisect.insort(self.rows, Gang(name, load), key=lambda row: row.name)
+    def join(self, name: str, load: Load, ranks: int = 1) -> None:
+        """A gang of that many workers takes requests from now on."""
+        bisect.insort(self.rows, Gang(name, load, ranks), key=lambda row: row.name)
         self._rated_s = -math.inf
 
     def leave(self, name: str) -> None:

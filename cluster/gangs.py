@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -41,6 +42,7 @@ class Gangs:
         }  # fmt: skip
         self._on_failure, self._check, self._clock = on_failure, check, clock
         self._info: dict[str, Any] | None = None
+        self._limits: dict[str, int] = {}
         self._watches: dict[str, Watch] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -55,7 +57,8 @@ class Gangs:
             task.cancel()
 
     def follow(self) -> None:
-        """Follow who is new, forget who is gone."""
+        """Follow who is new, forget who is gone, but not how much their pools hold."""
+        self.limits()
         listed = self._listed()
         for gang in listed - self._watches.keys():
             watch = self._watches[gang] = Watch(
@@ -78,6 +81,10 @@ class Gangs:
         """Those that take requests."""
         return {gang: watch for gang, watch in self._watches.items() if watch.ready}
 
+    def ready_by_pool(self) -> Mapping[str, int]:
+        """How many gangs of each pool take requests."""
+        return Counter(watch.pool for watch in self.ready().values())
+
     def suspect(self, gang: str, error: Exception) -> None:
         """A stream of this gang was lost: it is not ready until it answers again."""
         if gang in self._watches:
@@ -85,9 +92,16 @@ class Gangs:
 
     @property
     def info(self) -> dict[str, Any] | None:
-        """What a worker said of the model; all say the same."""
+        """What a worker said of the model; all say the same, except of how much they hold."""
         self._info = next((watch.info for watch in self.ready().values()), self._info)
         return self._info
+
+    def limits(self) -> Mapping[str, int]:
+        """By pool, the longest sequence that its gangs hold, as far as any has ever said."""
+        for watch in self._watches.values():
+            if watch.info is not None:
+                self._limits[watch.pool] = watch.longest
+        return self._limits
 
     @property
     def complaint(self) -> str:

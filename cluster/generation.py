@@ -21,7 +21,7 @@ from cluster.choices import Choice
 from cluster.dispatch import Dispatcher, Target
 from cluster.errors import ApiError
 from cluster.metrics import Metrics, Times
-from cluster.routing import Route
+from cluster.routing import Length, Route
 from worker import wire
 
 log = logging.getLogger("kvatlas.ingress")
@@ -67,6 +67,7 @@ class Job:
 
     submit: wire.Submit
     choices: Sequence[Choice]
+    open_ended: bool = False  # the answer may be as long as whoever makes it can
     generated: list[list[int]] = field(default_factory=list)
     scored: int = 0
 
@@ -84,6 +85,16 @@ class Job:
         return replace(
             self.submit, attempt=attempt, deadline_s=deadline_s, choices=inputs, pull=pull
         )
+
+    @property
+    def length(self) -> Length:
+        """How long its longest sequence is and may become."""
+        prompt = len(self.submit.prompt)
+        known = prompt + max(map(len, self.generated), default=0)
+        asked = prompt + self.submit.params.max_tokens
+        if self.open_ended:
+            return Length(known + 1, None)
+        return Length(min(known + 1, asked), asked)
 
     @property
     def finished(self) -> bool:
@@ -189,24 +200,25 @@ class Generation:
     async def _serve(self, job: Job, admitted: asyncio.Future[None] | None, until_s: float) -> None:
         """Try gangs until one has answered all. Raises ApiError, DeadlinePassed."""
         loop = asyncio.get_running_loop()
-        target = self._dispatcher.choose(job.submit, ())
+        target = self._dispatcher.choose(job.submit, job.length, ())
         losses, undelivered, full = 0, 0, set[str]()
         while True:
             if target is None:
-                raise ApiError(503, "worker_lost", "no worker is ready", retry_after_s=1)
+                message = "no worker is ready that can hold this request"
+                raise ApiError(503, "worker_lost", message, retry_after_s=1)
             submit = job.again(losses, until_s - loop.time(), target.route.pull)
             try:
                 with self._dispatcher.opened(target, submit):
                     return await self._attempt(submit, job, target, admitted)
             except QueueFull as refused:
                 full.add(target.gang)
-                target = self._dispatcher.choose(job.submit, full)
+                target = self._dispatcher.choose(job.submit, job.length, full)
                 if target is None or len(full) > MORE_GANGS:
                     if admitted is not None:
                         raise refused.answer from None
                     await asyncio.sleep(refused.wait_s)
                     full.clear()
-                    target = self._dispatcher.choose(job.submit, ())
+                    target = self._dispatcher.choose(job.submit, job.length, ())
             except EngineLost as error:
                 if isinstance(error, Undelivered):
                     undelivered += 1
@@ -222,7 +234,8 @@ class Generation:
     async def _another(self, job: Job, lost: Target) -> Target:
         """Where to go on; waits for a worker to come back. Raises ApiError."""
         try:
-            return await self._dispatcher.wait(job.submit, {lost.gang}, FAILOVER_S)
+            avoid = {lost.gang}
+            return await self._dispatcher.wait(job.submit, job.length, avoid, FAILOVER_S)
         except EngineLost as error:
             message = f"the worker was lost: {error}"
             raise ApiError(503, "worker_lost", message, retry_after_s=1) from None
@@ -261,6 +274,7 @@ class Generation:
                 await stream.next()
             raise QueueFull(answer)
         if isinstance(first, wire.Error):
+            _lost(first)
             stream.finished = True
             raise ApiError(first.status, first.code, first.message)
         if not isinstance(first, wire.Accepted):
@@ -286,6 +300,7 @@ class Generation:
                     for choice in job.choices:
                         choice.echo_scored(event)
                 case wire.Error():
+                    _lost(event)
                     stream.finished = True
                     raise ApiError(event.status, event.code, event.message)
                 case wire.Mark() | wire.Finish():
@@ -326,3 +341,9 @@ class Generation:
             await ask(target.handle, "abort", request_id, choice, deadline_s=ABORT_S)
         except (EngineLost, Refused) as error:
             log.warning("could not end choice %d of %s: %s", choice, request_id, error)
+
+
+def _lost(error: wire.Error) -> None:
+    """Raises EngineLost where a worker says that its engine has stopped: another one goes on."""
+    if error.code == "worker_lost":
+        raise EngineLost(error.message)

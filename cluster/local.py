@@ -157,11 +157,12 @@ def _deploy(
 
     resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
     gpus = resources.get("GPU", 0.0)
-    needed = config.cluster.workers * config.cluster.gpus_per_worker
+    needed = config.ranks * config.cluster.gpus_per_worker
     if gpus and config.model.device != "cpu" and needed > gpus:
+        fewer = "the gangs of cluster.pools" if config.cluster.pools else "cluster.workers"
         raise UserError(
-            f"{config.cluster.workers} workers need {needed:g} GPUs, this machine has {gpus:g}: "
-            "lower cluster.workers or cluster.gpus_per_worker, or use model.device=cpu"
+            f"{config.ranks} workers need {needed:g} GPUs, this machine has {gpus:g}: "
+            f"lower {fewer} or cluster.gpus_per_worker, or use model.device=cpu"
         )
     try:
         key = secret.of_this_cluster()
@@ -178,7 +179,7 @@ def _deploy(
     )
     say(f"loading {directory}")
     rows = _wait(config, say, stop)
-    return None if rows is None else {**rows, "workers": config.cluster.workers}
+    return None if rows is None else {**rows, "workers": config.ranks}
 
 
 def _wait(config: Config, say: Say, stop: threading.Event) -> dict[str, Any] | None:
@@ -224,7 +225,7 @@ def _ready(config: Config) -> dict[str, Any] | None:
         model = json.loads(response.read())["models"][0]
         ready = sum(gang["ready"] for gang in model["gangs"])
         rows: dict[str, Any] = model["table"]
-        return rows if ready >= config.cluster.workers else None
+        return rows if ready >= sum(pool.gangs for pool in config.pools) else None
     except (OSError, http.client.HTTPException):
         return None
     finally:

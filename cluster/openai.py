@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import secrets
 from abc import abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -70,6 +70,8 @@ class Served:
     max_beam_width: int
     limits: LimitsConfig
     strict: bool
+    pools: Mapping[str, int] = field(default_factory=dict)  # the longest sequence of each, if known
+    silent: Sequence[str] = ()  # pools that have not said yet how much they hold
 
     def params(self) -> ParamLimits:
         return ParamLimits(
@@ -373,7 +375,15 @@ def _exceeds(request: Common, served: Served, prompt_tokens: int) -> ApiError:
 
 def too_long(message: str, served: Served, param: str) -> ApiError:
     """More tokens than a sequence holds; `message` says how many."""
-    message += f"; {served.model} holds {served.max_model_len} (model.max_model_len)"
+    if served.silent:
+        waiting = ", ".join(served.silent)
+        message += f", more than is ready now; pools that are still starting: {waiting}"
+        return ApiError(503, "no_capacity", message, retry_after_s=1)
+    if len(served.pools) > 1:
+        each = ", ".join(f"{most} in pool {pool}" for pool, most in served.pools.items())
+        message += f"; {served.model} holds {each} (max_model_len in cluster.pools)"
+    else:
+        message += f"; {served.model} holds {served.max_model_len} (model.max_model_len)"
     return invalid(message, param, "context_length_exceeded")
 
 

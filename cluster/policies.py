@@ -27,7 +27,8 @@ class Rates(NamedTuple):
 
 
 class Row(Protocol):
-    """A gang in one ingress's table; `sent_*` is what that ingress sent and no report counts."""
+    """A gang in one ingress's table; `sent_*` is what that ingress sent and no report counts.
+    `ranks` workers serve it: a step of one keeps all of them."""
 
     @property
     def name(self) -> str: ...
@@ -43,6 +44,8 @@ class Row(Protocol):
     def sent_requests(self) -> int: ...
     @property
     def sent_pulling(self) -> int: ...
+    @property
+    def ranks(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +80,11 @@ class Factors:
     """How much each part of a price weighs.
 
     Own prefill weighs `prefill` times and every expected token `output` steps, because others wait
-    too: the lowest time of one's own is unstable. Past `room_from` of the pool, each further pool's
-    worth of blocks costs `room_s`. A copied block evicts another, so a pull costs `pull_tax` times
-    the recomputing of what it copies, beside its time on the link. Prices within `tie_s` of the
-    lowest are equal, and so are rates that differ by a share of `rates_alike` at most.
+    too: the lowest time of one's own is unstable. Both count once for each worker of a gang. Past
+    `room_from` of the pool, each further pool's worth of blocks costs `room_s`. A copied block
+    evicts another, so a pull costs `pull_tax` times the recomputing of what it copies, beside its
+    time on the link. Prices within `tie_s` of the lowest are equal, and so are rates that differ by
+    a share of `rates_alike` at most.
     """
 
     prefill: float = 3.0
@@ -153,17 +157,26 @@ class RoundRobin:
         self._next = start
 
     def __call__(self, ask: Ask, rows: Sequence[Row]) -> Choice:
-        row = self._next % len(rows)
-        self._next = row + 1
-        return Choice("round_robin", row)
+        smallest = _smallest(rows)
+        turn = self._next % len(smallest)
+        self._next = turn + 1
+        return Choice("round_robin", smallest[turn])
 
 
 def power_of_two(ask: Ask, rows: Sequence[Row]) -> Choice:
     """The one of two gangs with fewer requests; the request's number decides which two."""
     draw = int.from_bytes(blake2b(ask.number.to_bytes(8, "big"), digest_size=8).digest(), "big")
-    first = draw % len(rows)
-    second = (first + 1 + (draw >> 32) % max(1, len(rows) - 1)) % len(rows)
-    return Choice("power_of_two", min(first, second, key=lambda i: _requests(rows[i])))
+    among = _smallest(rows)
+    first = draw % len(among)
+    second = (first + 1 + (draw >> 32) % max(1, len(among) - 1)) % len(among)
+    two = among[first], among[second]
+    return Choice("power_of_two", min(two, key=lambda i: _requests(rows[i])))
+
+
+def _smallest(rows: Sequence[Row]) -> list[int]:
+    """The gangs with the fewest workers: those that can hold a request may be of several pools."""
+    least = min(row.ranks for row in rows)
+    return [i for i, row in enumerate(rows) if row.ranks == least]
 
 
 def _requests(row: Row) -> int:
@@ -190,6 +203,8 @@ class Priced:
         least = min(price.total_s for price in best)
         limit = least + factors.tie_s
         equal = [price for price in best if price.total_s <= limit]
+        ranks = min(rows[price.row].ranks for price in equal)
+        equal = [price for price in equal if rows[price.row].ranks == ranks]
         chosen = equal[0]
         if len(equal) > 1:
             chosen = max(
@@ -234,14 +249,14 @@ def _price(
     step_s = rates.step_s + rates.block_s * min(blocks, load.blocks)
     queue_s, prefill_s = ahead * rates.token_s, uncached * rates.token_s
     steps_s = -(-(ahead + uncached) // load.step_tokens_max) * (step_s + rates.prompt_s)
-    output_s = ask.expected_output * factors.output * step_s
+    output_s = row.ranks * ask.expected_output * factors.output * step_s
     over = (blocks + ask.expected_output / ask.block_size) / load.blocks - factors.room_from
     room_s = factors.room_s * over if over > 0 else 0.0
     copied = ask.block_size * pull_blocks
     again = max(0, ask.block_size * ask.deepest - cached)  # computed, though another row has it
     others = ask.demand / (1 + ask.demand)  # of a copy's cost is for those who will use it
     copied_s = factors.pull_tax * copied * rates.token_s * (1 - others)
-    weighed_s = factors.prefill * (uncached - again * others) * rates.token_s
+    weighed_s = row.ranks * factors.prefill * (uncached - again * others) * rates.token_s
     total_s = queue_s + weighed_s + steps_s + output_s + room_s + link_s + copied_s
     ttft_s = queue_s + prefill_s + steps_s + link_s
     return Price(

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from typing import NamedTuple
 
 from cluster.gang_table import GangTable
 from cluster.gangs import Gangs
@@ -25,6 +26,9 @@ OUTPUT_TOKENS = 128.0
 UNMEASURED_TOKEN_S = 1e-3
 """Of a prompt token on a gang that has computed none yet: a queue must have some price."""
 
+OPEN_ENDED = 4.0
+"""Times the usual answer: room that a request wants which does not say how much it needs."""
+
 NEW = 0.05
 """Weight of the latest answer in what is expected of the next."""
 
@@ -37,6 +41,14 @@ class Route:
     pull: wire.Pull | None = None
     ttft_s: float | None = None
     explained: str = ""
+
+
+class Length(NamedTuple):
+    """Tokens of one sequence: those `known`, with room for another one, and all that are `asked`
+    for; None where the answer may end anywhere."""
+
+    known: int
+    asked: int | None
 
 
 class Router:
@@ -62,10 +74,11 @@ class Router:
         self._table: GangTable | None = None
         self._policy: tuple[RoutingConfig, Policy] | None = None
 
-    def choose(self, submit: wire.Submit, avoid: Collection[str]) -> Route | None:
-        """None where all gangs that are ready are to be avoided."""
+    def choose(self, submit: wire.Submit, length: Length, avoid: Collection[str]) -> Route | None:
+        """None where all gangs that are ready and can hold the request are to be avoided."""
         info = self._gangs.info
-        if info is None or not self._gangs.ready().keys() - set(avoid):
+        holding = self._holding(length) - set(avoid)
+        if info is None or not holding:
             return None
         now = self._clock()
         config = self._config()
@@ -76,7 +89,7 @@ class Router:
         ask = table.ask(number, chain, len(submit.prompt), output, now)
         if not chain:  # nothing to meet again: equal gangs take turns
             ask = replace(ask, next_block=b"%s %d" % (self._name.encode(), number))
-        rows = [i for i, row in enumerate(table.rows) if row.name not in avoid]
+        rows = [i for i, row in enumerate(table.rows) if row.name in holding]
         some = _without(ask, rows, len(table.rows))
         choice = self._decide(config.routing)(some, [table.rows[i] for i in rows])
         whole = replace(
@@ -86,6 +99,15 @@ class Router:
         )
         table.sent(ask, whole, chain, now)
         return _route(table, ask, whole, choice.explained([table.rows[i] for i in rows]))
+
+    def _holding(self, length: Length) -> set[str]:
+        """The gangs that are ready and have room for a sequence."""
+        wanted = length.asked
+        if wanted is None:
+            longest = max(self._gangs.limits().values(), default=0)
+            wanted = min(longest, length.known + int(OPEN_ENDED * self._output_tokens))
+        least = max(wanted, length.known)
+        return {g for g, w in self._gangs.ready().items() if w.longest >= least}
 
     def ended(self, tokens: int) -> None:
         """An answer of that many tokens has ended."""
@@ -122,7 +144,7 @@ class Router:
             table.leave(name)
             self._reported.pop(name, None)
         for name in ready.keys() - {row.name for row in table.rows}:
-            table.join(name, self._load(name, config))
+            table.join(name, self._load(name, config), ready[name].ranks)
         for row in table.rows:
             known = self._mirror.gangs.get(row.name)
             if known is not None and self._reported.get(row.name) != (known.epoch, known.number):

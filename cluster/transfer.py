@@ -6,6 +6,7 @@ object store on either transport, and arrives as memory that can only be read.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from cluster.calls import EngineLost, Handle, Refused, ServeHandle, Undelivered, ask
@@ -14,15 +15,16 @@ from worker.transfer import PullFailed
 
 
 class Peers:
-    """Asks other workers of a deployment for blocks: a `worker.pull.Fetch`. Without a handle it is
-    made at the first call, in a replica of the same application, when Serve knows them."""
+    """Asks other workers for blocks: a `worker.pull.Fetch`. `handle` makes the way to them at the
+    first call, when Serve knows them."""
 
-    def __init__(self, deployment: str, handle: Handle | None = None) -> None:
-        self._deployment, self._handle = deployment, handle
+    def __init__(self, handle: Callable[[], Handle]) -> None:
+        self._make = handle
+        self._handle: Handle | None = None
 
     async def __call__(self, gang: str, chains: list[bytes], timeout_s: float) -> Answer:
         """How many leading blocks the gang had, and their bytes. Raises PullFailed."""
-        self._handle = self._handle or by_reference(self._deployment)
+        self._handle = self._handle or self._make()
         try:
             count, data = await ask(self._handle.to(gang), "export", chains, deadline_s=timeout_s)
         except Undelivered as error:
@@ -35,7 +37,7 @@ class Peers:
 
 
 def by_reference(deployment: str) -> ServeHandle:
-    """A handle whose answers come through the object store."""
+    """A handle whose answers come through the object store, in a replica of the application."""
     from ray import serve
 
     handle: Any = serve.get_deployment_handle(deployment)

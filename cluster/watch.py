@@ -72,6 +72,21 @@ class Watch:
             return f"a step has run for {self._stats['step_age_s']:.0f} s: the device hangs"
         return ""
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that it holds; 0 where it has not said."""
+        return 0 if self.info is None else int(self.info["max_model_len"])
+
+    @property
+    def pool(self) -> str:
+        """The pool of the gang."""
+        return "" if self.info is None else str(self.info["pool"])
+
+    @property
+    def ranks(self) -> int:
+        """Workers of the gang."""
+        return 1 if self.info is None else int(self.info["ranks"])
+
     def snapshot(self) -> dict[str, Any]:
         """The last statistics; only of one that is ready."""
         assert self._stats is not None
@@ -81,6 +96,8 @@ class Watch:
     def report(self, gang: str) -> dict[str, Any]:
         """Its entry in `/health/ready`."""
         entry = {"gang": gang, "ready": self.ready, "reason": self.complaint}
+        if self.info is not None:
+            entry |= {"pool": self.pool, "workers": self.ranks}
         if self._stats is None:
             unknown = ("host", "pid", "step_age_s", "answer_age_s", "quarantined_blocks")
             return {**entry, **dict.fromkeys(unknown)}

@@ -321,20 +321,25 @@ class Config:
         return self.cluster.pools or (PoolConfig(gangs=self.cluster.workers),)
 
     @property
+    def ranks(self) -> int:
+        """Workers of all pools."""
+        return sum(pool.ranks for pool in self.pools)
+
+    @property
     def pool(self) -> PoolConfig:
         """That of a worker, which is told of its own alone."""
         (pool,) = self.pools
         return pool
 
     def of_pool(self, pool: PoolConfig) -> Config:
-        """The settings of a worker in this pool."""
+        """The settings of a worker in this pool; `cluster.workers` are then those of all pools."""
         return dataclasses.replace(
             self,
             model=dataclasses.replace(
                 self.model, max_model_len=pool.max_model_len or self.model.max_model_len
             ),
             kv=dataclasses.replace(self.kv, blocks=pool.blocks or self.kv.blocks),
-            cluster=dataclasses.replace(self.cluster, pools=(pool,)),
+            cluster=dataclasses.replace(self.cluster, pools=(pool,), workers=self.ranks),
         )
 
     def conflicts(self) -> Iterator[str]:

@@ -98,9 +98,9 @@ class Workers:
 async def workers(deployment: Any) -> Workers:
     """All of an application's, once this process knows them."""
     from cluster import gangs
-    from cluster.app import WORKER
     from cluster.calls import ServeHandle, ask
     from cluster.delivery import ANYONE
+    from cluster.pools import WORKER
 
     handle = ServeHandle(deployment, ANYONE)
     info = await ask(handle, "info", deadline_s=DEADLINE_S)
@@ -174,7 +174,8 @@ def run(config: Config, directory: Path, options: argparse.Namespace) -> dict[st
         import ray
         from ray import serve
 
-        from cluster.app import APP, WORKER, build
+        from cluster.app import APP, build
+        from cluster.pools import WORKER
 
         serve.start(http_options={"location": "NoServer"}, logging_config={"log_level": "ERROR"})
         gpus = ray.cluster_resources().get("GPU", 0.0) > 0  # type: ignore[no-untyped-call]

@@ -84,13 +84,19 @@ class EngineLoop:
 
     `now` is a monotonic clock in seconds. `messages_per_s` bounds what all streams send together:
     with c choices running, each sends every `c / messages_per_s` seconds, its first token and its
-    end at once.
+    end at once. The engine of a gang says something to the other ranks at least each `beat_s`.
     """
 
     def __init__(
-        self, make: Callable[[], Engine], *, now: Callable[[], float], messages_per_s: float
+        self,
+        make: Callable[[], Engine],
+        *,
+        now: Callable[[], float],
+        messages_per_s: float,
+        beat_s: float | None = None,
     ) -> None:
         self.now, self.messages_per_s = now, messages_per_s
+        self._beat_s, self._said_s = beat_s, now()
         self.failure: BaseException | None = None
         self.busy_since_s: float | None = None
         self.violations = 0
@@ -218,12 +224,14 @@ class EngineLoop:
             made.set_exception(error)
             return
         engine.on_step_error = _log_step_error
+        self.engine = engine
         made.set_result(engine)
         try:
-            with self._wake:
-                self._wake.wait_for(lambda: self._loop is not None or self._stopping)
+            while not self._awaited():
+                self._beat()
             while self._turn():
                 pass
+            engine.runner.stop()
         except BaseException as error:
             self.failure = error
             log.critical("the engine stopped: %s", error, exc_info=error)
@@ -237,11 +245,25 @@ class EngineLoop:
         for box in self._boxes.values():
             box.put(self._lost())
 
+    def _awaited(self) -> bool:
+        """Whether somebody listens to events, or this is over; waits a while for it."""
+        with self._wake:
+            return self._wake.wait_for(
+                lambda: self._loop is not None or self._stopping, self._beat_s
+            )
+
+    def _beat(self) -> None:
+        """Let the other ranks know that this one is alive, where no step has done so for long."""
+        if self._beat_s is not None and self.now() - self._said_s >= self._beat_s:
+            self._said_s = self.now()
+            self.engine.runner.beat()
+
     def _turn(self) -> bool:
         with self._wake:
             while not self._inbox and self.engine.idle and not self._stopping:
                 self.busy_since_s = None
-                self._wake.wait()
+                if not self._wake.wait(self._beat_s):
+                    break
             work, self._inbox = self._inbox, deque()
             if self._stopping:
                 return False
@@ -252,6 +274,9 @@ class EngineLoop:
         self._send(self.engine.step(self.now()))
         self.prefill.note(self.engine.stats)
         steps = self.engine.stats.steps
+        if steps > before:
+            self._said_s = self.now()
+        self._beat()
         if steps // AUDIT_STEPS > before // AUDIT_STEPS:
             self._audit()
         if steps == before and not self.engine.idle:

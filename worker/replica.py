@@ -13,29 +13,29 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers.utils import logging as transformers_logging
-
-from configs.schema import ClusterConfig, Config
+from configs.schema import Config
 from kvpaging.events import Announcer, Load
 from kvpaging.report import sharing, snapshot
 from worker import wire
 from worker.device import keep_freed_memory
 from worker.engine import Engine
+from worker.follower import GPUFollower
+from worker.gang_pages import GangPages
 from worker.live import LiveLists
 from worker.load import load_of
 from worker.loop import EngineLoop
 from worker.params import ParamError, check
 from worker.pull import Answer, Fetch, Puller
 from worker.request import NO_SLOT, Request
-from worker.startup import resolve, start
+from worker.seat import BEATS, Facts, Seat, facts_of, launched, repeat, told
+from worker.startup import start
 from worker.transfer import PullFailed, Transfers, TransferStats
+from worker.where import Pages
 
 log = logging.getLogger("kvatlas.worker")
 
 ORPHANS_S = 3.0
 """How often requests are looked for whose ingress is gone."""
-
 
 COPY_THREADS = 2
 
@@ -49,21 +49,34 @@ class GPUWorker:
     """Serves one model. The constructor returns when the model is loaded, checked and warm.
 
     `key` is the cluster's secret, without which blocks have other names than elsewhere; `fetch`
-    asks other workers for theirs.
+    asks other workers for theirs. With a `seat` it leads a gang: every rank is ready then.
     """
 
+    follower = GPUFollower
+
     def __init__(
-        self, config: Config, directory: str, key: bytes = b"", fetch: Fetch = no_peers
+        self,
+        config: Config,
+        directory: str,
+        key: bytes = b"",
+        fetch: Fetch = no_peers,
+        seat: Seat | None = None,
     ) -> None:
         logging.getLogger("kvatlas").setLevel(config.server.log_level.upper())
         keep_freed_memory()
         self.config = config
-        self.gang, self._key = _gang_id(), key or os.urandom(32)
-        self.launch = resolve(config, Path(directory))
-        transformers_logging.disable_progress_bar()
+        self.gang = _gang_id() if seat is None else seat.gang
+        self._key, self._seat = key or os.urandom(32), seat
+        self._ranks: list[Facts] = []
+        self._blocks: GangPages | None = None
         self.loop = EngineLoop(
-            self._make, now=time.monotonic, messages_per_s=config.server.stream_messages_per_s
+            lambda: told(seat, lambda: self._make(Path(directory))),
+            now=time.monotonic,
+            messages_per_s=config.server.stream_messages_per_s,
+            beat_s=None if seat is None else seat.timeout_s / BEATS,
         )
+        epoch = 0 if seat is None else seat.epoch
+        self.pages = Pages(self.loop.engine, self.launch, self.gang, epoch, self._ranks)
         self.puller = self._puller(fetch)
         self.started = False
         self.live = LiveLists()
@@ -80,7 +93,7 @@ class GPUWorker:
 
         return Puller(
             Transfers(engine.scheduler, TransferStats()),
-            engine.runner.model.store,
+            self._blocks or engine.runner.model.store,
             self.loop,
             fetch,
             slice_bytes=self.launch.layout.slice_bytes,
@@ -90,15 +103,22 @@ class GPUWorker:
             now=time.monotonic,
         )
 
-    def _make(self) -> Engine:
-        torch.set_num_threads(threads_of(self.config.cluster, os.cpu_count() or 1))
-        return start(
+    def _make(self, directory: Path) -> Engine:
+        self.launch, ways = launched(self.config, directory, self._seat)
+        engine = start(
             self.launch,
             clock=time.perf_counter,
             cpu_clock=time.thread_time,
             key=self._key,
+            gang=None if ways is None else ways[0],
             progress=log.info,
         )
+        if self._seat is not None and ways is not None:
+            self._blocks = GangPages(engine.runner.model.store, ways[1])
+            repeat(self._blocks.beat, self._seat.timeout_s / BEATS)
+        facts = facts_of(self.gang, self.launch, engine.runner)
+        self._ranks += [facts] if self._seat is None else self._seat.ready(facts)
+        return engine
 
     def _start(self) -> None:
         if not self.started:
@@ -216,6 +236,8 @@ class GPUWorker:
         """What the ingress must know of the model, and the rows of the start-up table."""
         return {
             "gang": self.gang,
+            "pool": self.config.pool.name,
+            "ranks": self.config.pool.gang_size,
             "model": self.launch.name,
             "max_model_len": self.launch.memory.max_model_len,
             "vocab_size": self.launch.params.vocab_size,
@@ -281,17 +303,26 @@ class GPUWorker:
         """This gang's entry of `/debug/kv`."""
         scheduler = self.loop.engine.scheduler
 
-        def look() -> dict[str, Any]:
-            pages = snapshot(scheduler.pools, scheduler.tables(), scheduler.block_size)
+        def look(rank: int) -> dict[str, Any]:
+            pages = snapshot(scheduler.pools, scheduler.tables(), scheduler.block_size, rank=rank)
+            facts = self._ranks[rank]
             return {
                 **asdict(pages),
-                "copies": scheduler.copies,
-                "hit_tokens": scheduler.prefix.stats.hit_tokens,
-                "evictions": sum(p.stats.evictions for p in dict.fromkeys(scheduler.pools)),
+                "copies": 0 if rank else scheduler.copies,  # these three are of the whole gang
+                "hit_tokens": 0 if rank else scheduler.prefix.stats.hit_tokens,
+                "evictions": 0
+                if rank
+                else sum(p.stats.evictions for p in dict.fromkeys(scheduler.pools)),
+                "host": facts.host,
+                "pid": facts.pid,
+                "device": facts.device,
             }
 
         self._start()
-        return {"gang": self.gang, "degree": 1, "epoch": 0, "ranks": [await self.loop.call(look)]}
+        epoch = 0 if self._seat is None else self._seat.epoch
+        shown = {"gang": self.gang, "degree": len(self._ranks), "epoch": epoch}
+        ranks = range(len(self._ranks))
+        return {**shown, "ranks": await self.loop.call(lambda: list(map(look, ranks)))}
 
     async def debug_requests(self) -> list[dict[str, Any]]:
         """One entry per sequence that waits or runs."""
@@ -324,47 +355,15 @@ class GPUWorker:
         Raises ValueError where the request is here but the token is not in its pages.
         """
         self._start()
-        return await self.loop.call(lambda: self._locate(request_id, token, choice))
+        return await self.loop.call(lambda: self.pages.locate(request_id, token, choice))
 
-    def _locate(self, request_id: str, token: int, choice: int) -> dict[str, Any] | None:
-        request = self.loop.engine.requests.get(request_id)
-        if request is None:
+    async def holders(self, gang: str, rank: int, block: int, group: int) -> dict[str, Any] | None:
+        """Whose tokens lie in a block of a rank; None where another gang is meant. Raises
+        ValueError where there is no such block."""
+        self._start()
+        if gang not in ("", self.gang):
             return None
-        if not 0 <= choice < len(request.sequences):
-            raise ValueError(f"request {request_id} has {len(request.sequences)} choices")
-        sequence = request.sequences[choice]
-        stored = sequence.computed if sequence.table is not None else 0
-        if sequence.table is None or not 0 <= token < stored:
-            raise ValueError(
-                f"token {token} of request {request_id} is not in its pages: it has {stored} of "
-                f"{len(sequence.tokens)} tokens there"
-            )
-        store, layout = self.loop.engine.runner.model.store, self.launch.layout
-        groups = []
-        for group in range(len(layout.groups)):
-            block, offset = sequence.table.locate(token, group)
-            groups.append(
-                {"group": group, "physical_block": block, **store.locate(group, block, offset)}
-            )
-        block, offset = sequence.table.locate(token)
-        return {
-            "request": request_id,
-            "token": token,
-            "degree": 1,
-            "gang": self.gang,
-            "rank": 0,
-            "cp": 0,
-            "tp": 0,
-            "local_block": token // layout.block_size,
-            "physical_block": block,
-            "offset": offset,
-            "device": str(self.launch.device),
-            **store.locate(0, block, offset),
-            "layers": layout.num_layers,
-            "bytes_per_token": layout.bytes_per_token,
-            "dtype": str(self.launch.dtype).removeprefix("torch."),
-            "groups": groups,
-        }
+        return await self.loop.call(lambda: self.pages.holders(rank, block, group))
 
     async def check_health(self) -> None:
         """Serve restarts this process where its engine has stopped."""
@@ -379,12 +378,6 @@ class GPUWorker:
     def __del__(self) -> None:
         if getattr(self, "started", False):
             self.loop.stop()
-
-
-def threads_of(cluster: ClusterConfig, cores: int) -> int:
-    """Threads of one CPU worker: the host's cores, shared by as many workers as it has room for."""
-    room = cores / cluster.cpus_per_worker if cluster.cpus_per_worker else cluster.workers
-    return cluster.threads or max(1, cores // max(1, min(cluster.workers, int(room))))
 
 
 def _gang_id() -> str:

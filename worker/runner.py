@@ -123,6 +123,12 @@ class Runner:
         self.execute_s += self.clock() - started
         return StepResult(tokens, bad, logprobs, scores, offers)
 
+    def beat(self) -> None:
+        """Nobody waits for a word of this rank."""
+
+    def stop(self) -> None:
+        """Nobody waits for its end."""
+
     def raise_if_dead(self, error: Exception) -> None:
         """Raise EngineDead where the device itself failed, which no retry can mend."""
         if isinstance(error, torch.AcceleratorError):

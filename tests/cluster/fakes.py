@@ -21,6 +21,7 @@ from cluster.ingress import Api, build_app
 from cluster.peers import Said
 from cluster.reporting import News
 from configs.loading import load
+from configs.pools import UNNAMED
 from configs.schema import Config
 from kvpaging.events import Announcer, Load
 from tests.cluster import tokens
@@ -68,6 +69,7 @@ class FakeWorker:
         self.quiet = asyncio.Condition()
         self.alive = True
         self.gang = "gang-1"
+        self.pool, self.ranks, self.longest = UNNAMED, 1, MAX_MODEL_LEN
         self.announcer = Announcer(MODEL, self.gang)
         self.prefix = prefix(KEY)
         self.beat = asyncio.Event()
@@ -198,8 +200,10 @@ class FakeWorker:
     async def info(self) -> dict[str, Any]:
         return {
             "gang": self.gang,
+            "pool": self.pool,
+            "ranks": self.ranks,
             "model": MODEL,
-            "max_model_len": MAX_MODEL_LEN,
+            "max_model_len": self.longest,
             "vocab_size": tokens.VOCAB,
             "max_beam_width": 32,
             "block_size": 16,
@@ -237,6 +241,13 @@ class FakeWorker:
         if token > 100:
             raise ValueError(f"token {token} is not in its pages")
         return {"request": request, "token": token}
+
+    async def holders(self, gang: str, rank: int, block: int, group: int) -> dict[str, Any] | None:
+        if gang not in ("", self.gang):
+            return None
+        if block > 100:
+            raise ValueError(f"block {block}: there are 100")
+        return {"gang": self.gang, "rank": rank, "group": group, "physical_block": block}
 
     async def until_idle(self) -> None:
         async with self.quiet:

@@ -6,6 +6,7 @@ import json
 import warnings
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,10 +33,17 @@ def _same_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def deployments(*overrides: str, gpus: bool = False) -> dict[str, Any]:
     """The deployments of an application by their names."""
-    built: Any = app.build(config(*overrides), "/models/m", KEY, gpus=gpus)
+    return found_in(app.build(config(*overrides), "/models/m", KEY, gpus=gpus))
+
+
+def found_in(built: Any) -> dict[str, Any]:
     ingress = built._bound_deployment
-    (worker,) = [a for a in ingress.init_args if hasattr(a, "_bound_deployment")]
-    return {d.name: d for d in (ingress, worker._bound_deployment)}
+    *_, workers, asked = ingress.init_args
+    options = next(iter(workers.values()))._bound_deployment.ray_actor_options
+    assert asked == {"CPU": options["num_cpus"], "GPU": options.get("num_gpus", 0.0)}
+    made = {name: worker._bound_deployment for name, worker in workers.items()}
+    assert all(name == worker.name for name, worker in made.items())
+    return {ingress.name: ingress, **made}
 
 
 def test_serve_never_queues_and_checks_health_as_configured() -> None:
@@ -76,10 +84,7 @@ def from_file(monkeypatch: pytest.MonkeyPatch, args: Any, **resources: float) ->
     """The deployments of what `serve deploy` builds on a cluster with these resources."""
     monkeypatch.setattr("ray.cluster_resources", lambda: resources)
     monkeypatch.setattr("cluster.secret.of_this_cluster", lambda: KEY)
-    built: Any = app.application(args)
-    ingress = built._bound_deployment
-    (worker,) = [a for a in ingress.init_args if hasattr(a, "_bound_deployment")]
-    return {d.name: d for d in (ingress, worker._bound_deployment)}
+    return found_in(app.application(args))
 
 
 def test_a_file_for_serve_deploy_says_what_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +93,8 @@ def test_a_file_for_serve_deploy_says_what_is_built(monkeypatch: pytest.MonkeyPa
         "set": ["kv.blocks=9"],
     }
     made = from_file(monkeypatch, args)
-    kind, settings, directory, key = made["worker"].init_args
+    kind, settings, pool, directory, key = made["worker"].init_args
+    assert (pool.gang_size, pool.gangs) == (1, 3)
     assert (kind, directory, key) == (app.REAL_WORKER, None, KEY)
     assert (settings.kv.blocks, settings.cluster.workers, made["worker"].num_replicas) == (9, 3, 3)
     assert made["ingress"].init_args[1] == "x"
@@ -144,6 +150,7 @@ class Broken:
 class Working:
     def __init__(self, settings: Any, directory: str, key: bytes, fetch: Any) -> None:
         self.directory, self.key, self.fetch = directory, key, fetch
+        self.settings = settings
         self.gang, self.left = "gang-1", False
 
     async def info(self) -> str:
@@ -160,8 +167,68 @@ class Working:
         self.healthy = True
 
 
+POOLS = "cluster.pools=[{name: short, gangs: 3}, {name: long, gang_size: 4, gangs: 2}]"
+
+
+def test_each_pool_is_a_deployment_and_only_gangs_are_scheduled_as_such() -> None:
+    made = deployments(POOLS, gpus=True)
+    assert made.keys() == {"ingress", "worker-short", "worker-long"}
+    short, long = (made[name]._deployment_config for name in ("worker-short", "worker-long"))
+    assert (short.num_replicas, short.gang_scheduling_config) == (3, None)
+    assert (long.num_replicas, long.gang_scheduling_config.gang_size) == (8, 4)
+    assert made["worker-long"].ray_actor_options["num_gpus"] == 1.0
+    _, settings, pool, *_ = made["worker-long"].init_args
+    assert (pool.name, len(settings.pools)) == ("long", 2)
+
+
+def test_a_local_ray_has_room_for_the_workers_of_all_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    assert app.local_cpus(config(POOLS)) == 11
+
+
+def test_a_worker_gets_the_settings_of_its_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = config(POOLS.replace("gangs: 3", "max_model_len: 99"))
+    made = app.Worker(f"{__name__}:Working", there, there.pools[0], "/models/m", KEY)
+    own = made._worker.settings
+    assert (own.model.max_model_len, own.pool.name, own.cluster.workers) == (99, "short", 9)
+    assert made.record_replica_metadata() == {"gang": "gang-1", "rank": 0}
+
+
+class Gang(Working):
+    """A kind of worker that may be one of several ranks."""
+
+    def __init__(self, settings: Any, directory: str, key: bytes, fetch: Any, seat: Any) -> None:
+        super().__init__(settings, directory, key, fetch)
+        self.gang, self.seat = seat.gang, seat
+
+    class Follower:
+        def __init__(self, settings: Any, directory: str, replica: str, seat: Any) -> None:
+            self.gang, self.seat = replica, seat
+
+    follower = Follower
+
+
+@pytest.mark.anyio
+async def test_the_first_of_a_gang_leads_and_the_others_have_names_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    there = config(POOLS)
+    for rank, name in enumerate(("gang-7", "r1", "r2", "r3")):
+        seat = SimpleNamespace(gang="gang-7", rank=rank)
+        found = (seat, ["r0", "r1", "r2", "r3"])
+        monkeypatch.setattr("cluster.rendezvous.seat_here", lambda config, found=found: found)
+        made = app.Worker(f"{__name__}:Gang", there, there.pools[1], "/models/m", KEY)
+        assert made.record_replica_metadata() == {"gang": name, "rank": rank}
+        assert made._worker.seat is seat
+        assert list(made._escort._followers) == ([] if rank else ["r1", "r2", "r3"])
+        with pytest.raises(Misrouted, match=f"this is {name}, not r0"):
+            await made.call("r0", "info")
+
+
 def make(kind: type[Any]) -> app.Worker:
-    return app.Worker(f"{__name__}:{kind.__name__}", config(), "/models/m", b"secret")
+    return app.Worker(
+        f"{__name__}:{kind.__name__}", config(), config().pool, "/models/m", b"secret"
+    )
 
 
 def test_a_refusal_survives_the_trace_it_is_reported_in() -> None:
@@ -177,11 +244,13 @@ def test_a_refusal_survives_the_trace_it_is_reported_in() -> None:
 def test_each_host_finds_the_model_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     found = "cluster.quickstart.resolve"
     monkeypatch.setattr(found, lambda path, revision, *, say: Path(f"/here/{path}/{revision}"))
-    made = app.Worker(f"{__name__}:Working", config("model.path=m", "model.revision=r"), None, KEY)
+    there = config("model.path=m", "model.revision=r")
+    made = app.Worker(f"{__name__}:Working", there, there.pool, None, KEY)
     assert made._worker.directory == "/here/m/r"
     monkeypatch.undo()
+    nowhere = config("model.path=/no/such/model")
     with pytest.raises(RuntimeError) as error:
-        app.Worker(f"{__name__}:Working", config("model.path=/no/such/model"), None, KEY)
+        app.Worker(f"{__name__}:Working", nowhere, nowhere.pool, None, KEY)
     assert "no such directory" in str(app.StartError.found_in(str(error.value)))
 
 

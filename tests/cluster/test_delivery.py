@@ -16,11 +16,15 @@ with warnings.catch_warnings():
 pytestmark = pytest.mark.anyio
 
 
-def replica(name: str) -> Any:
-    return SimpleNamespace(replica_id=SimpleNamespace(unique_id=name))
+def replica(name: str, **said: Any) -> Any:
+    return SimpleNamespace(
+        replica_id=SimpleNamespace(unique_id=name),
+        _replica_info=SimpleNamespace(replica_metadata=said),
+    )
 
 
-REPLICAS = [replica("a"), replica("b"), replica("c")]
+REPLICAS = [replica("a"), replica("b", gang="b", rank=0), replica("c")]
+GANG = [replica("r0", gang="gang", rank=0), replica("r1", gang="gang", rank=1)]
 
 
 class Pending:
@@ -68,9 +72,13 @@ async def test_who_is_there_is_known_to_the_whole_process(
 ) -> None:
     monkeypatch.setattr(gangs, "listed", {})
     router._deployment_id = SimpleNamespace(name="worker")
-    router._replicas = {r.replica_id.unique_id: r for r in REPLICAS}
-    monkeypatch.setattr(
-        Delivery, "curr_replicas", property(lambda self: [r.replica_id for r in REPLICAS])
-    )
+    there = {r.replica_id.unique_id: r for r in [*REPLICAS, *GANG]}
+    monkeypatch.setattr(Delivery, "curr_replicas", property(lambda self: there))
     router._publish()
-    assert gangs.listed == {"worker": frozenset("abc")}
+    assert gangs.listed == {"worker": frozenset([*"abc", "gang"])}
+
+
+async def test_a_gang_is_called_by_its_name_and_a_follower_by_its_own(router: Any) -> None:
+    for name, place in (("gang", 0), ("r1", 1)):
+        assert await router.choose_replicas(GANG, Pending(name, "x")) == [[GANG[place]]]
+    assert await router.choose_replicas(GANG, Pending("r0", "x")) == [GANG]

@@ -206,3 +206,12 @@ async def test_workers_are_told_who_lives(monkeypatch: pytest.MonkeyPatch) -> No
             assert worker.submits[0].ingress == "ingress-1"
         worker.told.clear()
         await until(lambda: ("ingress-1", []) in worker.told)
+
+
+async def test_a_worker_that_says_its_engine_has_stopped_is_a_lost_one() -> None:
+    first, second = other("gang-1"), other()
+    error = wire.Error("worker_lost", "the engine stopped: rank 2 does not answer", 503)
+    for worker in (first, second):
+        worker.fail_after = lambda _: None if first.aborted or second.submits else error
+    async with serving(first, others=[second]) as served:
+        assert await texts(served, {}) == {0: ALPHABET}

@@ -26,6 +26,7 @@ class FakeRow:
     sent_blocks: int = 0
     sent_requests: int = 0
     sent_pulling: int = 0
+    ranks: int = 1
 
 
 def row(name: str, **changes: Any) -> FakeRow:
@@ -145,6 +146,29 @@ def test_a_prefix_that_many_want_is_copied() -> None:
     assert priced()(ask(0, 100), rows).row == 1
     assert priced()(ask(0, 100, demand=50.0), rows).row == 0
     assert priced()(ask(0, 0, deepest=0, demand=50.0), rows).row == 0
+
+
+def test_what_keeps_more_workers_costs_more() -> None:
+    rows = [row("a"), row("b")]
+    rows[0].ranks = 4
+    one, four = priced()(ask(0), rows[1:]), priced()(ask(0), rows[:1])
+    assert (four.prices[0].prefill_s, four.prices[0].output_s) == (
+        pytest.approx(4 * one.prices[0].prefill_s),
+        pytest.approx(4 * one.prices[0].output_s),
+    )
+    assert (four.prices[0].queue_s, four.ttft_s) == (one.prices[0].queue_s, one.ttft_s)
+
+
+def test_between_equals_the_smallest_gang_is_chosen_whatever_its_hash() -> None:
+    rows = [row(name) for name in "abcdef"]
+    for large in rows[:-1]:
+        large.ranks = 2
+    for i in range(20):
+        asked = ask(*[0] * 6, prompt_tokens=1, next_block=b"%d" % i, home=range(0))
+        assert policies.make("priced", factors=Factors(), pull=False)(asked, rows).row == 5
+    for name in ("round_robin", "power_of_two"):
+        policy = policies.make(name, factors=Factors(), pull=False)
+        assert {policy(ask(*[0] * 6, number=i), rows).row for i in range(9)} == {5}
 
 
 def test_the_last_token_is_always_computed() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from cluster import routing
 from cluster.identity import Identities
 from cluster.index import Mirror
-from cluster.routing import UNREPORTED_S, Route, Router
+from cluster.routing import OPEN_ENDED, OUTPUT_TOKENS, UNREPORTED_S, Length, Route, Router
 from configs.schema import Config
 from kvpaging.events import Announcer, Load
 from kvpaging.pool import BlockPool
@@ -21,7 +21,8 @@ LOAD = Load(blocks=4096, step_tokens_max=512, prompt_s=0.01, token_s=0.001, step
 
 
 class Watched:
-    def __init__(self) -> None:
+    def __init__(self, pool: str = "", longest: int = 4096, ranks: int = 1) -> None:
+        self.pool, self.longest, self.ranks = pool, longest, ranks
         self.info = {
             "block_size": SIZE,
             "table": {"blocks": 4096, "kv_bytes_per_token": 1000},
@@ -35,6 +36,9 @@ class FakeGangs:
 
     def ready(self) -> dict[str, Any]:
         return self.watched
+
+    def limits(self) -> dict[str, int]:
+        return {watched.pool: watched.longest for watched in self.watched.values()}
 
     @property
     def info(self) -> dict[str, Any] | None:
@@ -74,11 +78,14 @@ class World:
         self.mirror.apply(self.announcers[gang].cut(load), self.now)
 
     def choose(self, tokens: list[int], *avoid: str, **fields: Any) -> Route:
-        params = SamplingParams(max_tokens=32)
-        submit = replace(wire.Submit("r", "m", tokens, params, 60.0), **fields)
-        route = self.router.choose(submit, avoid)
+        route = self.maybe(tokens, Length(len(tokens) + 1, len(tokens) + 32), *avoid, **fields)
         assert route is not None
         return route
+
+    def maybe(self, tokens: list[int], length: Length, *avoid: str, **fields: Any) -> Route | None:
+        params = SamplingParams(max_tokens=32)
+        submit = replace(wire.Submit("r", "m", tokens, params, 60.0), **fields)
+        return self.router.choose(submit, length, avoid)
 
 
 PROMPT = list(range(200)) * 10
@@ -144,9 +151,9 @@ def test_gangs_to_be_avoided_are_and_none_is_none() -> None:
     world.says("b")
     assert world.choose(PROMPT, "a").gang == "b"
     submit = wire.Submit("r", "m", PROMPT, SamplingParams(), 60.0)
-    assert world.router.choose(submit, ("a", "b")) is None
+    assert world.router.choose(submit, Length(len(PROMPT), None), ("a", "b")) is None
     world.gangs.watched.clear()
-    assert world.router.choose(submit, ()) is None
+    assert world.router.choose(submit, Length(len(PROMPT), None), ()) is None
 
 
 def test_a_burst_on_gangs_that_have_measured_nothing_is_spread() -> None:
@@ -190,3 +197,61 @@ def test_equal_gangs_are_shared_among_ingresses() -> None:
         world = World("a", "b")
         world.share = (at, 2)
         assert world.choose(PROMPT[:40]).gang == gang
+
+
+def two_pools() -> World:
+    """Two single workers that hold 2,000 tokens, and a gang of four that holds 8,000."""
+    world = World()
+    world.gangs.watched = {
+        "long": Watched("long", 8000, 4),
+        "short-1": Watched("short", 2000),
+        "short-2": Watched("short", 2000),
+    }
+    for name in world.gangs.watched:
+        world.says(name)
+    return world
+
+
+def test_a_request_goes_to_the_cheapest_pool_that_can_hold_it() -> None:
+    world = two_pools()
+    assert {world.choose(PROMPT[:i]).gang for i in range(1, 60)} == {"short-1", "short-2"}
+    for known, asked in [(1001, 2000), (2000, 2000)]:
+        route = world.maybe(PROMPT[:1000], Length(known, asked))
+        assert route is not None
+        assert route.gang != "long"
+    for known, asked in [(1001, 2001), (2001, 2001), (1001, 8000)]:
+        route = world.maybe(PROMPT[:1000], Length(known, asked))
+        assert route is not None
+        assert route.gang == "long"
+    assert world.maybe(PROMPT, Length(2001, 8001)) is None
+
+
+def test_a_pool_of_large_gangs_takes_short_requests_where_the_others_have_a_queue() -> None:
+    world = two_pools()
+    for name in ("short-1", "short-2"):
+        world.says(name, replace(LOAD, queued_tokens=20_000))
+    assert world.choose(PROMPT[:400]).gang == "long"
+
+
+def test_all_other_policies_take_the_smallest_gangs_that_hold_a_request() -> None:
+    for policy in ("round_robin", "power_of_two"):
+        world = two_pools()
+        world.config = config(f"routing.policy={policy}")
+        assert {world.choose([i]).gang for i in range(40)} == {"short-1", "short-2"}
+        assert world.choose([1], "short-1", "short-2").gang == "long"
+        route = world.maybe(PROMPT, Length(len(PROMPT), 3000))
+        assert route is not None
+        assert route.gang == "long"
+
+
+def test_an_open_end_gets_room_for_more_than_the_usual_answer() -> None:
+    world = two_pools()
+    room = int(OPEN_ENDED * OUTPUT_TOKENS)
+    for known, long in [(2000 - room, False), (2001 - room, True), (7999, True)]:
+        route = world.maybe([1], Length(known, None))
+        assert route is not None
+        assert (route.gang == "long") == long
+    del world.gangs.watched["long"]
+    route = world.maybe([1], Length(1999, None))
+    assert route is not None
+    assert world.maybe([1], Length(2001, None)) is None

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from cluster import transfer
 from cluster.calls import Misrouted
 from cluster.transfer import Peers
 from tests.cluster.fakes import FakeWorker, LocalHandle
@@ -31,7 +30,7 @@ class Owner(FakeWorker):
 
 async def test_the_gang_that_is_named_is_asked() -> None:
     one, two = Owner("one"), Owner("two")
-    peers = Peers("worker", LocalHandle(one, two))
+    peers = Peers(lambda: LocalHandle(one, two))
     assert await peers("two", [b"i" * 32], 1.0) == (1, b"keys")
     assert (one.asked, two.asked) == ([], [[b"i" * 32]])
 
@@ -45,7 +44,7 @@ async def test_the_gang_that_is_named_is_asked() -> None:
     ],
 )
 async def test_a_failure_has_a_reason(failure: Exception, reason: str) -> None:
-    peers = Peers("worker", LocalHandle(Owner("one", failure)))
+    peers = Peers(lambda: LocalHandle(Owner("one", failure)))
     with pytest.raises(PullFailed, match=str(failure)) as error:
         await peers("one", [b""], 1.0)
     assert error.value.reason == reason
@@ -57,20 +56,19 @@ async def test_an_owner_that_says_nothing_is_lost_in_time() -> None:
             await asyncio.Event().wait()
 
     with pytest.raises(PullFailed, match=r"no answer in 0\.01 s") as error:
-        await Peers("worker", LocalHandle(Frozen("one")))("one", [b""], 0.01)
+        await Peers(lambda: LocalHandle(Frozen("one")))("one", [b""], 0.01)
     assert error.value.reason == "lost"
 
 
-async def test_a_handle_is_made_once_at_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_handle_is_made_once_at_the_first_call() -> None:
     made: list[str] = []
     owner = LocalHandle(Owner("one"))
 
-    def make(deployment: str) -> Any:
-        made.append(deployment)
+    def make() -> Any:
+        made.append("worker")
         return owner
 
-    monkeypatch.setattr(transfer, "by_reference", make)
-    peers = Peers("worker")
+    peers = Peers(make)
     assert made == []
     for _ in "ab":
         assert await peers("one", [b""], 1.0) == (1, b"keys")

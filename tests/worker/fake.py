@@ -74,6 +74,13 @@ class FakeRunner:
         self.build_s = self.execute_s = 0.0
         self.saved_reads = 0
         self._results: dict[int, StepResult] = {}
+        self.words: list[str] = []
+
+    def beat(self) -> None:
+        self.words.append("beat")
+
+    def stop(self) -> None:
+        self.words.append("stop")
 
     def launch(self, plan: StepPlan) -> InFlight:
         self.fault("build", plan)

@@ -17,8 +17,10 @@ from worker.loop import EngineLoop, Outbox
 
 @asynccontextmanager
 async def running(**options):
-    rate = options.pop("messages_per_s", 1e9)
-    loop = EngineLoop(lambda: make_engine(**options), now=time.monotonic, messages_per_s=rate)
+    rate, beat_s = options.pop("messages_per_s", 1e9), options.pop("beat_s", None)
+    loop = EngineLoop(
+        lambda: make_engine(**options), now=time.monotonic, messages_per_s=rate, beat_s=beat_s
+    )
     loop.start(asyncio.get_running_loop())
     try:
         yield loop
@@ -71,6 +73,31 @@ def test_a_slow_pace_folds_deltas_but_sends_first_token_and_end_at_once():
             assert tokens(events) == expected([1], 40)
 
     asyncio.run(main())
+
+
+def test_other_ranks_hear_from_an_idle_engine_and_of_its_end():
+    async def main():
+        async with running(beat_s=0.01) as loop:
+            await collect(loop, make_request("r", [1], 5))
+            words = loop.engine.runner.words
+            while len(words) < 3:
+                await asyncio.sleep(0)
+        assert set(words[:-1]) == {"beat"}
+        assert words[-1] == "stop"
+        async with running() as loop:
+            await collect(loop, make_request("r", [1], 5))
+            assert loop.engine.runner.words == []
+
+    asyncio.run(main())
+
+
+def test_other_ranks_hear_from_an_engine_that_nobody_listens_to_yet():
+    engine = make_engine()
+    loop = EngineLoop(lambda: engine, now=time.monotonic, messages_per_s=1e6, beat_s=0.01)
+    while not engine.runner.words:
+        pass
+    loop.stop()
+    assert engine.runner.words[-1] == "stop"
 
 
 def test_closing_a_stream_aborts_its_request():

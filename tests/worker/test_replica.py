@@ -20,7 +20,7 @@ from tests.families import FAMILIES, Family, build
 from worker import wire
 from worker.params import SamplingParams
 from worker.philox import derive
-from worker.replica import threads_of
+from worker.seat import threads_of
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Serve warns of its own use of pydantic

@@ -1,0 +1,95 @@
+"""A rank of a gang that does not lead: its thread serves rank 0 as long as the gang lives."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+from configs.schema import Config
+from worker.device import keep_freed_memory
+from worker.gang import Follower
+from worker.gang_pages import serve_pages
+from worker.loop import MARK_S
+from worker.seat import Seat, facts_of, launched, told
+from worker.startup import start_follower
+
+log = logging.getLogger("kvatlas.worker")
+
+
+Made = tuple[Follower, Callable[[], None]]
+"""A follower, and what serves rank 0 with blocks."""
+
+
+class FollowerLoop:
+    """Makes a follower and lets it serve, in threads of its own; raises what `make` raises.
+
+    `over` is true once it serves no more; `failure` says why, None where rank 0 ended it.
+    """
+
+    def __init__(self, make: Callable[[], Made]) -> None:
+        self.failure: BaseException | None = None
+        self.over = False
+        made: Future[Follower] = Future()
+        _thread("engine", lambda: self._run(make, made))  # named as that of rank 0
+        self.follower = made.result()
+
+    def _run(self, make: Callable[[], Made], made: Future[Follower]) -> None:
+        try:
+            follower, serve_blocks = make()
+        except BaseException as error:
+            made.set_exception(error)
+            return
+        made.set_result(follower)
+        _thread("blocks", lambda: self._serve(serve_blocks))
+        self._serve(follower.serve)
+
+    def _serve(self, serve: Callable[[], None]) -> None:
+        try:
+            serve()
+            log.info("rank 0 has ended the gang")
+        except BaseException as error:
+            self.failure = error
+            log.critical("the follower stopped: %s", error, exc_info=error)
+        finally:
+            self.over = True
+
+
+def _thread(name: str, work: Callable[[], None]) -> None:
+    threading.Thread(target=work, name=name, daemon=True).start()
+
+
+class GPUFollower:
+    """The Ray Serve deployment class of such a rank: no requests come here. The constructor returns
+    when all ranks of the gang are ready."""
+
+    def __init__(self, config: Config, directory: str, replica: str, seat: Seat) -> None:
+        logging.getLogger("kvatlas").setLevel(config.server.log_level.upper())
+        keep_freed_memory()
+        self.gang, self._seat = replica, seat
+        self.loop = FollowerLoop(lambda: told(seat, lambda: self._make(config, Path(directory))))
+
+    def _make(self, config: Config, directory: Path) -> Made:
+        seat = self._seat
+        launch, ways = launched(config, directory, seat)
+        assert ways is not None
+        made = start_follower(
+            launch, ways[0], clock=seat.clock, cpu_clock=seat.cpu_clock, progress=log.info
+        )
+        seat.ready(facts_of(self.gang, launch, made.runner))
+        store = made.runner.model.store
+        return made, lambda: serve_pages(store, ways[1])
+
+    async def accompany(self) -> AsyncIterator[None]:
+        """Goes on until the gang ends: Serve stops no replica that has an open call."""
+        while not self.loop.over:
+            yield None
+            await asyncio.sleep(MARK_S)
+
+    async def check_health(self) -> None:
+        """Serve restarts the gang where this rank serves it no more."""
+        if self.loop.over:
+            raise RuntimeError(f"rank {self._seat.rank} stopped: {self.loop.failure}")
