@@ -159,7 +159,8 @@ async def _for_ever(turn: Callable[[], Awaitable[None]]) -> None:
 
 
 class Ingress:
-    """The HTTP side in a replica of Serve."""
+    """The HTTP side in a replica of Serve. `workers` are the handles of all pools, by their
+    deployments' names, and `asked` what each worker asks Ray for."""
 
     def __init__(
         self,
@@ -168,9 +169,11 @@ class Ingress:
         directory: str | None,
         key: bytes,
         workers: Mapping[str, Any],
+        asked: Mapping[str, float],
     ) -> None:
         from cluster.ingress import Api, keep_turning
         from cluster.logs import configure_logging
+        from cluster.supply import Supply, of_ray
         from cluster.text import load_tokenizer
 
         self._config = config
@@ -190,6 +193,9 @@ class Ingress:
             listed=handle.listed,
             hub=HubClient(config.cluster.index_bytes, config.server.log_level),
             peers=ServePeers(lambda: serve.get_deployment_handle(INGRESS, APP)),
+        )
+        self._api.supply = Supply(
+            config, asked, self._api.gangs.ready_by_pool, of_ray, time.monotonic
         )
         self._checked = False
         keep_turning()
@@ -343,7 +349,9 @@ def build(
         ray_actor_options=at_ingress,
         **common,
     )
-    app: serve.Application = ingress.bind(config, model_name(config), directory, key, workers)
+    asked = {"CPU": cluster.cpus_per_worker, "GPU": resources.get("num_gpus", 0.0)}
+    name = model_name(config)
+    app: serve.Application = ingress.bind(config, name, directory, key, workers, asked)
     return app
 
 

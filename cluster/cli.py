@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from cluster import capacity_command, load_command, quickstart, replay_command
+from cluster import capacity_command, context_command, load_command, quickstart, replay_command
 from cluster.errors import UserError
 from cluster.keys import ADMIN_KEY, Access
 from configs.loading import ConfigError, load
@@ -61,13 +61,20 @@ def _parser() -> argparse.ArgumentParser:
     replay_command.arguments(
         commands.add_parser("replay", help="what a routing policy is worth on a trace")
     )
-    load_command.arguments(
-        commands.add_parser("bench", help="load on a live server, and what its clients see")
+    bench = commands.add_parser("bench", help="load on a live server, and what its clients see")
+    load_command.arguments(bench)
+    others = bench.add_subparsers(metavar="context")
+    context_command.arguments(
+        others.add_parser("context", help="context parallelism: exchanges, balance, capacity")
     )
-    where = commands.add_parser("where", help="where one token of a running request lies")
+    where = commands.add_parser("where", help="where a token lies, or whose tokens a block holds")
     where.set_defaults(run=_where)
-    where.add_argument("request", help="the id in the answer, or from /debug/requests")
-    where.add_argument("token", type=int, help="counted from 0, prompt included")
+    where.add_argument("request", nargs="?", help="the id in the answer, or from /debug/requests")
+    where.add_argument("token", nargs="?", type=int, help="counted from 0, prompt included")
+    where.add_argument("--block", type=int, help="whose tokens lie in this physical block")
+    where.add_argument("--rank", type=int, default=0, help="of which worker of the gang (0)")
+    where.add_argument("--gang", default="", help="of which gang; needed where there are several")
+    where.add_argument("--group", type=int, default=0, help="of which layer group (0)")
     where.add_argument("--url", default="http://127.0.0.1:8000", help="the server")
     return parser
 
@@ -114,7 +121,12 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _where(options: argparse.Namespace) -> int:
-    path = f"/debug/where?request={quote(options.request, safe='')}&token={options.token}"
+    if (options.block is None) == (options.token is None):
+        raise UserError("ask for a REQUEST and a TOKEN, or for a --block")
+    path = f"/debug/where?request={quote(options.request or '', safe='')}&token={options.token}"
+    if options.block is not None:
+        path = f"/debug/where?block={options.block}&rank={options.rank}&group={options.group}"
+        path += f"&gang={quote(options.gang, safe='')}"
     address = urlsplit(options.url)
     connection = http.client.HTTPConnection(address.hostname or "127.0.0.1", address.port or 80)
     try:

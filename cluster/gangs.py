@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -83,6 +84,10 @@ class Gangs:
         """Those that take requests."""
         return {gang: watch for gang, watch in self._watches.items() if watch.ready}
 
+    def ready_by_pool(self) -> Mapping[str, int]:
+        """How many gangs of each pool take requests."""
+        return Counter(watch.pool for watch in self.ready().values())
+
     def suspect(self, gang: str, error: Exception) -> None:
         """A stream of this gang was lost: it is not ready until it answers again."""
         if gang in self._watches:
@@ -98,7 +103,7 @@ class Gangs:
         """By pool, the longest sequence that its gangs hold, as far as any has ever said."""
         for watch in self._watches.values():
             if watch.info is not None:
-                self._limits[watch.info["pool"]] = watch.longest
+                self._limits[watch.pool] = watch.longest
         return self._limits
 
     @property

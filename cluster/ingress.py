@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from cluster import bodies, keys, openai, prompts
+from cluster import bodies, keys, openai, prompts, where
 from cluster.answers import dumps
 from cluster.background import background
 from cluster.calls import Handle, Refused
@@ -34,6 +34,7 @@ from cluster.metrics import CONTENT_TYPE, Metrics, Record
 from cluster.peers import Peers, Said, merged
 from cluster.reporting import Follower, Hub
 from cluster.routing import Router
+from cluster.supply import Supply
 from cluster.text import TextService
 from configs.schema import Config
 
@@ -98,6 +99,7 @@ class Api:
         self.dispatcher = Dispatcher(self.gangs, handle, router, name=name)
         self.metrics = Metrics(model, name, self.gangs.snapshots)
         self.created = int(time.time())
+        self.supply: Supply | None = None
         self.labels: dict[str, str] = {}  # the clients' names of what the engine is working on
 
     def served(self) -> openai.Served:
@@ -149,7 +151,10 @@ class Api:
     def report(self) -> dict[str, Any]:
         """The body of `/health/ready`."""
         problem = "files of keys have changed and cannot be used, the log says why"
-        return {**self.gangs.report(), "problems": [problem] if self.access.problem else []}
+        problems = [problem] if self.access.problem else []
+        if self.supply is not None and self.supply.problem:
+            problems.append(self.supply.problem)
+        return {**self.gangs.report(), "problems": problems}
 
     async def debug(self, method: str, *arguments: Any) -> tuple[list[Any], dict[str, Any]]:
         """What each worker answers, and a `missing` entry where some do not in time.
@@ -175,6 +180,8 @@ def build_app(api: Api, *, echo_label: bool = True) -> FastAPI:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         works = {"following gangs": api.gangs.update, "telling who lives": api.dispatcher.tell}
         works["following the index"] = api.follower.turn
+        if api.supply is not None:
+            works["watching resources"] = api.supply.turn
         if api.access.from_files:
             works["reading keys"] = partial(_reread_keys, api)
         async with background(works, api.metrics.background_failure):
@@ -361,15 +368,7 @@ def _add_state(app: FastAPI, api: Api) -> None:
 
     @app.get("/debug/where", **inside)
     async def debug_where(request: Request) -> Response:
-        query = request.query_params
-        name, token = query.get("request", ""), query.get("token", "")
-        if not name or not token.isascii() or not token.isdigit() or len(token) > 12:
-            raise invalid("ask with ?request=ID&token=N, N counted from 0", "token")
-        found, _ = await api.debug("where", name, int(token))
-        if not any(found):
-            message = f"no request {name[:80]!r} is being served now (/debug/requests lists them)"
-            raise ApiError(404, "request_not_found", message, param="request")
-        return _json(next(filter(None, found)))
+        return _json(await where.answer(api, request.query_params))
 
 
 def keep_turning() -> None:

@@ -79,6 +79,11 @@ class Watch:
         return 0 if self.info is None else int(self.info["max_model_len"])
 
     @property
+    def pool(self) -> str:
+        """The pool of the gang."""
+        return "" if self.info is None else str(self.info["pool"])
+
+    @property
     def ranks(self) -> int:
         """Workers of the gang."""
         return 1 if self.info is None else int(self.info["ranks"])
@@ -92,6 +97,8 @@ class Watch:
     def report(self, gang: str) -> dict[str, Any]:
         """Its entry in `/health/ready`."""
         entry = {"gang": gang, "ready": self.ready, "reason": self.complaint}
+        if self.info is not None:
+            entry |= {"pool": self.pool, "workers": self.ranks}
         if self._stats is None:
             unknown = ("host", "pid", "step_age_s", "answer_age_s", "quarantined_blocks")
             return {**entry, **dict.fromkeys(unknown)}

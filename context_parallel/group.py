@@ -7,6 +7,7 @@ next epoch. Seconds come from `now`, a monotonic clock that is given.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,12 +18,14 @@ from torch import Tensor
 
 from context_parallel.exchange import ExchangeFailed, cut
 
+log = logging.getLogger("kvatlas.gang")
+
 dist: Any = torch.distributed  # most of what is used here has no annotations, or wrong ones
 
 LOOK_S = 0.5
 """How long a rank waits for the others before it looks whether one of them has given up."""
 
-REPORT_S = 2.0
+REPORT_S = 0.5
 """How long rank 0 waits for the others to say why they stopped; who says nothing is to blame."""
 
 FRAME = 4096
@@ -169,12 +172,12 @@ class Meeting:
             return [rank for rank, key in keys.items() if not self._store.check([key])]
         return []
 
-    def control(self, own_host: str, timeout_s: float) -> Any:
-        """The group for messages. `own_host` is how others reach this rank.
+    def control(self, own_host: str, timeout_s: float, name: str = "control") -> Any:
+        """A group for messages. `own_host` is how others reach this rank.
 
         Raises MeetingFailed where the ranks cannot connect to each other.
         """
-        return self._gloo("control", own_host, timeout_s)
+        return self._gloo(name, own_host, timeout_s)
 
     def data(self, own_host: str, timeout_s: float, device: torch.device) -> Any:
         """The group for tensors on `device`: NCCL on a GPU, gloo on a CPU."""
@@ -295,7 +298,9 @@ class TorchChannel:
         """Ends the channel; the error, which names the rank that is really to blame if rank 0
         finds one: when one rank stops, the first to be missed may be another that waits for it."""
         self.abort(f"step {self.step}: rank {rank}: {cause}")
-        if self.rank == 0 and (silent := self._meeting.silent()) and rank not in silent:
+        log.error("message %d: rank %d: %s", self.step, rank, cause)  # before anybody ends this
+        silent = self._meeting.silent() if self.rank == 0 and self.ranks > 2 else []
+        if silent and rank not in silent:
             rank, cause = silent[0], f"it does not answer ({named([rank])}: {cause})"
         return ExchangeFailed(rank, self.step, cause)
 

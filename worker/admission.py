@@ -12,6 +12,7 @@ from kvpaging.table import BlockTable
 from worker.request import NO_SLOT, Sequence
 
 if TYPE_CHECKING:
+    from context_parallel.policy import Place
     from kvpaging.pool import BlockPool
     from worker.scheduler import Row, Scheduler
 
@@ -45,10 +46,49 @@ def start(scheduler: Scheduler, sequence: Sequence, rows: Iterable[Row]) -> Bloc
         return _fork(scheduler, beam, common, rows)
     if scheduler.prefix.being_computed(sequence, len(hit[0])):
         return None
-    table = BlockTable(scheduler.pools, scheduler.block_size)
-    if hit[0]:
-        table.attach(hit)
+    return _placed(scheduler, sequence, hit)
+
+
+def _placed(scheduler: Scheduler, sequence: Sequence, hit: list[list[int]]) -> BlockTable:
+    """A table with cached blocks, at the best place that can afford the sequence; at the best of
+    all when none can."""
+    pool, policy = scheduler.pools[0], scheduler.policy
+    places = policy.places(
+        len(sequence.tokens),
+        [pool.rank_of(block) for block in hit[0]] if policy.ranks > 1 else hit[0],
+        queued=queued(scheduler),
+        block_size=scheduler.block_size,
+        rank_blocks=scheduler.rank_blocks,
+    )
+    for place in places if len(places) > 1 else ():
+        table = _attached(scheduler, place, hit)
+        if affordable(scheduler, sequence, table):
+            return table
+        table.release()
+    return _attached(scheduler, places[0], hit)
+
+
+def _attached(scheduler: Scheduler, place: Place, hit: list[list[int]]) -> BlockTable:
+    table = BlockTable(scheduler.pools, scheduler.block_size, place.ranks)
+    if place.hit_blocks:
+        table.attach([column[: place.hit_blocks] for column in hit])
     return table
+
+
+def queued(scheduler: Scheduler) -> list[int]:
+    """Tokens that running sequences are yet to compute, on each rank of a gang: at least the next
+    one of each."""
+    policy = scheduler.policy
+    if policy.ranks == 1:
+        return [0]
+    tokens = [0] * policy.ranks
+    for sequence in scheduler.running:
+        if sequence.table is not None:
+            ranks = sequence.table.ranks
+            want = max(1, sequence.target - sequence.computed - sequence.planned)
+            for rank in ranks:
+                tokens[rank] += want if len(ranks) == 1 else policy.share(want)
+    return tokens
 
 
 def _nearest(sequence: Sequence) -> tuple[Sequence | None, int]:
@@ -88,21 +128,39 @@ def _fork(
 
 def affordable(scheduler: Scheduler, sequence: Sequence, table: BlockTable) -> bool:
     """Whether the whole sequence fits beside what running ones were promised, a beam search with a
-    block more for each beam to come."""
+    block more for each beam to come: on its rank, or on all."""
+    if not scheduler.running:
+        return True
     size = scheduler.block_size
-    asked = -(-(len(sequence.tokens) + 1) // size) - len(table.blocks[0]) + promised(scheduler)
+    asked = -(-(len(sequence.tokens) + 1) // size) - len(table.blocks[0])
     asked += max(0, sequence.request.params.beam_width - len(sequence.request.sequences))
+    return room(scheduler, asked, table.ranks)
+
+
+def room(scheduler: Scheduler, blocks: int, ranks: tuple[int, ...]) -> bool:
+    """Whether one rank, or all, have so many blocks of each group that nobody was promised."""
+    rank = ranks[0] if len(ranks) < scheduler.policy.ranks else None
+    asked = blocks + promised(scheduler, rank)
     need: dict[BlockPool, int] = {}
     for pool in scheduler.pools:
         need[pool] = need.get(pool, 0) + asked
-    return not scheduler.running or all(n <= pool.available for pool, n in need.items())
-
-
-def promised(scheduler: Scheduler) -> int:
-    """Blocks of each layer group that running sequences were promised and have not taken."""
-    size = scheduler.block_size
-    return sum(
-        max(0, -(-(s.target + 1) // size) - len(s.table.blocks[0])) + 1
-        for s in scheduler.running
-        if s.table is not None
+    return all(
+        n <= (pool.available if rank is None else pool.available_on(rank))
+        for pool, n in need.items()
     )
+
+
+def promised(scheduler: Scheduler, rank: int | None = None) -> int:
+    """Blocks of each layer group that running sequences were promised and have not taken: on all
+    ranks, or on one, where those that run on all ranks are to get their share."""
+    size, ranks = scheduler.block_size, scheduler.policy.ranks
+    narrow = wide = 0
+    for sequence in scheduler.running:
+        table = sequence.table
+        if table is not None:
+            more = max(0, -(-(sequence.target + 1) // size) - len(table.blocks[0])) + 1
+            if rank is None or (len(table.ranks) < ranks and table.ranks[0] == rank):
+                narrow += more
+            elif len(table.ranks) == ranks:
+                wide += more
+    return narrow + -(-wide // ranks)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PretrainedConfig
 
+from context_parallel.policy import ShardPolicy
 from context_parallel.shard import Geometry
 from kvpaging.attention import accumulator
 from kvpaging.pool import BlockPool
@@ -38,8 +39,10 @@ def build_engine(
     *,
     identity: Identity = UNNAMED,
     gang: Gang | None = None,
+    policy: ShardPolicy | None = None,
 ) -> Engine:
-    """The engine around a loaded model, of this process alone or of a whole gang."""
+    """The engine around a loaded model, of this process alone or of a whole gang; `policy` says
+    when sequences are spread over it, None what is configured."""
     store, limits = model.store, launch.limits
     ranks = 1 if gang is None else gang.ranks
     arenas = [BlockPool(store.blocks(a), ranks) for a in range(len(store.arenas))]
@@ -62,13 +65,22 @@ def build_engine(
         else GangRunner(gang, model, _gang_builder(launch, gang), sampler, depth=depth, **options)
     )
     return Engine(
-        Scheduler(pools, launch.layout.block_size, limits, prefix),
+        Scheduler(
+            pools, launch.layout.block_size, limits, prefix, policy or _policy(launch, ranks)
+        ),
         runner,
         end_tokens=frozenset(ends),
         max_model_len=launch.memory.max_model_len,
         cpu_clock=cpu_clock,
         depth=depth,
     )
+
+
+def _policy(launch: Launch, ranks: int) -> ShardPolicy:
+    """As configured: without a threshold, what one rank cannot hold is spread."""
+    held = launch.memory.slices * launch.layout.block_size
+    threshold = launch.config.pool.shard_from_tokens
+    return ShardPolicy(ranks, shard_from_tokens=threshold or held)
 
 
 def build_follower(

@@ -12,6 +12,7 @@ from pathlib import Path
 from configs.schema import Config
 from worker.device import keep_freed_memory
 from worker.gang import Follower
+from worker.gang_pages import serve_pages
 from worker.loop import MARK_S
 from worker.seat import Seat, facts_of, launched, told
 from worker.startup import start_follower
@@ -19,36 +20,46 @@ from worker.startup import start_follower
 log = logging.getLogger("kvatlas.worker")
 
 
+Made = tuple[Follower, Callable[[], None]]
+"""A follower, and what serves rank 0 with blocks."""
+
+
 class FollowerLoop:
-    """Makes a follower and lets it serve, both in a thread of its own; raises what `make` raises.
+    """Makes a follower and lets it serve, in threads of its own; raises what `make` raises.
 
     `over` is true once it serves no more; `failure` says why, None where rank 0 ended it.
     """
 
-    def __init__(self, make: Callable[[], Follower]) -> None:
+    def __init__(self, make: Callable[[], Made]) -> None:
         self.failure: BaseException | None = None
         self.over = False
         made: Future[Follower] = Future()
-        thread = threading.Thread(target=self._run, args=(make, made), daemon=True)
-        thread.name = "engine"  # as that of rank 0
-        thread.start()
+        _thread("engine", lambda: self._run(make, made))  # named as that of rank 0
         self.follower = made.result()
 
-    def _run(self, make: Callable[[], Follower], made: Future[Follower]) -> None:
+    def _run(self, make: Callable[[], Made], made: Future[Follower]) -> None:
         try:
-            follower = make()
+            follower, serve_blocks = make()
         except BaseException as error:
             made.set_exception(error)
             return
         made.set_result(follower)
+        _thread("blocks", lambda: self._serve(serve_blocks))
+        self._serve(follower.serve)
+
+    def _serve(self, serve: Callable[[], None]) -> None:
         try:
-            follower.serve()
+            serve()
             log.info("rank 0 has ended the gang")
         except BaseException as error:
             self.failure = error
             log.critical("the follower stopped: %s", error, exc_info=error)
         finally:
             self.over = True
+
+
+def _thread(name: str, work: Callable[[], None]) -> None:
+    threading.Thread(target=work, name=name, daemon=True).start()
 
 
 class GPUFollower:
@@ -61,15 +72,16 @@ class GPUFollower:
         self.gang, self._seat = replica, seat
         self.loop = FollowerLoop(lambda: told(seat, lambda: self._make(config, Path(directory))))
 
-    def _make(self, config: Config, directory: Path) -> Follower:
+    def _make(self, config: Config, directory: Path) -> Made:
         seat = self._seat
-        launch, gang = launched(config, directory, seat)
-        assert gang is not None
+        launch, ways = launched(config, directory, seat)
+        assert ways is not None
         made = start_follower(
-            launch, gang, clock=seat.clock, cpu_clock=seat.cpu_clock, progress=log.info
+            launch, ways[0], clock=seat.clock, cpu_clock=seat.cpu_clock, progress=log.info
         )
         seat.ready(facts_of(self.gang, launch, made.runner))
-        return made
+        store = made.runner.model.store
+        return made, lambda: serve_pages(store, ways[1])
 
     async def accompany(self) -> AsyncIterator[None]:
         """Goes on until the gang ends: Serve stops no replica that has an open call."""

@@ -114,21 +114,30 @@ class PrefixCache:
         }
 
     def match(self, sequence: requests.Sequence) -> list[list[int]]:
-        """The longest run of leading blocks that all groups have, one list of blocks per group."""
+        """The longest run of leading blocks that all groups have, each on one rank; one list of
+        blocks per group."""
         found: list[list[int]] = [[] for _ in self.pools]
         if not self.enabled:
             return found
         chains = self.chains(sequence)
         started = self.cpu_clock()
+        scattered = self.pools[0].ranks > 1 < len(self.pools)
         for identities in zip(*chains, strict=True):
             blocks = [p.lookup(i) for p, i in zip(self.pools, identities, strict=True)]
             if None in blocks:
+                break
+            if scattered and not self._together(blocks):
                 break
             for column, block in zip(found, blocks, strict=True):
                 assert block is not None
                 column.append(block)
         self.stats.match_s += self.cpu_clock() - started
         return found
+
+    def _together(self, blocks: Sequence[int | None]) -> bool:
+        """Whether the blocks of all groups are on one rank."""
+        pairs = zip(self.pools, blocks, strict=True)
+        return len({pool.rank_of(block) for pool, block in pairs if block is not None}) == 1
 
     def being_computed(self, sequence: requests.Sequence, index: int) -> bool:
         """Whether a step planned or under way computes the sequence's block `index`."""
@@ -161,7 +170,10 @@ class PrefixCache:
         self.stats.match_s += self.cpu_clock() - started
 
     def publish(self, sequence: requests.Sequence) -> None:
-        """Publish the blocks that have become full; swap duplicates for the earlier ones."""
+        """Publish the blocks that have become full; swap duplicates for the earlier ones.
+
+        One whose earlier twin is on another rank stays, without an identity: blocks do not move.
+        """
         full = sequence.computed // self.block_size
         if not self.enabled or full <= sequence.published:
             return
@@ -174,7 +186,7 @@ class PrefixCache:
                 block = table.blocks[group][index]
                 parent = chain[index - 1] if index else None
                 kept = pool.publish(block, chain[index], parent, quiet=group != self.indexed)
-                if kept != block:
+                if kept != block and pool.rank_of(kept) == pool.rank_of(block):
                     table.swap(group, index, kept, sequence.last_step)
                     sequence.synced = min(sequence.synced, index)
                     self.stats.swapped_blocks += 1

@@ -20,13 +20,14 @@ from worker import wire
 from worker.device import keep_freed_memory
 from worker.engine import Engine
 from worker.follower import GPUFollower
+from worker.gang_pages import GangPages
 from worker.live import LiveLists
 from worker.load import Pressure, load_of, pressure_of
 from worker.loop import EngineLoop
 from worker.params import ParamError, check
 from worker.pull import Answer, Fetch, Puller
 from worker.request import NO_SLOT, Request
-from worker.seat import Facts, Seat, facts_of, launched, told
+from worker.seat import BEATS, Facts, Seat, facts_of, launched, repeat, told
 from worker.startup import start
 from worker.transfer import PullFailed, Transfers, TransferStats
 from worker.where import Pages
@@ -35,9 +36,6 @@ log = logging.getLogger("kvatlas.worker")
 
 ORPHANS_S = 3.0
 """How often requests are looked for whose ingress is gone."""
-
-BEATS = 4
-"""Words of an idle rank 0 in the time that a rank waits for another one."""
 
 COPY_THREADS = 2
 
@@ -70,6 +68,7 @@ class GPUWorker:
         self.gang = _gang_id() if seat is None else seat.gang
         self._key, self._seat = key or os.urandom(32), seat
         self._ranks: list[Facts] = []
+        self._blocks: GangPages | None = None
         self.loop = EngineLoop(
             lambda: told(seat, lambda: self._make(Path(directory))),
             now=time.monotonic,
@@ -95,7 +94,7 @@ class GPUWorker:
 
         return Puller(
             Transfers(engine.scheduler, TransferStats()),
-            engine.runner.model.store,
+            self._blocks or engine.runner.model.store,
             self.loop,
             fetch,
             slice_bytes=self.launch.layout.slice_bytes,
@@ -106,15 +105,18 @@ class GPUWorker:
         )
 
     def _make(self, directory: Path) -> Engine:
-        self.launch, gang = launched(self.config, directory, self._seat)
+        self.launch, ways = launched(self.config, directory, self._seat)
         engine = start(
             self.launch,
             clock=time.perf_counter,
             cpu_clock=time.thread_time,
             key=self._key,
-            gang=gang,
+            gang=None if ways is None else ways[0],
             progress=log.info,
         )
+        if self._seat is not None and ways is not None:
+            self._blocks = GangPages(engine.runner.model.store, ways[1])
+            repeat(self._blocks.beat, self._seat.timeout_s / BEATS)
         facts = facts_of(self.gang, self.launch, engine.runner)
         self._ranks += [facts] if self._seat is None else self._seat.ready(facts)
         return engine
@@ -306,19 +308,26 @@ class GPUWorker:
         """This gang's entry of `/debug/kv`."""
         scheduler = self.loop.engine.scheduler
 
-        def look() -> dict[str, Any]:
-            pages = snapshot(scheduler.pools, scheduler.tables(), scheduler.block_size)
+        def look(rank: int) -> dict[str, Any]:
+            pages = snapshot(scheduler.pools, scheduler.tables(), scheduler.block_size, rank=rank)
+            facts = self._ranks[rank]
             return {
                 **asdict(pages),
-                "copies": scheduler.copies,
-                "hit_tokens": scheduler.prefix.stats.hit_tokens,
-                "evictions": sum(p.stats.evictions for p in dict.fromkeys(scheduler.pools)),
+                "copies": 0 if rank else scheduler.copies,  # these three are of the whole gang
+                "hit_tokens": 0 if rank else scheduler.prefix.stats.hit_tokens,
+                "evictions": 0
+                if rank
+                else sum(p.stats.evictions for p in dict.fromkeys(scheduler.pools)),
+                "host": facts.host,
+                "pid": facts.pid,
+                "device": facts.device,
             }
 
         self._start()
         epoch = 0 if self._seat is None else self._seat.epoch
         shown = {"gang": self.gang, "degree": len(self._ranks), "epoch": epoch}
-        return {**shown, "ranks": [await self.loop.call(look)]}
+        ranks = range(len(self._ranks))
+        return {**shown, "ranks": await self.loop.call(lambda: list(map(look, ranks)))}
 
     async def debug_requests(self) -> list[dict[str, Any]]:
         """One entry per sequence that waits or runs."""

@@ -1,8 +1,7 @@
-"""Which tokens the next step computes, and whose blocks they go to. No torch, no clock.
+"""Sequences that wait and run, and steps as they are planned, committed and taken back.
 
-There is no prefill or decode phase: each sequence catches up from computed to known tokens under
-one budget, so chunks of prompts and single tokens share steps. A step is planned from counts alone
-(a token sampled by a step under way is `pending`), so planning may run ahead of the device.
+A step is planned from counts alone (a token sampled by a step under way is `pending`), so planning
+may run ahead of the device. No torch, no clock.
 """
 
 from __future__ import annotations
@@ -11,14 +10,16 @@ import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import compress
-from typing import NamedTuple
 
-from kvpaging.pool import BlockPool, OutOfBlocks
+from context_parallel.policy import ShardPolicy
+from kvpaging.pool import BlockPool
 from kvpaging.table import BlockTable, Copy
-from worker import admission
 from worker.fairness import Turns
 from worker.prefix import PrefixCache
 from worker.request import NO_SLOT, Request, Sequence
+from worker.step import Row, Step, StepPlan
+
+__all__ = ["Limits", "QueueFull", "Row", "Scheduler", "StepPlan"]
 
 
 class QueueFull(Exception):
@@ -41,74 +42,33 @@ class Limits:
     max_waiting: int
 
 
-class Row(NamedTuple):
-    """`count` tokens of a sequence from position `start` on.
+class Scheduler:
+    """Waiting and running sequences over a gang's pools (`pools[g]` serves layer group g).
 
-    `sampled`: the last of them is the last known one, so its logits give the next token.
-    `scored`: prompt log-probabilities are wanted for the tokens after positions
-    `scored_from .. start + count - 1` that belong to the prompt, of a request's first choice, for
-    all its choices. Table entries from `changed_from` on are new to the device; tokens before
-    position `stored` have their K,V in the pages already. `candidates`, of a beam at its last
-    token: how many of the tokens that may follow are wanted.
-
-    `home` is the rank that samples. The table of a `sharded` row may have blocks on all ranks, that
-    of others has them on `home`.
+    Limits of tokens and logits are those of each rank.
     """
 
-    sequence: Sequence
-    slot: int
-    epoch: int
-    start: int
-    count: int  # type: ignore[assignment]  # hides the method of tuples
-    sampled: bool
-    admitted: bool
-    changed_from: int
-    stored: int = 0
-    scored_from: int | None = None
-    copies: tuple[Copy, ...] = ()
-    candidates: int = 0
-    home: int = 0
-    sharded: bool = False
-
-    @property
-    def logit_rows(self) -> int:
-        return self.scored_count + (self.sampled or self.candidates > 0)
-
-    @property
-    def scored_count(self) -> int:
-        if self.scored_from is None:
-            return 0
-        end = min(self.start + self.count, self.sequence.prompt_tokens - 1)
-        return max(0, end - self.scored_from)
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """One step as data: what to copy first, then which rows to compute."""
-
-    step: int
-    rows: tuple[Row, ...]
-    copies: tuple[Copy, ...]
-
-    @property
-    def tokens(self) -> int:
-        return sum(row.count for row in self.rows)
-
-
-class Scheduler:
-    """Waiting and running sequences over one rank's pools (`pools[g]` serves layer group g)."""
-
     def __init__(
-        self, pools: Iterable[BlockPool], block_size: int, limits: Limits, prefix: PrefixCache
+        self,
+        pools: Iterable[BlockPool],
+        block_size: int,
+        limits: Limits,
+        prefix: PrefixCache,
+        policy: ShardPolicy | None = None,
     ) -> None:
         assert limits.max_logit_rows >= limits.max_num_seqs > 0 < limits.max_batch_tokens
         self.pools, self.block_size, self.limits = tuple(pools), block_size, limits
+        self.policy = policy or ShardPolicy()
+        assert all(pool.ranks == self.policy.ranks for pool in self.pools)
+        groups = {pool: self.pools.count(pool) for pool in self.pools}
+        self.rank_blocks = min(pool.per_rank // n for pool, n in groups.items())
         self.running: list[Sequence] = []  # by rank
         self.waiting: list[Sequence] = []  # by rank
         self.slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self.step = 0
         self.under_way: list[int] = []
         self.preemptions = 0
+        self.spreads = 0  # sequences that went on, on all ranks
         self.copies = 0  # copies-on-write done
         self.copies_due: list[Copy] = []
         self.prefix = prefix
@@ -144,7 +104,7 @@ class Scheduler:
 
         `only` limits it to some running sequences and admits none (used after a failed step).
         """
-        step = _Step(self, None if only is None else set(map(id, only)))
+        step = Step(self, None if only is None else set(map(id, only)))
         rows = step.rows_to_compute()
         copies = (*self.copies_due, *(copy for row in rows for copy in row.copies))
         self.copies_due.clear()
@@ -241,156 +201,3 @@ def _rank(sequence: Sequence) -> tuple[bool, int, int, float, int, int]:
 
 def _valid(row: Row) -> bool:
     return row.epoch == row.sequence.epoch and row.sequence.finish_reason is None
-
-
-class _Step:
-    """One round of planning."""
-
-    def __init__(self, scheduler: Scheduler, only: set[int] | None) -> None:
-        self.scheduler, self.only = scheduler, only
-        self.tokens_left = scheduler.limits.max_batch_tokens
-        self.logits_left = scheduler.limits.max_logit_rows
-        self.rows: dict[int, Row] = {}
-        self.preempted = False
-
-    def rows_to_compute(self) -> tuple[Row, ...]:
-        self._fill()
-        while self.only is None and not self.rows and not self.scheduler.under_way:
-            # Beams that are ahead hold what those they wait for need. They have said all they can.
-            ahead = [s for s in self.scheduler.running if s.offer is not None]
-            if not ahead:
-                break
-            self.scheduler.preempt(ahead[-1])
-            self.preempted = False
-            self._fill()
-        return tuple(self.rows.values())
-
-    def _fill(self) -> None:
-        singles: list[Sequence] = []
-        chunks: list[Sequence] = []
-        for sequence in self.scheduler.running:
-            want = sequence.target - sequence.computed - sequence.planned
-            if want > 0 and (self.only is None or id(sequence) in self.only):
-                (singles if want == 1 else chunks).append(sequence)
-        if chunks and chunks[0] is self.scheduler.running[0]:
-            # The oldest always gets a token, whatever the rest would take of the budget.
-            self._take(chunks.pop(0), max(1, self.tokens_left - len(singles)))
-        for sequence in singles:
-            self._take(sequence, 1)
-        for sequence in chunks:
-            self._take(sequence, self.tokens_left)
-        if self.only is None:
-            self._admit()
-
-    def _take(self, sequence: Sequence, most: int, admitted: bool = False) -> None:
-        if sequence.slot == NO_SLOT or self.tokens_left == 0:
-            return  # preempted a moment ago by an older one
-        start = sequence.computed + sequence.planned
-        count = min(sequence.target - start, most, self.tokens_left)
-        scored_from = self._scored_from(sequence, start)
-        if scored_from is not None:
-            reserve = self.logits_left - len(self.scheduler.running)
-            count = min(count, max(0, scored_from - start) + max(1, reserve))
-        table, scheduler = sequence.table, self.scheduler
-        assert table is not None
-        grow = max(0, start + count - table.length)
-        if count < 1:
-            return
-        before = len(table.blocks[0])
-        try:
-            copies = table.append(grow)
-        except OutOfBlocks:
-            if not self._room(sequence, table, grow):
-                return
-            copies = table.append(grow)
-        last = start + count == sequence.target and sequence.request.params.max_tokens > 0
-        beams = sequence.request.beams
-        row = Row(
-            sequence,
-            sequence.slot,
-            sequence.epoch,
-            start,
-            count,
-            last and beams is None,
-            admitted,
-            min(sequence.synced, before - bool(copies)),
-            sequence.stored,
-            scored_from,
-            tuple(copies),
-            beams.candidates if last and beams is not None else 0,
-        )
-        sequence.synced = len(table.blocks[0])
-        self.rows[id(sequence)] = row
-        scheduler.prefix.begin(scheduler.step, sequence, start, start + count)
-        self.tokens_left -= count
-        self.logits_left -= row.logit_rows
-
-    def _scored_from(self, sequence: Sequence, start: int) -> int | None:
-        if sequence.request.params.prompt_logprobs is None or sequence.choice:
-            return None
-        first = max(start, sequence.scored)
-        return first if first < sequence.prompt_tokens - 1 else None
-
-    def _room(self, sequence: Sequence, table: BlockTable, grow: int) -> bool:
-        """Make room by preempting newer sequences; False when it must wait for its blocks."""
-        scheduler = self.scheduler
-        while not table.fits(grow):
-            if scheduler.under_way and any(p.counts().leased for p in scheduler.pools):
-                return False  # blocks are on their way back
-            victim = scheduler.running[-1]
-            if victim is sequence or self.only is not None:
-                return False  # older ones finish first
-            row = self.rows.pop(id(victim), None)
-            if row is not None:
-                self._undo(row)
-            scheduler.preempt(victim)
-            self.preempted = True
-        return True
-
-    def _undo(self, row: Row) -> None:
-        self.tokens_left += row.count
-        self.logits_left += row.logit_rows
-        for copy in row.copies:
-            self.scheduler.pools[copy.group].unhold(copy.src)
-
-    def _admit(self) -> None:
-        """Admit while the whole of a sequence fits beside what running ones were promised.
-
-        One whose next block is being computed waits for it and lets others pass.
-        """
-        scheduler = self.scheduler
-        for sequence in list(scheduler.waiting):
-            if not scheduler.slots or self.tokens_left == 0 or self.logits_left < 1:
-                return
-            if self.preempted:
-                return
-            if sequence.offer is not None or sequence.request.pulling:
-                continue  # it waits for the other beams of its search, or for blocks to arrive
-            if not admission.seated(scheduler, sequence):
-                return
-            table = admission.start(scheduler, sequence, self.rows.values())
-            if table is None:
-                continue
-            if not admission.affordable(scheduler, sequence, table):
-                table.release()
-                return
-            scheduler.waiting.remove(sequence)
-            self._adopt(sequence, table)
-            scheduler.run(sequence, table)
-            self._take(sequence, self.tokens_left, admitted=True)
-
-    def _adopt(self, sequence: Sequence, table: BlockTable) -> None:
-        """Go on after what the table stores; the last token is always computed, for its logits,
-        and prompt log-probabilities from the first one asked for."""
-        sequence.stored = table.length
-        sequence.published = table.length // self.scheduler.block_size
-        sequence.computed = min(table.length, len(sequence.tokens) - 1)
-        if self._scored_from(sequence, 0) is not None:
-            sequence.computed = min(sequence.computed, sequence.scored)
-        if sequence.epoch == 0:
-            stats = self.scheduler.prefix.stats
-            sequence.cached_tokens = min(sequence.computed, sequence.prompt_tokens)
-            if not self.scheduler.prefix.enabled:
-                return
-            stats.queries_tokens += sequence.prompt_tokens
-            stats.hit_tokens += sequence.cached_tokens

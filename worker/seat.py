@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,11 @@ from kvpaging.store import BlockStore
 from worker.gang import Gang
 from worker.runner import Runner
 from worker.startup import Launch, agreed, resolve
+
+log = logging.getLogger("kvatlas.worker")
+
+BEATS = 4
+"""Words of an idle rank 0 in the time that a rank waits for another one."""
 
 _T = TypeVar("_T")
 
@@ -67,21 +74,25 @@ class Seat:
         said = self.meeting.meet("sizes", str(launch.memory.slices).encode())
         return agreed(launch, [int(slices) for slices in said])
 
-    def connect(self, device: torch.device) -> Gang:
-        """The ways to the other ranks, each used once. Raises MeetingFailed, ExchangeFailed."""
-        channel = TorchChannel(
-            self.meeting.control(self.host, self.timeout_s),
-            self.meeting,
-            timeout_s=self.timeout_s,
-            idle_s=self.idle_s,
-            now=self.now,
-        )
+    def connect(self, device: torch.device) -> tuple[Gang, TorchChannel]:
+        """The ways to the other ranks for steps, and one for blocks. Raises MeetingFailed,
+        ExchangeFailed."""
+        channel, blocks = self._channel("steps"), self._channel("blocks")
         data = self.meeting.data(self.host, self.timeout_s, device)
         exchange = TorchExchange(data, self.timeout_s)
         exchange.gather(torch.zeros(1, device=device))
         exchange.settle()
         exchange.calls = exchange.bytes_sent = 0
-        return Gang(exchange, channel, self.epoch)
+        return Gang(exchange, channel, self.epoch), blocks
+
+    def _channel(self, name: str) -> TorchChannel:
+        return TorchChannel(
+            self.meeting.control(self.host, self.timeout_s, name),
+            self.meeting,
+            timeout_s=self.timeout_s,
+            idle_s=self.idle_s,
+            now=self.now,
+        )
 
     def ready(self, facts: Facts) -> list[Facts]:
         """Wait until all ranks can serve; the facts of each, by rank. Raises MeetingFailed."""
@@ -109,14 +120,33 @@ def told(seat: Seat | None, work: Callable[[], _T]) -> _T:
         raise
 
 
-def launched(config: Config, directory: Path, seat: Seat | None) -> tuple[Launch, Gang | None]:
-    """What is decided before weights are loaded, by all ranks of a gang together."""
+def launched(
+    config: Config, directory: Path, seat: Seat | None
+) -> tuple[Launch, tuple[Gang, TorchChannel] | None]:
+    """What is decided before weights are loaded, by all ranks of a gang together; and the ways
+    between them."""
     torch.set_num_threads(threads_of(config.cluster, os.cpu_count() or 1))
     transformers_logging.disable_progress_bar()
     if seat is None:
         return resolve(config, directory), None
     launch = seat.agree(resolve(config, directory, ranks=seat.ranks))
     return launch, seat.connect(launch.device)
+
+
+def repeat(say: Callable[[], None], every_s: float) -> threading.Event:
+    """Say something now and then, in a thread, until the event is set or it cannot be said."""
+    stop = threading.Event()
+
+    def run() -> None:
+        while not stop.wait(every_s):
+            try:
+                say()
+            except Exception as error:
+                log.warning("nothing more is said to the other ranks: %s", error)
+                return
+
+    threading.Thread(target=run, name="beats", daemon=True).start()
+    return stop
 
 
 def facts_of(replica: str, launch: Launch, runner: Runner) -> Facts:

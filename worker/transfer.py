@@ -13,10 +13,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvpaging.table import BlockTable
 from worker import admission
 
 if TYPE_CHECKING:
-    from kvpaging.pool import BlockPool
     from worker.engine import EngineStats
     from worker.request import Request
     from worker.scheduler import Scheduler
@@ -122,6 +122,7 @@ class Pull:
     wanted: list[list[bytes]] = field(default_factory=list)
     kept: list[list[int]] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
+    ranks: tuple[int, ...] = ()  # where they go
     failure: str = ""
     bytes: int = 0
 
@@ -189,19 +190,28 @@ class Transfers:
 
         Raises PullFailed where there is no room: nobody is preempted for a pull.
         """
-        n, promised = piece.stop - piece.start, admission.promised(self.scheduler)
-        need: dict[BlockPool, int] = {}
-        for pool in self.pools:
-            need[pool] = need.get(pool, 0) + n + promised
-        for pool, blocks in need.items():
-            if blocks > pool.available:
-                raise PullFailed("no_room", f"{n} blocks asked, {pool.available} available")
-        piece.blocks = [pool.allocate(n) for pool in self.pools]
+        n, size = piece.stop - piece.start, self.scheduler.block_size
+        pull.ranks = pull.ranks or self._ranks(pull)
+        table = BlockTable(self.pools, size, pull.ranks)
+        if not admission.room(self.scheduler, n, table.ranks) or not table.fits(n * size):
+            available = min(pool.available for pool in self.pools)
+            raise PullFailed("no_room", f"{n} blocks asked, {available} available")
+        table.append(n * size)
+        piece.blocks = table.blocks.copy()
         for pool, column in zip(self.pools, piece.blocks, strict=True):
             for block in column:
                 pool.hold(block)
                 pool.unref(block)
         pull.pieces.append(piece)
+
+    def _ranks(self, pull: Pull) -> tuple[int, ...]:
+        """Where a request's blocks go: to all ranks if it will run there, else beside those that
+        are here, or where there is most room."""
+        policy, pool = self.scheduler.policy, self.pools[0]
+        here = [pool.rank_of(block) for block in pull.kept[0]] if pull.kept else []
+        if policy.sharded(len(pull.request.prompt)) or len(set(here)) > 1:
+            return policy.wide((here[-1] + 1) % policy.ranks if here else 0)
+        return (here[-1] if here else max(range(policy.ranks), key=pool.available_on),)
 
     def land(self, pull: Pull, piece: Piece, count: int) -> None:
         """The first `count` blocks of a piece are filled: they can be found from now on."""

@@ -244,6 +244,13 @@ class FakeWorker:
             raise ValueError(f"token {token} is not in its pages")
         return {"request": request, "token": token}
 
+    async def holders(self, gang: str, rank: int, block: int, group: int) -> dict[str, Any] | None:
+        if gang not in ("", self.gang):
+            return None
+        if block > 100:
+            raise ValueError(f"block {block}: there are 100")
+        return {"gang": self.gang, "rank": rank, "group": group, "physical_block": block}
+
     async def until_idle(self) -> None:
         async with self.quiet:
             await self.quiet.wait_for(lambda: not self.active)

@@ -39,7 +39,9 @@ def deployments(*overrides: str, gpus: bool = False) -> dict[str, Any]:
 
 def found_in(built: Any) -> dict[str, Any]:
     ingress = built._bound_deployment
-    (workers,) = [a for a in ingress.init_args if isinstance(a, dict)]
+    *_, workers, asked = ingress.init_args
+    options = next(iter(workers.values()))._bound_deployment.ray_actor_options
+    assert asked == {"CPU": options["num_cpus"], "GPU": options.get("num_gpus", 0.0)}
     made = {name: worker._bound_deployment for name, worker in workers.items()}
     assert all(name == worker.name for name, worker in made.items())
     return {ingress.name: ingress, **made}

@@ -115,6 +115,19 @@ def test_where_asks_the_server_and_shows_its_answer(
     assert answers.seen == ["/debug/where?request=a%20b&token=17"]
 
 
+def test_where_asks_whose_tokens_a_block_holds(
+    capsys: Capture, server: tuple[type[Answers], str]
+) -> None:
+    answers, url = server
+    answers.body = json.dumps({"holders": []}).encode()
+    assert run("where", "--block", "5", "--rank", "2", "--gang", "a b", "--url", url) == 0
+    assert json.loads(capsys.readouterr().out) == {"holders": []}
+    assert answers.seen == ["/debug/where?block=5&rank=2&group=0&gang=a%20b"]
+    for wrong in (["where", "--url", url], ["where", "x", "1", "--block", "2", "--url", url]):
+        assert run(*wrong) == USAGE
+        assert "ask for a REQUEST and a TOKEN, or for a --block" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("status", "body", "message"),
     [

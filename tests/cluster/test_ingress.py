@@ -112,6 +112,28 @@ async def test_debug_routes_show_what_the_worker_says() -> None:
         worker.active.clear()
 
 
+async def test_whose_tokens_a_block_holds_is_asked_of_its_gang() -> None:
+    one, two = FakeWorker(), FakeWorker()
+    two.gang = "gang-2"
+    where = "/debug/where"
+    async with serving(one) as served:
+        found = await served.http.get(where, params={"block": "3"})
+        assert found.json() == {"gang": "gang-1", "rank": 0, "group": 0, "physical_block": 3}
+    async with serving(one, others=[two]) as served:
+        query = {"gang": "gang-2", "rank": "1", "block": "7", "group": "2"}
+        found = await served.http.get(where, params=query)
+        assert found.json() == {"gang": "gang-2", "rank": 1, "group": 2, "physical_block": 7}
+        for wrong, param in (
+            ({"gang": "gang-3"}, "gang"),
+            ({"gang": ""}, "gang"),
+            ({"block": "-1"}, "block"),
+            ({"rank": "x"}, "block"),
+            ({"block": "101"}, None),
+        ):
+            answer = await served.http.get(where, params={**query, **wrong})
+            assert error_of(answer) == (400, "invalid_value", param)
+
+
 async def test_a_worker_that_does_not_answer_is_a_503_everywhere_but_in_health() -> None:
     worker = FakeWorker()
     async with serving(worker) as served:

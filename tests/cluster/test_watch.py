@@ -83,7 +83,7 @@ async def test_ready_follows_the_answers() -> None:
     await it.watch.look()
     assert it.watch.ready
     known = {"host": "here", "pid": 4242, "step_age_s": 0, "answer_age_s": 0}
-    known["quarantined_blocks"] = 0
+    known |= {"quarantined_blocks": 0, "pool": "", "workers": 1}
     assert it.watch.report("gang-1") == {
         "gang": "gang-1",
         "ready": True,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 EQUALITY = Path(__file__).with_name("equality_cases.json")
 SHARING = Path(__file__).with_name("sharing_cases.json")
+GANGS = Path(__file__).with_name("gang_cases.json")
 UNBOUNDED = 4096
 """A token budget that no step of these tests fills."""
 
@@ -37,6 +38,15 @@ PARAMETERS = {
         "sampling": ["greedy", "seeded"],
         "chunk": [7, UNBOUNDED],
         "preemption": ["none", "random"],
+        "depth": [1, 2],
+    },
+    GANGS: {
+        "family": list(FAMILIES),
+        "ranks": [2, 4, 8],
+        "block_size": [8, 16, 64],
+        "chunk": [1, 7, 64, 1000],
+        "batch": ["alone", "mixed", "forked", "beams"],
+        "change": ["none", "preempted", "grown", "hit"],
         "depth": [1, 2],
     },
 }

@@ -1,16 +1,23 @@
-"""An engine whose device is a dictionary: every key it reads must be where a table says it is."""
+"""An engine whose device is a dictionary: every key it reads must be where a table says it is.
+
+With several ranks, each knows only the tokens it has sampled or been told, and touches only blocks
+of its own; no step may cost a rank more than its budget.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 import random
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import lru_cache
 from zlib import crc32
 
+from context_parallel.policy import ShardPolicy
 from kvpaging.pool import BlockPool
+from worker import wire
 from worker.decoding import Offer
 from worker.engine import Engine
 from worker.params import SamplingParams
@@ -20,6 +27,7 @@ from worker.runner import InFlight, StepResult
 from worker.scheduler import Limits, Scheduler, StepPlan
 
 VOCAB = 97
+UNLIKELY = wire.PromptLogprob(-9.0, 9, [])
 Fault = Callable[[str, StepPlan], None]
 
 
@@ -45,12 +53,22 @@ def expected(prompt: Seq[int], count: int) -> list[int]:
 
 
 class FakeRunner:
-    """Stands in for `Runner`: pages are `{(pool, block, offset): (position, token)}`."""
+    """Stands in for `Runner`: pages are `{(group, block, offset): (position, token)}`, with blocks
+    numbered over all ranks; `last_token` is of each rank, by slot."""
 
-    def __init__(self, block_size: int, groups: int, fault: Fault | None = None) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        groups: int,
+        fault: Fault | None = None,
+        policy: ShardPolicy | None = None,
+        limits: Limits | None = None,
+    ) -> None:
         self.block_size, self.groups = block_size, groups
+        self.policy, self.limits = policy or ShardPolicy(), limits
         self.pages: dict[tuple[int, int, int], tuple[int, int]] = {}
-        self.last_token: dict[int, int] = {}
+        self.last_token: list[dict[int, int]] = [{} for _ in range(self.policy.ranks)]
+        self.seen: Counter[str] = Counter()
         self.fault = fault or (lambda point, plan: None)
         self.running: list[Sequence] = []
         self.build_s = self.execute_s = 0.0
@@ -71,6 +89,7 @@ class FakeRunner:
         assert not any((copy.group, copy.src) in filled for copy in plan.copies), (
             "a chain of copies"
         )
+        self._afford(plan)
         moved = {}  # all at once, as on a device: a source is read before any copy is made
         for copy in plan.copies:
             for offset in range(self.block_size):
@@ -83,7 +102,11 @@ class FakeRunner:
             self.fault("forward", plan)
             if row.sampled:
                 token = next_token(self._read(row, written))
-                self.last_token[row.slot] = token
+                for rank in range(self.policy.ranks):
+                    if row.sharded or rank == row.home:
+                        self.last_token[rank][row.slot] = token
+                    else:
+                        self.last_token[rank].pop(row.slot, None)
                 tokens.append(token)
             if row.candidates:
                 values = log_probabilities(bytes(self._read(row, written)))
@@ -91,18 +114,57 @@ class FakeRunner:
                 offers.append(Offer(ids, [values[t] for t in ids]))
         self.fault("sample", plan)
         none = [None] * len(tokens)
-        self._results[plan.step] = StepResult(tokens, [False] * len(tokens), none, [], offers)
+        scores = [[UNLIKELY] * r.scored_count for r in plan.rows if r.scored_from is not None]
+        self._results[plan.step] = StepResult(tokens, [False] * len(tokens), none, scores, offers)
         return InFlight(plan, None, None)
+
+    def _afford(self, plan: StepPlan) -> None:
+        """The plan costs no rank more than it may: rows on one rank, short rows on all, and of long
+        ones the tiles that are dealt to it."""
+        tokens, logits = Counter[int](), Counter[int]()
+        for row in plan.rows:
+            logits[row.home] += row.logit_rows
+            long = row.sharded and row.count > self.policy.tile
+            assert not (long and (row.sampled or row.candidates or row.logit_rows))
+            self.seen["long" if long else "short" if row.sharded else "narrow"] += 1
+            for at in range(row.count):
+                tile = at // self.policy.tile
+                ranks = range(self.policy.ranks) if row.sharded else [row.home]
+                for rank in [tile % self.policy.ranks] if long else ranks:
+                    tokens[rank] += 1
+        if self.limits is not None:
+            assert max(tokens.values()) <= self.limits.max_batch_tokens
+            assert max(logits.values()) <= self.limits.max_logit_rows
+
+    def _known(self, row) -> list[int]:  # type: ignore[no-untyped-def]
+        """The tokens of a row, as every rank that computes it knows them."""
+        known = row.sequence.tokens[row.start : row.start + row.count]
+        if len(known) < row.count:
+            ranks = range(self.policy.ranks) if row.sharded else [row.home]
+            last = {self.last_token[rank].get(row.slot) for rank in ranks}
+            assert len(last) == 1, "a rank does not know the last token"
+            known = [*known, last.pop()]
+        assert len(known) == row.count
+        return known
+
+    def _locate(self, row, position: int, group: int) -> tuple[int, int]:  # type: ignore[no-untyped-def]
+        """Where a token is; a row of one rank finds it there."""
+        block, offset = row.sequence.table.locate(position, group)
+        owners = {
+            pool.rank_of(blocks[position // self.block_size])
+            for pool, blocks in zip(
+                row.sequence.table.pools, row.sequence.table.blocks, strict=True
+            )
+        }
+        assert len(owners) == 1, "the groups of a block are on several ranks"
+        assert row.sharded or owners == {row.home}, "a rank touches another's block"
+        return block, offset
 
     def _write(self, row) -> int:  # type: ignore[no-untyped-def]
         table = row.sequence.table
-        known = row.sequence.tokens[row.start : row.start + row.count]
-        if len(known) < row.count:
-            known = [*known, self.last_token[row.slot]]
-        assert len(known) == row.count
-        for position, token in enumerate(known, row.start):
+        for position, token in enumerate(self._known(row), row.start):
             for group in range(self.groups):
-                block, offset = table.locate(position, group)
+                block, offset = self._locate(row, position, group)
                 if position < row.stored:
                     assert self.pages[group, block, offset] == (position, token), "a false hit"
                     continue
@@ -126,7 +188,7 @@ class FakeRunner:
         for group in range(self.groups):
             lane = []
             for position in range(length):
-                block, offset = row.sequence.table.locate(position, group)
+                block, offset = self._locate(row, position, group)
                 stored, token = self.pages[group, block, offset]
                 assert stored == position, "another position's key is there"
                 lane.append(token)
@@ -156,8 +218,13 @@ def make_engine(
     end_tokens: frozenset[int] = frozenset(),
     fault: Fault | None = None,
     prefix_cache: bool = True,
+    policy: ShardPolicy | None = None,
 ) -> Engine:
-    arenas = [BlockPool(blocks * groups)] if shared else [BlockPool(blocks) for _ in range(groups)]
+    policy = policy or ShardPolicy()
+    arenas = [
+        BlockPool(blocks * (groups if shared else 1), policy.ranks)
+        for _ in range(1 if shared else groups)
+    ]
     pools = arenas * groups if shared else arenas
     identity = Identity(b"fake", "int")
     ticks = itertools.count()
@@ -167,8 +234,8 @@ def make_engine(
 
     prefix = PrefixCache(pools, block_size, identity, enabled=prefix_cache, cpu_clock=clock)
     limits = Limits(seqs, batch_tokens, 2 * seqs, max_waiting)
-    scheduler = Scheduler(pools, block_size, limits, prefix)
-    runner = FakeRunner(block_size, groups, fault)
+    scheduler = Scheduler(pools, block_size, limits, prefix, policy)
+    runner = FakeRunner(block_size, groups, fault, policy, limits)
     runner.running = scheduler.running
     engine = Engine(
         scheduler,

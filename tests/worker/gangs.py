@@ -5,21 +5,37 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from itertools import chain, count
+from typing import TYPE_CHECKING, Any
 
 from context_parallel.loopback import channels, loopback
+from context_parallel.policy import Place, ShardPolicy
 from kvpaging.store import BlockStore
 from worker.building import build_engine, build_follower
 from worker.gang import Gang
 from worker.model import PagedModel
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from worker.engine import Engine
     from worker.gang import Follower
     from worker.startup import Launch
 
 TIMEOUT_S = 60.0
+
+
+class InTurn(ShardPolicy):
+    """Homes follow one another, so that every rank has something to say."""
+
+    turns = count()
+
+    def places(self, *sequence: Any, queued: Any, **sizes: Any) -> list[Place]:
+        turn = next(self.turns)
+        queued = [(rank - turn) % self.ranks << 20 for rank in range(self.ranks)]
+        return super().places(*sequence, queued=queued, **sizes)
 
 
 class Ranks:
@@ -57,17 +73,25 @@ def gangs(ranks: int, *, epoch: int = 1, timeout_s: float = TIMEOUT_S) -> list[G
     return [Gang(exchange, channel, epoch) for exchange, channel in pairs]
 
 
+def twin(hf: PreTrainedModel) -> PreTrainedModel:
+    """The same weights in modules of their own: fused layers keep what they computed in theirs."""
+    return deepcopy(hf, {id(x): x for x in chain(hf.parameters(), hf.buffers())})
+
+
 @contextmanager
 def gang_engine(
     launch: Launch,
     model: PagedModel,
     ranks: int,
     *,
+    sharded_from: int,
+    hit_tokens: int = 1 << 20,
     depth: int = 1,
     timeout_s: float = TIMEOUT_S,
     fails: bool = False,
 ) -> Iterator[tuple[Engine, Ranks]]:
-    """An engine of rank 0 and its followers, which end well unless the test `fails` them.
+    """An engine of rank 0 and its followers, which end well unless the test `fails` them. Sequences
+    of `sharded_from` tokens are spread over all, and those that thereby hit `hit_tokens` more.
 
     All ranks have the weights of `model` and pages of their own, full of what a finished request
     might have left there, loud enough to be heard if it is ever read.
@@ -77,13 +101,17 @@ def gang_engine(
     launch = replace(launch, memory=replace(memory, ranks=ranks, tokens=tokens))
     members = Ranks(gangs(ranks, timeout_s=timeout_s))
     paged = [
-        PagedModel(model.hf, BlockStore(launch.layout, memory.slices, launch.dtype, launch.device))
+        PagedModel(
+            twin(model.hf), BlockStore(launch.layout, memory.slices, launch.dtype, launch.device)
+        )
         for _ in range(ranks)
     ]
     for one in paged:
         for arena in one.store.arenas:
             arena.view(launch.dtype).fill_(1e4)
-    engine = build_engine(launch, paged[0], lambda: 0.0, gang=members.gangs[0])
+    policy = InTurn(ranks, shard_from_tokens=sharded_from, hit_tokens=hit_tokens)
+    gang = members.gangs[0]
+    engine = build_engine(launch, paged[0], lambda: 0.0, gang=gang, policy=policy)
     engine.depth = engine.runner.depth = depth
     for one, gang in zip(paged[1:], members.gangs[1:], strict=True):
         follower = build_follower(launch, one, gang, lambda: 0.0)

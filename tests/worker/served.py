@@ -13,7 +13,7 @@ from worker.startup import Launch, build_engine, resolve, start
 from worker.wire import Delta, Finish
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
     from random import Random
 
@@ -98,19 +98,21 @@ def answer(
     *,
     together: bool = True,
     random: Random | None = None,
+    each_turn: Callable[[int], None] = lambda turn: None,
 ) -> list[list[tuple[int, ...]]]:
     """The outputs of each request's choices; the pools are proved sound at each step.
 
     `together` submits one every second step, so that prompts and single tokens share steps, else
     each is alone. With `random`, running sequences are preempted.
     """
-    outputs: dict[str, list[list[int]]] = {r.id: [[] for _ in r.sequences] for r in requests}
+    outputs: dict[str, list[list[int]]] = {r.id: [[] for _ in range(r.choices)] for r in requests}
     left = list(requests)
     turn = 0
     while left or not engine.idle:
         if left and (engine.idle or (together and turn % 2 == 0)):
             engine.submit(left.pop(0))
         turn += 1
+        each_turn(turn)
         for request, event in engine.step(0.0):
             assert isinstance(event, Delta | Finish), event
             outputs[request.id][event.choice] += event.tokens

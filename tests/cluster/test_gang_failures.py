@@ -1,0 +1,159 @@
+"""Two gangs of two ranks with a real model, and what happens when one rank is not what it was."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.cluster import tiny
+from tests.cluster.diverging import FLAG
+from tests.cluster.processes import HEALTH, Server, alive, running
+
+DIVERGING = "tests.cluster.diverging:DivergingWorker"
+POOL = (
+    "[{name: long, gang_size: 2, gangs: 2, blocks: 128, max_model_len: 400, shard_from_tokens: 64}]"
+)
+DEADLINE_S = 4
+SETTINGS = (
+    "model.dtype=float32",
+    "kv.block_size=8",
+    f"cluster.pools={POOL}",
+    "cluster.cpus_per_worker=0.25",
+    f"cluster.collective_timeout_s={DEADLINE_S}",
+    "server.stream_messages_per_s=100000",  # a message for each token, so that they can be counted
+    *HEALTH,
+)
+STREAMS = 8
+TOKENS = 100
+HEALED_S = 60.0
+
+Gangs = dict[str, list[int]]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def server(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("log") / "log"
+    with running(directory, log, *SETTINGS, worker=DIVERGING) as server:
+        yield server
+
+
+async def stream(http: httpx.AsyncClient, number: int, on_chunk: Callable[[], None]) -> str:
+    """The text of one request, every other of which is spread over a gang. Raises if it fails."""
+    body = {
+        "prompt": f"request {number} says " + "and says " * (9 * (number % 2)),
+        "max_tokens": TOKENS,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+    }
+    text = ""
+    async with http.stream("POST", "/v1/completions", json=body) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line[6:])
+                assert "error" not in event, event
+                text += "".join(choice["text"] for choice in event["choices"])
+                on_chunk()
+    return text
+
+
+async def streams(server: Server, after: int = 0, then: Callable[[], None] | None = None) -> Any:
+    """All texts; calls `then` once, after some chunks of all together."""
+    chunks = 0
+
+    def on_chunk() -> None:
+        nonlocal chunks
+        chunks += 1
+        if chunks == after and then is not None:
+            then()
+
+    async with httpx.AsyncClient(base_url=server.url, timeout=120) as http:
+        texts = await asyncio.gather(*(stream(http, i, on_chunk) for i in range(STREAMS)))
+    assert chunks >= after
+    return texts
+
+
+def gangs(server: Server) -> Gangs:
+    """The processes of both gangs, by rank; nothing while one of them is not there."""
+    answer = server.get("/debug/kv")
+    if answer.status_code != 200 or not server.ready():
+        return {}
+    found = {g["gang"]: [r["pid"] for r in g["ranks"]] for g in answer.json()["gangs"]}
+    ready = server.get("/health/ready").json()["models"][0]["gangs"]
+    return found if sum(g["ready"] for g in ready) == len(found) == 2 else {}
+
+
+def healed(server: Server) -> Gangs:
+    return server.wait_until(lambda: gangs(server), HEALED_S)  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: Server) -> list[str]:
+    texts: list[str] = asyncio.run(streams(server))
+    assert len(set(texts)) == STREAMS
+    return texts
+
+
+def disturbed(server: Server, texts: list[str], fault: Callable[[], None]) -> tuple[str, Gangs]:
+    """What is logged after a fault in the middle of all streams, which go on to the same end, and
+    the gangs that are there then."""
+    logged = len(server.log.read_text())
+    assert asyncio.run(streams(server, STREAMS * 5, fault)) == texts
+    there = healed(server)
+    return server.log.read_text()[logged:], there
+
+
+@pytest.mark.parametrize("rank", [1, 0])
+def test_a_gang_that_loses_a_rank_is_replaced_and_no_stream_breaks(
+    server: Server, undisturbed: list[str], rank: int
+) -> None:
+    before = healed(server)
+    lost, kept = before
+    log, after = disturbed(server, undisturbed, lambda: os.kill(before[lost][rank], signal.SIGKILL))
+    assert lost not in after
+    assert after[kept] == before[kept]
+    assert not any(alive(pid) for pid in before[lost])
+    if rank:
+        assert "the gang stopped: step " in log
+        assert ": rank 1: " in log
+
+
+def test_a_frozen_rank_is_found_by_the_deadline(server: Server, undisturbed: list[str]) -> None:
+    before = healed(server)
+    lost, kept = before
+    frozen = before[lost][1]
+    log, after = disturbed(server, undisturbed, lambda: os.kill(frozen, signal.SIGSTOP))
+    assert lost not in after
+    assert after[kept] == before[kept]
+    server.wait_until(lambda: not alive(frozen))
+    assert f": rank 1: nothing came or went for {DEADLINE_S} s" in log or (
+        f": rank 1: did not answer within {DEADLINE_S} s" in log
+    )
+
+
+def test_a_rank_that_has_other_tables_is_reported_as_that_in_the_same_step(
+    server: Server, undisturbed: list[str], directory: Path
+) -> None:
+    before = healed(server)
+    log, after = disturbed(server, undisturbed, (directory / FLAG).touch)
+    assert not (directory / FLAG).exists()
+    assert len(before.keys() & after.keys()) == 1
+    assert "rank 1 diverged at step " in log
+    assert "its block tables are not those that the step was planned for" in log
+    told = [line for line in log.splitlines() if "the engine stopped: the gang stopped: " in line]
+    assert told
+    assert all("rank 1 diverged at step " in line for line in told)
