@@ -17,6 +17,7 @@ from cluster.errors import UserError
 from cluster.transfer import Peers
 from configs.loading import ConfigError
 from tests.cluster.fakes import KEY, config
+from worker.load import Pressure
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of pydantic, about Ray Serve
@@ -359,6 +360,12 @@ def test_workers_of_one_application_share_a_secret_and_know_each_other() -> None
     assert isinstance(worker._worker.fetch, Peers)
     assert worker._worker.key == KEY
     assert KEY in made["ingress"].init_args
+
+
+def test_a_worker_says_what_the_policy_reads() -> None:
+    worker = make(Working)
+    worker._worker.pressure = Pressure(1.5, 0.25)
+    assert worker.record_autoscaling_stats() == {"queued_s": 1.5, "filled": 0.25}
 
 
 @pytest.mark.anyio
