@@ -19,6 +19,7 @@ TORCH_FREE = {
     "kvpaging.pool",
     "kvpaging.table",
     "context_parallel.shard",
+    "context_parallel.tables",
     "worker.scheduler",
     "cluster.index",
     "cluster.policies",
