@@ -76,7 +76,8 @@ def _attached(scheduler: Scheduler, place: Place, hit: list[list[int]]) -> Block
 
 
 def queued(scheduler: Scheduler) -> list[int]:
-    """Tokens that running sequences are yet to compute, on each rank of a gang."""
+    """Tokens that running sequences are yet to compute, on each rank of a gang: at least the next
+    one of each."""
     policy = scheduler.policy
     if policy.ranks == 1:
         return [0]
@@ -84,7 +85,7 @@ def queued(scheduler: Scheduler) -> list[int]:
     for sequence in scheduler.running:
         if sequence.table is not None:
             ranks = sequence.table.ranks
-            want = max(0, sequence.target - sequence.computed - sequence.planned)
+            want = max(1, sequence.target - sequence.computed - sequence.planned)
             for rank in ranks:
                 tokens[rank] += want if len(ranks) == 1 else policy.share(want)
     return tokens

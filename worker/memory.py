@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from context_parallel.policy import longest_sequence
 from kvpaging.store import Layout
 
 GIB = 1 << 30
@@ -86,17 +87,19 @@ def plan_memory(
 def with_slices(plan: MemoryPlan, layout: Layout, slices: int, asked: int | None) -> MemoryPlan:
     """The plan with room for `slices` on each rank. The longest sequence is at most that of `plan`,
     and exactly what was `asked` for. Raises DoesNotFit where that is too long."""
-    tokens = slices * layout.block_size * plan.ranks
+    tokens = longest_sequence(slices, layout.block_size, plan.ranks)
+    kv_bytes = slices * layout.slice_bytes
     longest = asked or min(plan.max_model_len, tokens)
     if longest > tokens or slices == 0:
-        where = "" if plan.ranks == 1 else f" on {plan.ranks} ranks together"
+        there = f"{gib(kv_bytes)} are there"
+        if plan.ranks > 1:
+            there += f" on each of {plan.ranks} ranks"
         raise DoesNotFit(
             f"a sequence of {longest} tokens does not fit: it needs "
-            f"{gib(longest * layout.bytes_per_token)} of pages, {gib(plan.kv_bytes * plan.ranks)} "
-            f"are there{where}, which is {tokens} tokens. Lower model.max_model_len to {tokens} or "
-            "less, raise kv.memory or kv.blocks, or free memory"
+            f"{gib(longest * layout.bytes_per_token)} of pages, {there}, which is "
+            f"{tokens} tokens. Lower model.max_model_len to {tokens} or less, raise kv.memory or "
+            "kv.blocks, or free memory"
         )
-    kv_bytes = slices * layout.slice_bytes
     return replace(plan, slices=slices, kv_bytes=kv_bytes, tokens=tokens, max_model_len=longest)
 
 

@@ -67,6 +67,7 @@ class Scheduler:
         self.step = 0
         self.under_way: list[int] = []
         self.preemptions = 0
+        self.spreads = 0  # sequences that went on, on all ranks
         self.copies = 0  # copies-on-write done
         self.copies_due: list[Copy] = []
         self.prefix = prefix

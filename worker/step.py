@@ -233,6 +233,7 @@ class Step:
             if sequence.pending:
                 return False
             table.ranks = self.policy.wide(table.ranks[0])
+            self.scheduler.spreads += 1
         return True
 
     def _make_room(

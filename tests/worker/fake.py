@@ -17,6 +17,7 @@ from zlib import crc32
 
 from context_parallel.policy import ShardPolicy
 from kvpaging.pool import BlockPool
+from worker import wire
 from worker.decoding import Offer
 from worker.engine import Engine
 from worker.params import SamplingParams
@@ -26,6 +27,7 @@ from worker.runner import InFlight, StepResult
 from worker.scheduler import Limits, Scheduler, StepPlan
 
 VOCAB = 97
+UNLIKELY = wire.PromptLogprob(-9.0, 9, [])
 Fault = Callable[[str, StepPlan], None]
 
 
@@ -112,7 +114,8 @@ class FakeRunner:
                 offers.append(Offer(ids, [values[t] for t in ids]))
         self.fault("sample", plan)
         none = [None] * len(tokens)
-        self._results[plan.step] = StepResult(tokens, [False] * len(tokens), none, [], offers)
+        scores = [[UNLIKELY] * r.scored_count for r in plan.rows if r.scored_from is not None]
+        self._results[plan.step] = StepResult(tokens, [False] * len(tokens), none, scores, offers)
         return InFlight(plan, None, None)
 
     def _afford(self, plan: StepPlan) -> None:

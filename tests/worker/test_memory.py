@@ -50,6 +50,16 @@ def test_the_longest_sequence_is_what_pages_and_model_allow():
     assert plan(blocks=10, max_model_len=160).max_model_len == 160
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_a_gang_has_a_sequence_of_as_many_times_the_length(ranks):
+    made = plan(blocks=10, ranks=ranks)
+    assert (made.slices, made.tokens, made.max_model_len) == (10, 160 * ranks, 160 * ranks)
+    with pytest.raises(DoesNotFit) as refused:
+        plan(blocks=10, ranks=ranks, max_model_len=160 * ranks + 1)
+    assert f"model.max_model_len to {160 * ranks} or less" in str(refused.value)
+    assert (f"on each of {ranks} ranks" in str(refused.value)) == (ranks > 1)
+
+
 @pytest.mark.parametrize(
     ("options", "numbers", "remedies"),
     [

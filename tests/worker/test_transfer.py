@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from context_parallel.policy import ShardPolicy
 from tests.worker.fake import VOCAB, check, expected, make_engine, make_request
 from worker import wire
 from worker.engine import EngineStats
@@ -66,14 +67,15 @@ SIZE = 4
 class Books:
     """Random use of the books of one engine: pulls, loans, requests, at any stage of each."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, ranks: int = 1) -> None:
         self.draw = random.Random(seed)
         self.groups = self.draw.choice([1, 2])
         self.engine = make_engine(
             block_size=SIZE,
             groups=self.groups,
-            blocks=self.draw.choice([9, 20, 50]),
+            blocks=-(-self.draw.choice([9, 20, 50]) // ranks),
             depth=self.draw.choice([1, 2]),
+            policy=ShardPolicy(ranks, shard_from_tokens=16, hit_tokens=8, tile=4),
         )
         self.transfers = Transfers(self.engine.scheduler, TransferStats())
         self.stems = [[0] * 24]
@@ -210,11 +212,32 @@ class Books:
         assert not self.transfers._coming
 
 
-@pytest.mark.parametrize("first", range(0, 40, 10))
-def test_the_books_conserve_blocks_whatever_is_done_in_whatever_order(first: int) -> None:
+@pytest.mark.parametrize(
+    ("first", "ranks"), [*((first, 1) for first in range(0, 40, 10)), (40, 2), (50, 4)]
+)
+def test_the_books_conserve_blocks_whatever_is_done_in_whatever_order(
+    first: int, ranks: int
+) -> None:
     """And what landed is what requests read, on a device that finds any misplaced key."""
-    books = [Books(seed) for seed in range(first, first + 10)]
+    books = [Books(seed, ranks) for seed in range(first, first + 10)]
     for each in books:
         each.run()
     for name in ("landed", "finished", "refused", "quarantines"):
         assert sum(getattr(each, name) for each in books) > 10, name
+
+
+@pytest.mark.parametrize(("prompt", "loads"), [(15, [0, 3]), (20, [3, 2])])
+def test_what_is_pulled_lies_where_its_request_will_run(prompt: int, loads: list[int]) -> None:
+    """A short one's blocks where there is most room, a long one's on all ranks."""
+    engine = make_engine(blocks=20, policy=ShardPolicy(2, shard_from_tokens=16, tile=4))
+    pool = engine.scheduler.pools[0]
+    pool.allocate(2, 0)
+    transfers = Transfers(engine.scheduler, TransferStats())
+    pull = Pull(make_request("r", range(prompt), 3, pulling=True), "owner")
+    engine.submit(pull.request)
+    assert transfers.begin(pull, 8) is None
+    pieces = [Piece(0, 2), Piece(2, pull.count)]
+    for piece in pieces:
+        transfers.reserve(pull, piece)
+    owners = [pool.rank_of(block) for piece in pieces for block in piece.blocks[0]]
+    assert [owners.count(rank) for rank in range(2)] == loads
