@@ -300,7 +300,8 @@ class TorchChannel:
         if self._reason:  # another thread has ended it while this one waited
             return ExchangeFailed(self.rank, self.step, self._reason)
         self.abort(f"step {self.step}: rank {rank}: {cause}")
-        log.error("message %d: rank %d: %s", self.step, rank, cause)  # before anybody ends this
+        # At once: whoever finds out as well may end this process before its engine can say more.
+        log.error("rank %d at message %d: rank %d: %s", self.rank, self.step, rank, cause)
         if self.rank:
             return ExchangeFailed(rank, self.step, cause)
         reports = self._meeting.reports()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -127,9 +128,8 @@ def test_a_gang_that_loses_a_rank_is_replaced_and_no_stream_breaks(
     assert lost not in after
     assert after[kept] == before[kept]
     assert not any(alive(pid) for pid in before[lost])
-    if rank:
-        assert "the gang stopped: step " in log
-        assert ": rank 1: " in log
+    if rank:  # said before anybody else can end this process
+        assert re.search(r"rank 0 at message \d+: rank 1: ", log)
 
 
 def test_a_frozen_rank_is_found_by_the_deadline(server: Server, undisturbed: list[str]) -> None:
