@@ -204,8 +204,12 @@ class GangRunner(RankRunner):
         return _joined(plan, [own, *(answer.done for answer in answers)])
 
     def beat(self) -> None:
-        """Say that rank 0 is alive: the others wait for its next word, but not for ever."""
-        self._tell(gang_wire.note(BEAT))
+        """Say that rank 0 is alive: the others wait for its next word, but not for ever. Raises
+        EngineDead where one of them is gone."""
+        try:
+            self._tell(gang_wire.note(BEAT))
+        except FATAL as error:
+            self.raise_if_dead(error)
 
     def stop(self) -> None:
         """The others may leave."""
