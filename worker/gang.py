@@ -30,6 +30,9 @@ from worker.scheduler import Row, StepPlan
 
 NOTHING = StepResult([], [], [], [])
 
+LOOK_STEPS = 64
+"""How often a rank looks how much memory is free, which takes as long as a small message."""
+
 
 class GangBroken(RuntimeError):
     """The ranks can do no step together any more; says which rank is at fault, when, and why."""
@@ -274,6 +277,7 @@ class Follower:
         self._listener = Listener()
         self._flying: deque[tuple[int, InFlight | Exception]] = deque()
         self._last: int | None = None
+        self._free_bytes = free_bytes()
 
     def serve(self) -> None:
         """Raises EngineDead where the gang has come to its end before rank 0 says so."""
@@ -338,6 +342,8 @@ class Follower:
 
     def _answer(self, step: int, done: StepResult, error: str, fatal: int = 0) -> None:
         runner = self.runner
+        if step % LOOK_STEPS == 0:
+            self._free_bytes = self.free_bytes()
         result = Result(
             self.gang.rank,
             self.gang.epoch,
@@ -348,7 +354,7 @@ class Follower:
             runner.build_s,
             runner.execute_s,
             runner.saved_reads,
-            self.free_bytes(),
+            self._free_bytes,
         )
         self.gang.channel.gather(gang_wire.pack_result(result))
 
