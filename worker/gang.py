@@ -127,6 +127,8 @@ class RankRunner(Runner):
             self.gang.exchange.abort(f"rank {self.gang.rank}: {error}")
             return
         unknown = [row for row in rows if len(row.sequence.tokens) < row.start + row.count]
+        if self.last_token.is_cuda and not unknown:
+            return
         slots, homes = (
             torch.tensor(numbers, dtype=torch.int64).to(self.last_token.device)
             for numbers in ([row.slot for row in unknown], [row.home for row in unknown])
