@@ -57,11 +57,10 @@ class ShardPolicy:
         `owners` are the ranks of its cached leading blocks; `queued` the tokens that each rank has
         yet to compute for others; `rank_blocks` the most blocks that a rank has for a sequence.
         """
-        if self.ranks == 1:
-            return [Place((0,), len(owners))]
         run = sum(1 for _ in takewhile(lambda owner: owner == owners[0], owners))
         saved = (len(owners) - run) * block_size
         too_long = -(-(tokens + 1) // block_size) > rank_blocks
+        assert self.ranks > 1
         if self.sharded(tokens) or too_long or saved >= self.hit_tokens:
             home = min(range(self.ranks), key=lambda rank: queued[rank])
             return [Place(self.wide(home), len(owners))]

@@ -18,6 +18,7 @@ TORCH_FREE = {
     "kvpaging.hashing",
     "kvpaging.pool",
     "kvpaging.table",
+    "context_parallel.policy",
     "context_parallel.shard",
     "worker.scheduler",
     "cluster.index",

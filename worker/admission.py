@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from context_parallel.policy import Place
 from kvpaging.table import BlockTable
 from worker.request import NO_SLOT, Sequence
 
 if TYPE_CHECKING:
-    from context_parallel.policy import Place
     from kvpaging.pool import BlockPool
     from worker.scheduler import Row, Scheduler
 
@@ -53,14 +53,16 @@ def _placed(scheduler: Scheduler, sequence: Sequence, hit: list[list[int]]) -> B
     """A table with cached blocks, at the best place that can afford the sequence; at the best of
     all when none can."""
     pool, policy = scheduler.pools[0], scheduler.policy
+    if policy.ranks == 1:
+        return _attached(scheduler, Place((0,), len(hit[0])), hit)
     places = policy.places(
         len(sequence.tokens),
-        [pool.rank_of(block) for block in hit[0]] if policy.ranks > 1 else hit[0],
+        [pool.rank_of(block) for block in hit[0]],
         queued=queued(scheduler),
         block_size=scheduler.block_size,
         rank_blocks=scheduler.rank_blocks,
     )
-    for place in places if len(places) > 1 else ():
+    for place in places:
         table = _attached(scheduler, place, hit)
         if affordable(scheduler, sequence, table):
             return table
@@ -79,8 +81,6 @@ def queued(scheduler: Scheduler) -> list[int]:
     """Tokens that running sequences are yet to compute, on each rank of a gang: at least the next
     one of each."""
     policy = scheduler.policy
-    if policy.ranks == 1:
-        return [0]
     tokens = [0] * policy.ranks
     for sequence in scheduler.running:
         if sequence.table is not None:

@@ -150,8 +150,7 @@ class Step:
         while True:
             count, scored_from = 1, None
             if target - start != 1 or most < 1 or params.prompt_logprobs is not None:
-                budget = min(most, self._left(table))
-                count, scored_from = self._count(sequence, table, start, budget)
+                count, scored_from = self._count(sequence, table, start, most)
             if count < 1:
                 return
             before = len(table.blocks[0])

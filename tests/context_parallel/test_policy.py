@@ -16,10 +16,9 @@ def places(
     return policy.places(tokens, owners, queued=queued, block_size=16, rank_blocks=1000)
 
 
-def test_one_rank_is_the_only_place() -> None:
-    policy = ShardPolicy()
-    assert places(policy, 100_000, (0, 0), (7,)) == [Place((0,), 2)]
-    assert not policy.sharded(1 << 30)
+def test_on_one_rank_nothing_is_sharded() -> None:
+    assert not ShardPolicy().sharded(1 << 30)
+    assert ShardPolicy(2).sharded(1 << 30)
 
 
 def test_a_short_one_goes_where_queue_and_prefill_are_least() -> None:
