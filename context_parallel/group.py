@@ -163,14 +163,14 @@ class Meeting:
         except RuntimeError:
             return
 
-    def silent(self) -> list[int]:
-        """Rank 0: the ranks that have not said why they stopped, `REPORT_S` after it asks."""
+    def reports(self) -> dict[int, str]:
+        """Rank 0: why the others stopped, of those who have said so `REPORT_S` after it asks."""
         keys = {rank: f"stopped/{rank}" for rank in range(1, self.ranks)}
         try:
             self._store.wait(list(keys.values()), _seconds(REPORT_S))
         except dist.DistStoreError:
-            return [rank for rank, key in keys.items() if not self._store.check([key])]
-        return []
+            keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
+        return {rank: self._store.get(key).decode() for rank, key in keys.items()}
 
     def control(self, own_host: str, timeout_s: float, name: str = "control") -> Any:
         """A group for messages. `own_host` is how others reach this rank.
@@ -184,7 +184,7 @@ class Meeting:
         if device.type != "cuda":
             return self._gloo("data", own_host, timeout_s)
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = _seconds(timeout_s)
+        options._timeout = _seconds(2 * timeout_s)  # at its own deadline it ends the process
         store = dist.PrefixStore("data", self._store)
         return dist.ProcessGroupNCCL(store, self.rank, self.ranks, options)
 
@@ -290,18 +290,26 @@ class TorchChannel:
             work.wait(_seconds(max(0.001, until_s - self._now())))
         except RuntimeError as error:
             cause = _cause(error)
-            if "timeout" in cause.lower() or "timed out" in cause.lower():
+            if "timed out" in cause.lower():
                 cause = f"nothing came or went for {limit_s:g} s"
             raise self.failed(rank, cause) from None
 
     def failed(self, rank: int, cause: str) -> ExchangeFailed:
         """Ends the channel; the error, which names the rank that is really to blame if rank 0
         finds one: when one rank stops, the first to be missed may be another that waits for it."""
+        if self._reason:  # another thread has ended it while this one waited
+            return ExchangeFailed(self.rank, self.step, self._reason)
         self.abort(f"step {self.step}: rank {rank}: {cause}")
-        log.error("message %d: rank %d: %s", self.step, rank, cause)  # before anybody ends this
-        silent = self._meeting.silent() if self.rank == 0 and self.ranks > 2 else []
+        # At once: whoever finds out as well may end this process before its engine can say more.
+        log.error("rank %d at message %d: rank %d: %s", self.rank, self.step, rank, cause)
+        if self.rank:
+            return ExchangeFailed(rank, self.step, cause)
+        reports = self._meeting.reports()
+        silent = [other for other in range(1, self.ranks) if other not in reports]
         if silent and rank not in silent:
             rank, cause = silent[0], f"it does not answer ({named([rank])}: {cause})"
+        elif rank in reports:
+            cause = f"{cause}; it says: {reports[rank]}"
         return ExchangeFailed(rank, self.step, cause)
 
 

@@ -20,6 +20,7 @@ from context_parallel.exchange import TorchExchange
 from context_parallel.group import Meeting, TorchChannel
 from kvpaging.store import BlockStore
 from worker.gang import Gang
+from worker.memory import DoesNotFit
 from worker.runner import Runner
 from worker.startup import Launch, agreed, resolve
 
@@ -129,7 +130,15 @@ def launched(
     transformers_logging.disable_progress_bar()
     if seat is None:
         return resolve(config, directory), None
-    launch = seat.agree(resolve(config, directory, ranks=seat.ranks))
+    launch = resolve(config, directory, ranks=seat.ranks)
+    threshold, block = config.pool.shard_from_tokens, launch.layout.block_size
+    if threshold is not None and threshold < block:
+        raise DoesNotFit(
+            f"cluster.pools: {config.pool.name}.shard_from_tokens={threshold} is less than a block "
+            f"of {block} tokens, and blocks are not divided; possible is {block} or more, or a "
+            "smaller kv.block_size"
+        )
+    launch = seat.agree(launch)
     return launch, seat.connect(launch.device)
 
 

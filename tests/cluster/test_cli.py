@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -66,6 +67,18 @@ def test_check_prints_the_memory_plan(capsys: Capture, model: Path, tmp_path: Pa
         rows = {name: value.strip() for name, value in lines}
         assert (rows["model"], rows["dtype"], rows["blocks"]) == ("tiny", "float32", "32")
         assert (rows["tokens"], rows["kv"]) == ("512", "384.0 KiB")
+
+
+def test_check_prints_the_plan_of_every_pool(capsys: Capture, model: Path) -> None:
+    pools = "cluster.pools=[{name: short, blocks: 8}, {name: long, gang_size: 4, blocks: 16}]"
+    there = ["--set", f"model.path={model}", "--set", "model.device=cpu", "--set", pools]
+    assert run("check", *there) == 0
+    short, long = capsys.readouterr().out.split("pool long, each of 4 workers:\n")
+    assert short.startswith("pool short, one worker:\n")
+    assert [re.search(r"tokens +(\d+)", part)[1] for part in (short, long)] == ["128", "1024"]  # type: ignore[index]
+    assert run("check", *there, "--set", "model.max_model_len=500") == USAGE
+    message = "kvatlas: pool short: a sequence of 500 tokens does not fit"
+    assert capsys.readouterr().err.startswith(message)
 
 
 def test_check_says_why_a_sequence_does_not_fit(capsys: Capture, model: Path) -> None:

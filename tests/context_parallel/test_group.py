@@ -108,7 +108,7 @@ def test_who_aborts_ends_it_for_all() -> None:
         members[1].tell("abort", "the tables differ")
         assert members[1].answer() is None
         members[0].tell("echo")
-        with pytest.raises(ExchangeFailed):
+        with pytest.raises(ExchangeFailed, match=r"step 1: rank 2: .*; it says: the tables differ"):
             step(channel)
         members[1].tell("echo")
         assert members[1].answer() == "ExchangeFailed: step 1: rank 2: the tables differ"
