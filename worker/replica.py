@@ -293,6 +293,12 @@ class GPUWorker:
         self._start()
         return {"gang": self.gang, "degree": 1, "epoch": 0, "ranks": [await self.loop.call(look)]}
 
+    async def debug_map(self, first: int) -> dict[str, Any]:
+        """This gang's entry of `/debug/map`."""
+        self._start()
+        pages = await self.loop.call(lambda: self.loop.engine.scheduler.page_maps(first))
+        return {"gang": self.gang, "pools": [page.shown() for page in pages]}
+
     async def debug_requests(self) -> list[dict[str, Any]]:
         """One entry per sequence that waits or runs."""
         self._start()
