@@ -5,6 +5,7 @@ PORT   ?=
 MODEL  ?=
 CONFIG ?= configs/local.yaml
 SET    ?=
+TRACE  ?=
 ARGS   ?=
 
 BIN   := .venv/bin
@@ -22,12 +23,13 @@ PIP := $(BIN)/python $(INSTALL)
 GUIDELLM_PACKAGE := guidellm==0.8.1
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-hosts test-guidellm lint bench
+.PHONY: help install serve test test-hosts test-guidellm lint bench replay trace-given
 
 help:
 	@echo "make serve [PORT=8000] [MODEL=directory-or-hub-id] [CONFIG=file.yaml] [SET=\"kv.block_size=8\"]"
 	@echo "make install | make test | make test-hosts | make test-guidellm | make lint"
 	@echo "make bench [ARGS=\"--rounds 1 --no-stream\"]"
+	@echo "make replay TRACE=trace.jsonl [ARGS=\"--speed 3 --policy round_robin,priced\"]"
 
 $(STAMP): pyproject.toml requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, set PYTHON=")'
@@ -73,3 +75,11 @@ lint: $(TESTS)
 
 bench: $(TESTS)
 	@$(BIN)/python -m scripts.bench_http $(ARGS)
+
+trace-given:
+	@test -n "$(TRACE)" || { echo "make replay needs a trace in Mooncake's format: make replay TRACE=trace.jsonl" \
+	  "(docs/replay.md says what is in one)" >&2; exit 2; }
+	@test -r "$(TRACE)" || { echo "TRACE=$(TRACE): there is no such file, or it cannot be read" >&2; exit 2; }
+
+replay: trace-given $(STAMP)
+	@exec $(BIN)/kvatlas replay "$(TRACE)" $(ARGS)

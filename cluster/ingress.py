@@ -36,6 +36,7 @@ from cluster.reporting import Follower, Hub
 from cluster.routing import Router
 from cluster.supply import Supply
 from cluster.text import TextService
+from cluster.ui.page import add_map
 from configs.schema import Config
 
 log = logging.getLogger("kvatlas.ingress")
@@ -198,6 +199,7 @@ def build_app(api: Api, *, echo_label: bool = True) -> FastAPI:
     _add_completions(app, api)
     _add_text(app, api)
     _add_state(app, api)
+    add_map(app, api)
     return app
 
 

@@ -15,8 +15,9 @@ from itertools import count
 
 from cluster import policies
 from cluster.gang_table import GangTable
+from cluster.index import Mirror
 from cluster.policies import Choice, Factors
-from cluster.replay_index import Known, Owned
+from cluster.replay_index import Copies
 from cluster.replay_worker import Engine, Task, Worker, adopt, export, leading
 from cluster.traces import Arrival
 from kvpaging.events import Load
@@ -49,12 +50,23 @@ class Outcome:
     refused: int
 
 
-class Ingress:
-    """One ingress: a table of its own, and a policy with its own state."""
+@dataclass(frozen=True, slots=True)
+class News:
+    """What a worker said of itself: its load, and a batch for the index where blocks changed."""
 
-    def __init__(self, settings: Settings, owned: Owned, loads: dict[str, Load], at: int) -> None:
+    number: int
+    load: Load
+    batch: bytes
+    changes: list[tuple[bool, bytes]]
+
+
+class Ingress:
+    """One ingress: a table, a mirror of the index and a policy's state, all its own."""
+
+    def __init__(self, settings: Settings, loads: dict[str, Load], at: int) -> None:
+        self.mirror = Mirror()
         self.table = GangTable(
-            Known(owned), settings.engine.block_size, rates_alike=settings.factors.rates_alike,
+            self.mirror, settings.engine.block_size, rates_alike=settings.factors.rates_alike,
             at=at, ingresses=settings.ingresses,
         )  # fmt: skip
         for name, load in loads.items():
@@ -83,17 +95,18 @@ class Replay:
         self.workers = [
             Worker(number, settings.engine, self.touched.add) for number in range(settings.workers)
         ]
-        self.names = [f"worker-{number:07}" for number in range(settings.workers)]
-        self.owned = Owned(self.names)
-        loads = {name: worker.load() for name, worker in zip(self.names, self.workers, strict=True)}
-        self.ingresses = [
-            Ingress(settings, self.owned, loads, at) for at in range(settings.ingresses)
-        ]
+        self.copies = Copies()
+        loads = {worker.name: worker.load() for worker in self.workers}
+        self.ingresses = [Ingress(settings, loads, at) for at in range(settings.ingresses)]
+        for worker in self.workers:
+            joins = worker.announcer.cut(loads[worker.name])
+            for ingress in self.ingresses:
+                ingress.mirror.apply(joins, 0.0)
         self.now_s = 0.0
         self._order = count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._due: list[tuple[float, int]] = []
-        self._looks: deque[tuple[float, list[tuple[int, Load, list[tuple[bool, bytes]]]]]] = deque()
+        self._looks: deque[tuple[float, list[News]]] = deque()
         self._tasks: list[Task] = []
         self._turn = count()
         self.refused = 0
@@ -114,7 +127,7 @@ class Replay:
                 progress(done)
         self._until(END_S)
         assert all(task.end_s < END_S for task in self._tasks), "a request was never served"
-        return Outcome(self._tasks, self.workers, self.owned.copies_most, self.refused)
+        return Outcome(self._tasks, self.workers, self.copies.most, self.refused)
 
     def _at(self, when_s: float, what: Callable[[], None]) -> None:
         heapq.heappush(self._events, (when_s, next(self._order), what))
@@ -149,7 +162,9 @@ class Replay:
         news = []
         for number in sorted(self.touched):
             worker = self.workers[number]
-            news.append((number, worker.load(), worker.changes))
+            load = worker.load()
+            batch = worker.announcer.cut(load) if worker.announcer.changed else b""
+            news.append(News(number, load, batch, worker.changes))
             worker.changes = []
         self.touched.clear()
         self._looks.append((self.now_s, news))
@@ -159,10 +174,12 @@ class Replay:
         as_of_s, news = self._looks.popleft()
         if self.settings.delay_s:  # a look in the past came before what was sent at its instant
             as_of_s = math.nextafter(as_of_s, -math.inf)
-        for number, load, changes in news:
-            self.owned.apply(self.names[number], changes)
+        for said in news:
+            self.copies.apply(said.changes)
             for ingress in self.ingresses:
-                ingress.table.rows[number].load = load
+                ingress.table.rows[said.number].load = said.load
+                if said.batch:
+                    ingress.mirror.apply(said.batch, self.now_s)
         for ingress in self.ingresses:
             for row in ingress.table.rows:
                 if row.sent_requests:

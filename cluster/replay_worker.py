@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from cluster.traces import Arrival
-from kvpaging.events import Load
+from kvpaging.events import STORED, Announcer, Load
 from kvpaging.pool import BlockPool, OutOfBlocks
 from kvpaging.table import BlockTable
 from worker import request as requests
@@ -17,6 +17,7 @@ from worker.scheduler import Limits, Scheduler, StepPlan
 
 MEMORY = 0.9  # what a measured rate keeps of its past at each new step
 LARGE_TOKENS = 1024  # of prompts in a step
+OWN = b"\xff"  # how identities of generated blocks begin, and none of a trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class _Chains(PrefixCache):
     def chains(self, sequence: requests.Sequence) -> list[list[bytes]]:
         chain = sequence.chains[0]
         for index in range(len(chain), len(sequence.tokens) // self.block_size):
-            chain.append(b"%s %d" % (sequence.request.salt, index))
+            chain.append(sequence.request.salt + index.to_bytes(8, "big"))
         return sequence.chains
 
 
@@ -77,14 +78,17 @@ class Task:
 class Worker:
     """One engine. `due_s` is when it next does something; `advance` lets it do so.
 
-    `changes` collects (stored, identity) until somebody takes them; `touched` hears the number of a
-    worker whose load may have changed.
+    `announcer` says what is cached here and `changes` collects (stored, identity) until somebody
+    takes them; `touched` hears the number of a worker whose load may have changed.
     """
 
     def __init__(self, number: int, engine: Engine, touched: Callable[[int], None]):
         self.number, self.engine, self.touched = number, engine, touched
+        self.name = f"worker-{number:07}"
         self.pool = BlockPool(engine.blocks)
-        self.pool.on_change = self._changed
+        self.announcer = Announcer("trace", self.name, ring_bytes=0)
+        self.announcer.listen(self.pool)
+        self._hear, self.pool.on_change = self.pool.on_change, self._changed
         self.prefix = _Chains(
             [self.pool],
             engine.block_size,
@@ -117,7 +121,7 @@ class Worker:
             [0] * arrival.prompt_tokens,
             SamplingParams(max_tokens=arrival.output_tokens),
             arrival_s=arrival.arrival_s,
-            salt=b"%d" % arrival.number,
+            salt=OWN + arrival.number.to_bytes(7, "big"),
         )
         request.sequences[0].chains.append(task.chain)
         self.tasks[request.id] = task
@@ -180,7 +184,9 @@ class Worker:
         )
 
     def _changed(self, kind: str, identity: bytes, parent: bytes | None) -> None:
-        self.changes.append((kind == "stored", identity))
+        assert self._hear is not None
+        self._hear(kind, identity, parent)
+        self.changes.append((kind == STORED, identity))
 
     def _start(self, now_s: float) -> None:
         plan = self.scheduler.plan()

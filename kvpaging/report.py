@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvpaging.pool import BlockPool
 
@@ -81,6 +81,54 @@ class BlockReport:
     def leaked(self) -> int:
         """References that no table accounts for; negative when more tables use it than count."""
         return self.references - len(self.entries)
+
+
+MAP_BLOCKS = 16_384
+"""Blocks of one `PageMap`."""
+
+MAP_ENTRIES = 4 * MAP_BLOCKS
+"""Table entries of one `PageMap`; where there are more it says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageMap:
+    """At most `MAP_BLOCKS` blocks of a pool of `blocks`, from `first` on: the first letter of each
+    one's state, and by their owners the table entries there, as (block, layer group, index)."""
+
+    blocks: int
+    block_size: int
+    first: int
+    states: str
+    entries: dict[str, list[tuple[int, int, int]]]
+    cut: bool
+
+    def shown(self) -> dict[str, Any]:
+        """The same for JSON, without a copy of the entries."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def page_map(
+    pool: BlockPool, tables: Mapping[str, BlockTable], block_size: int, first: int
+) -> PageMap:
+    """A piece of the pool as the page map draws it; `tables` by their owner's name."""
+    last = min(pool.blocks, first + MAP_BLOCKS)
+    entries: dict[str, list[tuple[int, int, int]]] = {}
+    left = MAP_ENTRIES
+    for owner, table in tables.items():
+        there = [
+            (block, group, index)
+            for group, blocks in enumerate(table.blocks)
+            if table.pools[group] is pool
+            for index, block in enumerate(blocks)
+            if first <= block < last
+        ]
+        if there[:left]:
+            entries[owner] = there[:left]
+        left -= len(there)
+        if left < 0:
+            break
+    states = "".join(pool.state(block)[0] for block in range(first, last))
+    return PageMap(pool.blocks, block_size, first, states, entries, left < 0)
 
 
 def sharing(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -80,3 +81,16 @@ def test_every_package_of_the_tree_is_installed() -> None:
         for path in (ROOT / package).rglob("__init__.py")
     }
     assert tree == set(PROJECT["tool"]["setuptools"]["packages"])
+
+
+@pytest.mark.parametrize(
+    ("given", "words"), [([], "make replay needs a trace"), (["TRACE=none.jsonl"], "no such file")]
+)
+def test_replay_says_what_it_lacks_before_it_installs_anything(
+    given: list[str], words: str
+) -> None:
+    command = ["make", "--no-print-directory", "replay", *given]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert done.stdout == ""

@@ -329,6 +329,12 @@ class GPUWorker:
         ranks = range(len(self._ranks))
         return {**shown, "ranks": await self.loop.call(lambda: list(map(look, ranks)))}
 
+    async def debug_map(self, first: int) -> dict[str, Any]:
+        """This gang's entry of `/debug/map`."""
+        self._start()
+        pages = await self.loop.call(lambda: self.loop.engine.scheduler.page_maps(first))
+        return {"gang": self.gang, "pools": [page.shown() for page in pages]}
+
     async def debug_requests(self) -> list[dict[str, Any]]:
         """One entry per sequence that waits or runs."""
         self._start()

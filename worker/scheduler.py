@@ -13,6 +13,7 @@ from itertools import compress
 
 from context_parallel.policy import ShardPolicy
 from kvpaging.pool import BlockPool
+from kvpaging.report import PageMap, page_map
 from kvpaging.table import BlockTable, Copy
 from worker.fairness import Turns
 from worker.prefix import PrefixCache
@@ -98,6 +99,11 @@ class Scheduler:
 
     def tables(self) -> list[BlockTable]:
         return [table for s in self.running if (table := s.table) is not None]
+
+    def page_maps(self, first: int) -> list[PageMap]:
+        """Of each pool, from block `first` on; owners are request and choice."""
+        named = {f"{s.request.id}[{s.choice}]": s.table for s in self.running if s.table}
+        return [page_map(p, named, self.block_size, first) for p in dict.fromkeys(self.pools)]
 
     def plan(self, only: Iterable[Sequence] | None = None) -> StepPlan:
         """The next step; empty when nothing can be computed now.

@@ -234,6 +234,9 @@ class FakeWorker:
     async def debug_kv(self) -> dict[str, Any]:
         return {"gang": self.gang, "degree": 1, "epoch": 0, "ranks": []}
 
+    async def debug_map(self, first: int) -> dict[str, Any]:
+        return {"gang": self.gang, "pools": [], "first": first}
+
     async def debug_requests(self) -> list[dict[str, Any]]:
         return [{"request": name} for name in sorted(self.active)]
 

@@ -287,6 +287,26 @@ async def test_beams_come_in_order_of_score_and_give_everything_back(directory: 
         await nothing_held(served)
 
 
+async def test_the_page_map_shows_who_has_which_block(directory: Path) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True, "stream": True}
+    async with running(directory) as served:
+        async with served.http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.aiter_lines()
+            name = json.loads((await anext(lines)).removeprefix("data: "))["id"]
+            (gang,) = (await served.http.get("/debug/map")).json()["gangs"]
+        (pool,) = gang["pools"]
+        assert (pool["blocks"], pool["block_size"], len(pool["states"])) == (96, 8, 96)
+        entries = pool["entries"][f"{name}[0]"]
+        assert [(group, index) for _, group, index in entries] == [
+            (0, index) for index in range(len(entries))
+        ]
+        assert all(pool["states"][block] == "o" for block, _, _ in entries)
+        assert len(entries) >= len(ids_of(PROMPT)) // 8
+        await nothing_held(served)
+        (gang,) = (await served.http.get("/debug/map", params={"first": "90"})).json()["gangs"]
+        assert (gang["pools"][0]["entries"], len(gang["pools"][0]["states"])) == ({}, 6)
+
+
 async def test_what_its_ingress_has_forgotten_is_ended(directory: Path) -> None:
     """As after the kill of an ingress that no transport tells of."""
     async with running(directory, "model.max_model_len=512") as served:

@@ -175,13 +175,21 @@ async def test_every_route_asks_for_a_key(files: tuple[str, str]) -> None:
                 path = route.path.replace("{model:path}", MODEL)
                 answer = await http.request(method, path, content=b"{")
                 assert (answer.status_code == 401) == (path not in OPEN), route.path
-                inside = path.startswith("/debug/") or path == "/metrics"
+                inside = path.startswith("/debug/") or path in ("/metrics", "/map")
                 other = await http.request(
                     method, path, content=b"{", headers=bearer(BOB if inside else ADMIN)
                 )
                 assert (other.status_code == 401) == (path not in OPEN), route.path
                 guarded.add(path)
-    assert {TEXT, "/metrics", "/debug/flush", "/tokenize", "/v1/models/fake"} <= guarded
+    assert {
+        TEXT,
+        "/metrics",
+        "/map",
+        "/debug/map",
+        "/debug/flush",
+        "/tokenize",
+        "/v1/models/fake",
+    } <= guarded
     samples = api.metrics.text(api.metrics.own()).decode()
     assert 'route="/v1/models/{model:path}",status="401"' in samples
 

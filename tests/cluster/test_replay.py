@@ -53,6 +53,21 @@ def test_two_runs_are_the_same() -> None:
     assert run(talk()[:300], settings) == run(talk()[:300], settings)
 
 
+def test_every_ingress_mirrors_what_the_workers_say() -> None:
+    """By batches and digests: nothing is missing, and in the end nothing differs."""
+    run = Replay(talk()[:300], replace(SMALL, ingresses=2, delay_s=0.1, pull=True))
+    workers = run.run().workers
+    last = [worker.announcer.cut(worker.load()) for worker in workers]
+    for ingress in run.ingresses:
+        assert ingress.mirror.wanted == {}
+        for batch in last:
+            ingress.mirror.apply(batch, run.now_s)
+        assert ingress.mirror.wanted == {}
+        known = {name: gang.digest for name, gang in ingress.mirror.gangs.items()}
+        assert known == {worker.name: worker.announcer.digest for worker in workers}
+        assert all(digest.count > 100 for digest in known.values())
+
+
 @pytest.mark.parametrize(
     "changes", [{}, {"ingresses": 3, "delay_s": 0.1, "pull": True}, {"policy": "power_of_two"}]
 )

@@ -3,8 +3,11 @@ from __future__ import annotations
 from dataclasses import asdict
 from functools import partial
 
+import pytest
+
+from kvpaging import report
 from kvpaging.pool import BlockPool
-from kvpaging.report import Entry, Sharing, holders, leaks, sharing, snapshot
+from kvpaging.report import Entry, Sharing, holders, leaks, page_map, sharing, snapshot
 from kvpaging.table import BlockTable
 from tests.kvpaging.helpers import table_of
 
@@ -124,3 +127,30 @@ def test_reports_leaks_both_ways() -> None:
     assert [(r.block, r.leaked, r.entries) for r in found] == [
         (table.blocks[0][0], -1, (Entry("a", 0, 0),))
     ]
+
+
+def test_a_page_map_says_who_has_the_blocks_of_its_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = BlockPool(8)
+    table = table_of(pool, 10)
+    twin, idle = table.fork(), table_of(pool, 4)
+    pool.publish(idle.blocks[0][0], b"a", None)
+    idle.release()
+    owners = {"r[0]": table, "r[1]": twin}
+    whole = page_map(pool, owners, 4, 0)
+    blocks = table.blocks[0]
+    assert (whole.blocks, whole.first, whole.cut) == (8, 0, False)
+    assert sorted(whole.states) == sorted("ooo" + "i" + "ffff")
+    assert [whole.states[block] for block in blocks] == ["o"] * 3
+    assert whole.entries["r[0]"] == whole.entries["r[1]"]
+    assert whole.entries["r[0]"] == [(block, 0, index) for index, block in enumerate(blocks)]
+    monkeypatch.setattr(report, "MAP_BLOCKS", 3)
+    pieces = [page_map(pool, owners, 4, first) for first in (0, 3, 6, 9)]
+    assert "".join(piece.states for piece in pieces) == whole.states
+    assert [len(piece.states) for piece in pieces] == [3, 3, 2, 0]
+    found = [entry for piece in pieces for entry in piece.entries.get("r[0]", [])]
+    assert sorted(found) == sorted(whole.entries["r[0]"])
+    monkeypatch.setattr(report, "MAP_BLOCKS", 8)
+    monkeypatch.setattr(report, "MAP_ENTRIES", 4)
+    short = page_map(pool, owners, 4, 0)
+    assert sum(map(len, short.entries.values())) == 4
+    assert short.cut
