@@ -109,10 +109,15 @@ async def together(server: Server, bodies: list[dict[str, Any]]) -> list[httpx.R
 
 
 @pytest.mark.parametrize(
-    ("seed", "status"), [(seeds.RAISES, 500), (seeds.GONE, 200), (seeds.UNCLEAR, 200)]
+    ("seed", "status", "logged"),
+    [
+        (seeds.RAISES, 500, "RuntimeError: this policy raises"),
+        (seeds.GONE, 200, "lost the worker gone of"),
+        (seeds.UNCLEAR, 200, "could not find the worker of a call"),
+    ],
 )
 def test_a_wrong_decision_costs_its_own_request_at_most(
-    server: Server, workers: int, seed: int, status: int
+    server: Server, workers: int, seed: int, status: int, logged: str
 ) -> None:
     server.all_ready(workers)
     before = ingress(server)
@@ -129,6 +134,7 @@ def test_a_wrong_decision_costs_its_own_request_at_most(
         assert wrong.json()["error"]["code"] == "internal_error"
     assert [ids_of(ask(server, prompt)) for prompt in prompts] == expected
     assert ingress(server) == before
+    server.wait_until(lambda: logged in server.log.read_text())
 
 
 def test_a_request_whose_steps_raise_is_a_500_and_disturbs_nobody(
