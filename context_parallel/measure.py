@@ -21,7 +21,8 @@ from context_parallel.attention import ShardedRows, attend, plan
 from context_parallel.exchange import Exchange
 from context_parallel.loopback import loopback
 from context_parallel.planning import SLICE_ROWS
-from context_parallel.shard import SHORT_TOKENS, Geometry, Rates, moves_history, share, tails
+from context_parallel.policy import share
+from context_parallel.shard import SHORT_TOKENS, Geometry, Rates, moves_history, tails
 from context_parallel.tables import LocalTables
 from kvpaging import attention
 from kvpaging.attention import Rows

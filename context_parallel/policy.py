@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-TILE = 64
+TILE = 64  # tokens of a long row that are dealt to a rank together
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Start:
     """Where a sequence may start: the ranks its blocks may go to, home first, and how many of its
     cached leading blocks it uses."""
 
@@ -43,7 +43,7 @@ class ShardPolicy:
         """Whether a sequence of so many tokens runs on all ranks, for its length alone."""
         return self.ranks > 1 and tokens >= self.shard_from_tokens
 
-    def places(
+    def starts(
         self,
         tokens: int,
         owners: Sequence[int],
@@ -51,7 +51,7 @@ class ShardPolicy:
         queued: Sequence[int],
         block_size: int,
         rank_blocks: int,
-    ) -> list[Place]:
+    ) -> list[Start]:
         """Where a sequence of `tokens` may start, the best place first.
 
         `owners` are the ranks of its cached leading blocks; `queued` the tokens that each rank has
@@ -63,22 +63,27 @@ class ShardPolicy:
         assert self.ranks > 1
         if self.sharded(tokens) or too_long or saved >= self.hit_tokens:
             home = min(range(self.ranks), key=lambda rank: queued[rank])
-            return [Place(self.wide(home), len(owners))]
+            return [Start(self.wide(home), len(owners))]
         hits = [run if run and rank == owners[0] else 0 for rank in range(self.ranks)]
         costs = [queued[rank] + tokens - hits[rank] * block_size for rank in range(self.ranks)]
         order = sorted(range(self.ranks), key=lambda rank: costs[rank])
-        return [Place((rank,), hits[rank]) for rank in order]
+        return [Start((rank,), hits[rank]) for rank in order]
 
     def share(self, count: int) -> int:
-        """Tokens of a row on all ranks that the fullest rank computes: all up to a tile, then what
-        is dealt to it."""
-        rounds, rest = divmod(count, self.tile * self.ranks)
-        return rounds * self.tile + min(rest, self.tile)
+        """Tokens of a row on all ranks that the fullest rank computes."""
+        return share(count, self.ranks, self.tile)
 
     def most(self, budget: int) -> int:
         """The longest row on all ranks whose share is at most `budget`."""
         tiles, rest = divmod(budget, self.tile)
         return tiles * self.tile * self.ranks + rest
+
+
+def share(count: int, ranks: int, tile: int = TILE) -> int:
+    """Tokens of a row on all ranks that the fullest rank computes: all up to a tile, then what is
+    dealt to it."""
+    rounds, rest = divmod(count, ranks * tile)
+    return rounds * tile + min(rest, tile)
 
 
 def longest_sequence(blocks_per_rank: int, block_size: int, ranks: int) -> int:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from context_parallel.policy import TILE
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -18,19 +20,9 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.int64]
 
-TILE = 64  # tokens of a long row that are dealt to a rank together
-SHORT_TOKENS = 64  # rows of up to as many tokens are computed on every rank
+SHORT_TOKENS = TILE  # rows of up to as many tokens are computed on every rank
 HISTORY_BYTES_MAX = 64 << 20  # of a layer, that is fetched: what it takes holds no pages
 RATIO_MAX = 2.0  # a gather that seems faster than this against a scatter is not believed
-
-
-@dataclass(frozen=True, slots=True)
-class ShardPolicy:
-    """When a sequence leaves its home rank."""
-
-    ranks: int = 1
-    shard_from_tokens: int = 32768  # sequences that are to grow this long use all ranks
-    hit_tokens: int = 1024  # a cached prefix this long on one rank makes that rank the home
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +80,6 @@ def deal(count: int, ranks: int, tile: int = TILE) -> list[Ints]:
     token = np.arange(count)
     owner = token // tile % ranks
     return [token[owner == rank] for rank in range(ranks)]
-
-
-def share(count: int, ranks: int, tile: int = TILE) -> int:
-    """Tokens of the rank that `deal` gives most."""
-    rounds, rest = divmod(count, ranks * tile)
-    return rounds * tile + min(rest, tile)
 
 
 @dataclass(frozen=True, slots=True)

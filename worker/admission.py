@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from context_parallel.policy import Place
+from context_parallel.policy import Start
 from kvpaging.table import BlockTable
 from worker.request import NO_SLOT, Sequence
 
@@ -54,26 +54,26 @@ def _placed(scheduler: Scheduler, sequence: Sequence, hit: list[list[int]]) -> B
     all when none can."""
     pool, policy = scheduler.pools[0], scheduler.policy
     if policy.ranks == 1:
-        return _attached(scheduler, Place((0,), len(hit[0])), hit)
-    places = policy.places(
+        return _attached(scheduler, Start((0,), len(hit[0])), hit)
+    starts = policy.starts(
         len(sequence.tokens),
         [pool.rank_of(block) for block in hit[0]],
         queued=queued(scheduler),
         block_size=scheduler.block_size,
         rank_blocks=scheduler.rank_blocks,
     )
-    for place in places:
-        table = _attached(scheduler, place, hit)
+    for start_at in starts:
+        table = _attached(scheduler, start_at, hit)
         if affordable(scheduler, sequence, table):
             return table
         table.release()
-    return _attached(scheduler, places[0], hit)
+    return _attached(scheduler, starts[0], hit)
 
 
-def _attached(scheduler: Scheduler, place: Place, hit: list[list[int]]) -> BlockTable:
-    table = BlockTable(scheduler.pools, scheduler.block_size, place.ranks)
-    if place.hit_blocks:
-        table.attach([column[: place.hit_blocks] for column in hit])
+def _attached(scheduler: Scheduler, start_at: Start, hit: list[list[int]]) -> BlockTable:
+    table = BlockTable(scheduler.pools, scheduler.block_size, start_at.ranks)
+    if start_at.hit_blocks:
+        table.attach([column[: start_at.hit_blocks] for column in hit])
     return table
 
 

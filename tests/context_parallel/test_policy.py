@@ -5,15 +5,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from context_parallel.policy import Place, ShardPolicy, longest_sequence
+from context_parallel.policy import Start, ShardPolicy, longest_sequence
 
 RANKS = st.sampled_from([1, 2, 4, 8])
 
 
-def places(
+def starts(
     policy: ShardPolicy, tokens: int, owners: tuple[int, ...], queued: tuple[int, ...]
-) -> list[Place]:
-    return policy.places(tokens, owners, queued=queued, block_size=16, rank_blocks=1000)
+) -> list[Start]:
+    return policy.starts(tokens, owners, queued=queued, block_size=16, rank_blocks=1000)
 
 
 def test_on_one_rank_nothing_is_sharded() -> None:
@@ -23,31 +23,31 @@ def test_on_one_rank_nothing_is_sharded() -> None:
 
 def test_a_short_one_goes_where_queue_and_prefill_are_least() -> None:
     policy = ShardPolicy(4)
-    found = places(policy, 100, (), (30, 10, 20, 10))
-    assert found == [Place((1,), 0), Place((3,), 0), Place((2,), 0), Place((0,), 0)]
-    assert places(policy, 100, (2, 2, 2), (30, 10, 57, 10))[0] == Place((2,), 3)
-    assert places(policy, 100, (2, 2, 2), (30, 10, 59, 10))[0] == Place((1,), 0)
+    found = starts(policy, 100, (), (30, 10, 20, 10))
+    assert found == [Start((1,), 0), Start((3,), 0), Start((2,), 0), Start((0,), 0)]
+    assert starts(policy, 100, (2, 2, 2), (30, 10, 57, 10))[0] == Start((2,), 3)
+    assert starts(policy, 100, (2, 2, 2), (30, 10, 59, 10))[0] == Start((1,), 0)
 
 
 def test_a_long_one_goes_everywhere_with_all_that_is_found() -> None:
     policy = ShardPolicy(4, shard_from_tokens=512)
-    assert places(policy, 512, (1, 1, 3), (30, 10, 5, 10)) == [Place((2, 3, 0, 1), 3)]
-    assert places(policy, 511, (), (0, 0, 0, 0))[0].ranks == (0,)
+    assert starts(policy, 512, (1, 1, 3), (30, 10, 5, 10)) == [Start((2, 3, 0, 1), 3)]
+    assert starts(policy, 511, (), (0, 0, 0, 0))[0].ranks == (0,)
 
 
 def test_what_one_rank_cannot_hold_goes_everywhere() -> None:
     policy = ShardPolicy(2, shard_from_tokens=1 << 30)
     options = {"queued": (0, 0), "block_size": 16, "rank_blocks": 10}
-    assert policy.places(159, (), **options)[0].ranks == (0,)
-    assert policy.places(160, (), **options)[0].ranks == (0, 1)
+    assert policy.starts(159, (), **options)[0].ranks == (0,)
+    assert policy.starts(160, (), **options)[0].ranks == (0, 1)
 
 
 def test_a_hit_on_several_ranks_is_used_where_it_saves_enough() -> None:
     policy = ShardPolicy(2, hit_tokens=64)
     owners = (1, 1, 0, 1, 0)
-    assert places(policy, 100, owners, (0, 0)) == [Place((1,), 2), Place((0,), 0)]
-    assert places(policy, 100, (*owners, 1), (0, 0)) == [Place((0, 1), 6)]
-    assert places(policy, 100, (1,) * 6, (0, 0))[0] == Place((1,), 6)
+    assert starts(policy, 100, owners, (0, 0)) == [Start((1,), 2), Start((0,), 0)]
+    assert starts(policy, 100, (*owners, 1), (0, 0)) == [Start((0, 1), 6)]
+    assert starts(policy, 100, (1,) * 6, (0, 0))[0] == Start((1,), 6)
 
 
 @given(ranks=RANKS, tile=st.sampled_from([1, 4, 64]), count=st.integers(1, 5000))

@@ -7,17 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from context_parallel.policy import TILE, share
 from context_parallel.shard import (
     HISTORY_BYTES_MAX,
     SHORT_TOKENS,
-    TILE,
     Geometry,
     Place,
     Rates,
     ShardMap,
     deal,
     moves_history,
-    share,
     tails,
 )
 

@@ -11,7 +11,7 @@ from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
 from context_parallel.loopback import channels, loopback
-from context_parallel.policy import Place, ShardPolicy
+from context_parallel.policy import ShardPolicy, Start
 from kvpaging.store import BlockStore
 from worker.building import build_engine, build_follower
 from worker.gang import Gang
@@ -32,10 +32,10 @@ class InTurn(ShardPolicy):
 
     turns = count()
 
-    def places(self, *sequence: Any, queued: Any, **sizes: Any) -> list[Place]:
+    def starts(self, *sequence: Any, queued: Any, **sizes: Any) -> list[Start]:
         turn = next(self.turns)
         queued = [(rank - turn) % self.ranks << 20 for rank in range(self.ranks)]
-        return super().places(*sequence, queued=queued, **sizes)
+        return super().starts(*sequence, queued=queued, **sizes)
 
 
 class Ranks:
