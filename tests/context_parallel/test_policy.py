@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from context_parallel.policy import Start, ShardPolicy, longest_sequence
+from context_parallel.policy import ShardPolicy, Start, longest_sequence
 
 RANKS = st.sampled_from([1, 2, 4, 8])
 
