@@ -139,7 +139,9 @@ class Worker:
         _reconfigured(self._config, user_config)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What `scaling.Policy` is told of this worker."""
+        """What `scaling.Policy` is told of this worker; of a gang, by the rank that leads."""
+        if self._rank:
+            return {}
         pressure = self._worker.pressure
         return {scaling.QUEUED: pressure.queued_s, scaling.FILLED: pressure.filled}
 
