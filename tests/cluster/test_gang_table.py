@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from cluster.gang_table import DEMAND_S, PREFIXES_MAX, RATES_S, Demand, GangTable
+from cluster.index import Match
 from cluster.policies import Choice
-from cluster.replay_index import Match
 from tests.cluster.test_policies import LOAD
 
 CHAIN = [bytes([n]) * 16 for n in range(10)]
