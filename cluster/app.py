@@ -11,15 +11,21 @@ import math
 import os
 import re
 import time
+import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ray import serve
-from ray.serve.config import GangSchedulingConfig, RequestRouterConfig
+from ray.serve.config import (
+    AutoscalingConfig,
+    AutoscalingPolicy,
+    GangSchedulingConfig,
+    RequestRouterConfig,
+)
 from ray.serve.schema import LoggingConfig
 
-from cluster import gangs, pools, secret
+from cluster import gangs, pools, scaling, secret
 from cluster.calls import Misrouted, ServeHandle
 from cluster.delivery import ANYONE, Delivery
 from cluster.errors import UserError
@@ -131,6 +137,13 @@ class Worker:
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Serve has new live settings; of these a worker knows how it logs."""
         _reconfigured(self._config, user_config)
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What `scaling.Policy` is told of this worker."""
+        if self._rank:
+            return {}
+        pressure = self._worker.pressure
+        return {scaling.QUEUED: pressure.queued_s, scaling.FILLED: pressure.filled}
 
     async def check_health(self) -> None:
         """Raises where Serve should make another worker."""
@@ -328,7 +341,7 @@ def build(
             name=name,
             ray_actor_options=resources,
             request_router_config=RequestRouterConfig(request_router_class=delivery),
-            **_replicas(pool),
+            **_replicas(config, pool),
             **common,
         ).bind(worker, config, pool, directory, key)
     ingress = deployment(
@@ -344,16 +357,35 @@ def build(
     return app
 
 
-def _replicas(pool: PoolConfig) -> dict[str, Any]:
+def _replicas(config: Config, pool: PoolConfig) -> dict[str, Any]:
     """How many replicas a pool's deployment has. Only gangs are started and ended together: Serve
     stops those at once where a single worker may end its streams."""
-    found: dict[str, Any] = {"num_replicas": pool.ranks}
-    if pool.gang_size > 1:
-        found["gang_scheduling_config"] = GangSchedulingConfig(gang_size=pool.gang_size)
-    return found
+    size, scaled = pool.gang_size, config.scaling
+    gang: dict[str, Any] = {}
+    if size > 1:
+        gang = {"gang_scheduling_config": GangSchedulingConfig(gang_size=size)}
+    if pool.most_gangs == pool.gangs:
+        return {"num_replicas": pool.ranks, **gang}
+    policy: Any = AutoscalingPolicy
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of metrics_interval_s; the other way
+        made = AutoscalingConfig(  # is the environment, of all processes
+            # No `initial_replicas`: every change of the application would go back to it.
+            min_replicas=pool.ranks,
+            max_replicas=pool.most_ranks,
+            upscale_delay_s=scaled.up_delay_s,
+            downscale_delay_s=scaled.down_delay_s,
+            metrics_interval_s=scaling.REPORT_S,
+            look_back_period_s=scaling.STALE_S,
+            policy=policy(
+                policy_function=scaling.Policy,
+                policy_kwargs={"target_s": scaled.target_queued_s, "size": size},
+            ),
+        )
+    return {"autoscaling_config": made, **gang}
 
 
 def local_cpus(config: Config) -> int:
     """CPUs to tell a local Ray, so that everything is placed however few cores there are."""
-    needed = math.ceil(config.ranks * config.cluster.cpus_per_worker)
+    needed = math.ceil(config.most_ranks * config.cluster.cpus_per_worker)
     return max(os.cpu_count() or 1, needed)

@@ -254,6 +254,7 @@ class Completion(Response):
             stream=request.stream or bool(stops),
             choices=[wire.ChoiceInput() for _ in choices],
             salt=keys.salt(self._tenant, request.cache_salt),
+            tenant=self._record.tenant,
             priority=request.priority,
             ingress=self._api.dispatcher.name,
         )

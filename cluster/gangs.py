@@ -28,6 +28,7 @@ class Gangs:
         handle: Handle,
         listed: Callable[[], frozenset[str]],
         *,
+        ingress: str,
         model: str,
         period_s: float,
         timeout_s: float,
@@ -37,6 +38,7 @@ class Gangs:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._handle, self._listed, self._model = handle, listed, model
+        self._ingress = ingress
         self._times = {
             "period_s": period_s, "timeout_s": timeout_s, "step_timeout_s": step_timeout_s
         }  # fmt: skip
@@ -63,6 +65,7 @@ class Gangs:
         for gang in listed - self._watches.keys():
             watch = self._watches[gang] = Watch(
                 self._handle.to(gang),
+                ingress=self._ingress,
                 on_failure=self._on_failure,
                 check=self._check,
                 clock=self._clock,

@@ -288,6 +288,8 @@ class Generation:
                 case wire.Delta():
                     job.generated[event.choice] += event.tokens
                     self._add(event, job, target)
+                case wire.Finish(reason="abort") if job.choices[event.choice].finish_reason is None:
+                    raise EngineLost("the worker has given the request up")
                 case wire.Finish() if event.choice in running:
                     job.choices[event.choice].finish(event)
                     self._dispatcher.router.ended(event.generated_tokens)

@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from cluster import bodies, openai, prompts, where
+from cluster import bodies, keys, openai, prompts, where
 from cluster.answers import dumps
 from cluster.background import background
 from cluster.calls import Handle, Refused
@@ -77,6 +77,7 @@ class Api:
         self.gangs = Gangs(
             handle,
             listed,
+            ingress=name,
             model=model,
             period_s=config.cluster.health_period_s,
             timeout_s=config.cluster.health_timeout_s,
@@ -247,7 +248,8 @@ def _add_completions(app: FastAPI, api: Api) -> None:
             tenant = api.access.tenant(request)
             if "?1" in request.headers.getlist(STAYS):
                 raise invalid(f"{STAYS} is not supported: a request ends with its client", STAYS)
-            record = Record(request.url.path, time.monotonic(), label=label_of(request.headers))
+            label, whose = label_of(request.headers), keys.shown(tenant)
+            record = Record(request.url.path, time.monotonic(), label=label, tenant=whose)
             timeout = request.headers.get(openai.TIMEOUT_HEADER, "")
             body = await request.body()
             return Completion(api, body, record, chat=chat, tenant=tenant, timeout=timeout)

@@ -157,11 +157,15 @@ def _deploy(
 
     resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
     gpus = resources.get("GPU", 0.0)
-    needed = config.ranks * config.cluster.gpus_per_worker
+    needed = config.most_ranks * config.cluster.gpus_per_worker
     if gpus and config.model.device != "cpu" and needed > gpus:
-        fewer = "the gangs of cluster.pools" if config.cluster.pools else "cluster.workers"
+        fewer = (
+            "the gangs of cluster.pools"
+            if config.cluster.pools
+            else "cluster.workers, scaling.max_workers"
+        )
         raise UserError(
-            f"{config.ranks} workers need {needed:g} GPUs, this machine has {gpus:g}: "
+            f"{config.most_ranks} workers need {needed:g} GPUs, this machine has {gpus:g}: "
             f"lower {fewer} or cluster.gpus_per_worker, or use model.device=cpu"
         )
     try:

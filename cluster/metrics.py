@@ -50,6 +50,7 @@ class Record:
     started_s: float
     id: str = ""
     label: str = ""
+    tenant: str = ""  # as `keys.shown` calls it
     status: int = 0
     error: str = ""
     finish_reasons: list[str] = field(default_factory=list)
@@ -74,7 +75,8 @@ class Record:
     def line(self) -> str:
         """One line for people: what was asked, what was done, how fast."""
         label = f" [{self.label}]" if self.label else ""
-        head = f"{self.id or '-'}{label} {self.route} {self.status}"
+        tenant = f" of {self.tenant}" if self.tenant else ""
+        head = f"{self.id or '-'}{label}{tenant} {self.route} {self.status}"
         if self.error:
             return f"{head} {self.error} after {self.total_s:.2f} s"
         ends = Tally(self.finish_reasons).items()
@@ -132,17 +134,19 @@ class Metrics:
         self._answers = self._counter("kvatlas:answers", "route", "status")
         self._ignored = self._counter("kvatlas:ignored_parameters")
         self._background = self._counter("kvatlas:background_failures", "task")
-        self._open = Gauge(
-            "kvatlas:requests_open",
-            "Completion requests this ingress is answering",
-            tuple(self._labels),
-            registry=self._registry,
-        ).labels(**self._labels)
+        self._open = self._gauge("kvatlas:requests_open")
+        self._gauge("kvatlas:engines_ready").set_function(lambda: len(snapshots()))
 
     def _histogram(self, name: str, buckets: Sequence[float]) -> Histogram:
         words = name.partition(":")[2].replace("_", " ")
         made = Histogram(name, words, tuple(self._labels), buckets=buckets, registry=self._registry)
         return made.labels(**self._labels)
+
+    def _gauge(self, name: str) -> Gauge:
+        words = name.partition(":")[2].replace("_", " ")
+        return Gauge(name, words, tuple(self._labels), registry=self._registry).labels(
+            **self._labels
+        )
 
     def _counter(self, name: str, *labels: str) -> Counter:
         words = name.partition(":")[2].replace("_", " ")
@@ -331,5 +335,7 @@ _ENGINE_METRICS: tuple[tuple[str, str, str, Callable[[Snapshot], float]], ...] =
         _transfer("prefill_tokens_per_s"),
     ),
     ("kvatlas:pool_violations", "Failed pool checks", "counter", _of("violations")),
+    ("kvatlas:queued_seconds", "Wait of a request that comes now", "gauge", _of("queued_s")),
+    ("kvatlas:filled_ratio", "Share of seats or of blocks asked for", "gauge", _of("filled")),
     ("kvatlas:step_age_seconds", "Age of the step under way", "gauge", _of("step_age_s")),
 )

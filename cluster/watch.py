@@ -29,6 +29,7 @@ class Watch:
         self,
         handle: Handle,
         *,
+        ingress: str,
         period_s: float,
         timeout_s: float,
         step_timeout_s: float,
@@ -36,7 +37,7 @@ class Watch:
         check: Callable[[dict[str, Any]], str] = lambda info: "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._handle = handle
+        self._handle, self._ingress = handle, ingress
         self._period_s, self._timeout_s = period_s, timeout_s
         self._step_timeout_s = step_timeout_s
         self._on_failure, self._check = on_failure, check
@@ -120,7 +121,8 @@ class Watch:
         """Follow one worker until it is lost; that is logged, counted and shows in readiness."""
         silence_s = self._period_s + self._timeout_s
         try:
-            with Stream(self._handle, "beats", self._period_s, silence_s=silence_s) as beats:
+            asked = (self._period_s, self._ingress)
+            with Stream(self._handle, "beats", *asked, silence_s=silence_s) as beats:
                 while True:
                     await self._heard(await beats.next(), self._timeout_s)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Pools of gangs: how many GPUs serve one sequence together, and which sequences share them."""
+"""Pools of gangs: how many GPUs serve one sequence together, and how many gangs there are."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNNAMED = ""
 
 
 def _setting(default: object, rule: rules.Rule, doc: str) -> Any:
-    return dataclasses.field(default=default, metadata={"rule": rule, "doc": doc})
+    return dataclasses.field(default=default, metadata={"rule": rule, "doc": doc, "live": False})
 
 
 def _name() -> rules.Rule:
@@ -48,7 +48,12 @@ class PoolConfig:
     gang_size: int = _setting(
         1, _gang_size(), "Workers that serve one sequence together; each has the whole model."
     )
-    gangs: int = _setting(1, rules.integer(1, 512), "Gangs in the pool.")
+    gangs: int = _setting(
+        1, rules.integer(1, 512), "Gangs in the pool; the least where `max_gangs` allows more."
+    )
+    max_gangs: int | None = _setting(
+        None, rules.integer(1, 512), "Most gangs, see `scaling`; null is always `gangs` of them."
+    )
     max_model_len: int | None = _setting(
         None, rules.integer(1), "Longest sequence here; null is `model.max_model_len`."
     )
@@ -66,6 +71,36 @@ class PoolConfig:
     def ranks(self) -> int:
         """Workers of all gangs."""
         return self.gang_size * self.gangs
+
+    @property
+    def most_gangs(self) -> int:
+        """As many as there may ever be at once."""
+        return self.max_gangs or self.gangs
+
+    @property
+    def most_ranks(self) -> int:
+        """Their workers."""
+        return self.gang_size * self.most_gangs
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingConfig:
+    """More workers under load, fewer without, by the seconds that are queued in them."""
+
+    max_workers: int | None = _setting(
+        None, rules.integer(1, 512), "Most workers; null is always `cluster.workers` of them."
+    )
+    target_queued_s: float = _setting(
+        2.0,
+        rules.number(0, above=True),
+        "Seconds queued in each worker beyond which there should be more workers.",
+    )
+    up_delay_s: float = _setting(
+        10.0, rules.number(0), "How long more workers must be wanted before they are started."
+    )
+    down_delay_s: float = _setting(
+        300.0, rules.number(0), "How long fewer workers must be enough before one is taken away."
+    )
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(PoolConfig)}
@@ -112,10 +147,10 @@ def _all() -> str:
 
 
 def conflicts(
-    pools: Sequence[PoolConfig], *, workers: int, block_size: int | None
+    pools: Sequence[PoolConfig], *, workers: int, max_workers: int | None, block_size: int | None
 ) -> Iterator[str]:
-    """What is wrong with pools beside other settings, one line for each; `workers` and `block_size`
-    are `cluster.workers` and `kv.block_size`, None where it is chosen at the start."""
+    """What is wrong with pools beside other settings, one line for each: `cluster.workers`,
+    `scaling.max_workers`, and `kv.block_size`, None where it is chosen at the start."""
     names = [pool.name for pool in pools]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"cluster.pools: {names.count(name)} pools are called {name!r}, each needs its own"
@@ -124,6 +159,17 @@ def conflicts(
             f"cluster.workers={workers} and cluster.pools are both given: with pools, `gangs` and "
             "`gang_size` of each say how many workers there are"
         )
+    if pools and max_workers is not None:
+        yield (
+            f"scaling.max_workers={max_workers} and cluster.pools are both given: with pools, "
+            "`max_gangs` of each says how many there may be"
+        )
+    for pool in pools:
+        if pool.most_gangs < pool.gangs:
+            yield (
+                f"cluster.pools: {pool.name}.max_gangs={pool.max_gangs} is less than its "
+                f"gangs={pool.gangs}: raise the first or lower the second"
+            )
     least = block_size or 8
     for pool in pools:
         threshold = pool.shard_from_tokens

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from configs import pools as gang_pools
 from configs import rules
-from configs.pools import PoolConfig
+from configs.pools import PoolConfig, ScalingConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -197,7 +197,9 @@ class ClusterConfig:
     """The Ray side: how many processes, and how long they may take."""
 
     workers: int = _setting(
-        1, rules.integer(1, 512), "Engines, each with its own copy of the model."
+        1,
+        rules.integer(1, 512),
+        "Engines, each with its own copy of the model; the least where `scaling` may add some.",
     )
     pools: tuple[PoolConfig, ...] | None = _setting(
         None,
@@ -314,16 +316,23 @@ class Config:
     server: ServerConfig = ServerConfig()
     routing: RoutingConfig = RoutingConfig()
     cluster: ClusterConfig = ClusterConfig()
+    scaling: ScalingConfig = dataclasses.field(default=ScalingConfig())
 
     @property
     def pools(self) -> tuple[PoolConfig, ...]:
         """The pools there are; at least one."""
-        return self.cluster.pools or (PoolConfig(gangs=self.cluster.workers),)
+        alone = PoolConfig(gangs=self.cluster.workers, max_gangs=self.scaling.max_workers)
+        return self.cluster.pools or (alone,)
 
     @property
     def ranks(self) -> int:
         """Workers of all pools."""
         return sum(pool.ranks for pool in self.pools)
+
+    @property
+    def most_ranks(self) -> int:
+        """As many as there may ever be at once."""
+        return sum(pool.most_ranks for pool in self.pools)
 
     @property
     def pool(self) -> PoolConfig:
@@ -332,22 +341,30 @@ class Config:
         return pool
 
     def of_pool(self, pool: PoolConfig) -> Config:
-        """The settings of a worker in this pool; `cluster.workers` are then those of all pools."""
+        """The settings of a worker in this pool; `cluster.workers` is then the most of all."""
         return dataclasses.replace(
             self,
             model=dataclasses.replace(
                 self.model, max_model_len=pool.max_model_len or self.model.max_model_len
             ),
             kv=dataclasses.replace(self.kv, blocks=pool.blocks or self.kv.blocks),
-            cluster=dataclasses.replace(self.cluster, pools=(pool,), workers=self.ranks),
+            cluster=dataclasses.replace(self.cluster, pools=(pool,), workers=self.most_ranks),
         )
 
     def conflicts(self) -> Iterator[str]:
         """What is wrong with settings that are each possible alone."""
-        cluster = self.cluster
+        cluster, most = self.cluster, self.scaling.max_workers
         yield from gang_pools.conflicts(
-            cluster.pools or (), workers=cluster.workers, block_size=self.kv.block_size
+            cluster.pools or (),
+            workers=cluster.workers,
+            max_workers=most,
+            block_size=self.kv.block_size,
         )
+        if not cluster.pools and most is not None and most < cluster.workers:
+            yield (
+                f"scaling.max_workers={most} is less than cluster.workers={cluster.workers}: "
+                "raise the first or lower the second"
+            )
         if cluster.collective_timeout_s >= cluster.step_timeout_s:
             yield (
                 f"cluster.collective_timeout_s={cluster.collective_timeout_s:g} must be less than "

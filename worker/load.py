@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvpaging.events import Load
 
@@ -67,6 +67,17 @@ def _mean(old: float, new: float) -> float:
     return old + NEW * (new - old) if old else new
 
 
+class Pressure(NamedTuple):
+    """Whether there should be more engines, or fewer could do.
+
+    queued_s: until a request that comes now begins, or what one has waited already, if that is
+    more. filled: sequences over seats or blocks over the pool, whichever is more, queue included.
+    """
+
+    queued_s: float = 0.0
+    filled: float = 0.0
+
+
 def blocks_in_use(scheduler: Scheduler) -> int:
     """Blocks of all pools that cannot be had now."""
     return sum(pool.blocks - pool.available for pool in dict.fromkeys(scheduler.pools))
@@ -92,3 +103,15 @@ def load_of(scheduler: Scheduler, rates: Rates, *, link_tokens_per_s: float = 0.
         block_s=rates.block_s,
         link_tokens_per_s=link_tokens_per_s,
     )
+
+
+def pressure_of(scheduler: Scheduler, load: Load, now: float) -> Pressure:
+    """What an engine's `load` and its queue say at `now`, in the clock of `Request.arrival_s`."""
+    ahead = load.queued_tokens + load.prefill_tokens
+    step_s = load.prompt_s + load.step_s + load.block_s * min(load.committed_blocks, load.blocks)
+    work_s = ahead * load.token_s + -(-ahead // load.step_tokens_max) * step_s
+    # Prefill is not all: a seat or a block may be free only when an answer has come to its end.
+    waiting = (s.request for s in scheduler.waiting if s.request.admitted_s is None)
+    waited_s = max((now - request.arrival_s for request in waiting), default=0.0)
+    seats = (load.running + load.waiting) / scheduler.limits.max_num_seqs
+    return Pressure(max(work_s, waited_s), max(seats, load.committed_blocks / load.blocks))

@@ -22,7 +22,7 @@ from worker.engine import Engine
 from worker.follower import GPUFollower
 from worker.gang_pages import GangPages
 from worker.live import LiveLists
-from worker.load import load_of
+from worker.load import Pressure, load_of, pressure_of
 from worker.loop import EngineLoop
 from worker.params import ParamError, check
 from worker.pull import Answer, Fetch, Puller
@@ -83,6 +83,7 @@ class GPUWorker:
         self.announcer = Announcer(self.launch.name, self.gang)
         self.loop.engine.scheduler.prefix.announce_to(self.announcer)
         self._load: Load | None = None
+        self.pressure = Pressure()
 
     def _puller(self, fetch: Fetch) -> Puller:
         engine, cluster = self.loop.engine, self.config.cluster
@@ -183,6 +184,7 @@ class GPUWorker:
             deadline_s=time.monotonic() + message.deadline_s,
             priority=message.priority,
             salt=message.salt.encode(),
+            tenant=message.tenant,
             attempt=message.attempt,
             stream=message.stream,
             generated=tuple(tuple(choice.generated) for choice in message.choices),
@@ -223,6 +225,7 @@ class GPUWorker:
         links = [link["tokens_per_s"] for link in self._transfers()["links"].values()]
         rate = sum(links) / len(links) if links else 0.0
         load = load_of(engine.scheduler, engine.rates, link_tokens_per_s=rate)
+        self.pressure = pressure_of(engine.scheduler, load, time.monotonic())
         if not force and load == self._load and not self.announcer.changed:
             return None
         self._load = load
@@ -275,6 +278,7 @@ class GPUWorker:
             "wasted_slots": sum(table.wasted_slots for table in tables),
             "index": {"seq": self.announcer.seq, **self.announcer.digest.shown()},
             "step_age_s": self.loop.step_age_s,
+            **self.pressure._asdict(),
             "failure": None if self.loop.failure is None else str(self.loop.failure),
             "pid": os.getpid(),
             "host": socket.gethostname(),
@@ -288,11 +292,12 @@ class GPUWorker:
         }
         return {**rates, "prefill_tokens_per_s": self.loop.prefill.rate.per_s}
 
-    async def beats(self, period_s: float) -> AsyncIterator[dict[str, Any]]:
-        """`stats`, for as long as somebody listens: a listener hears when this process dies."""
-        while True:
-            yield await self.stats()
-            await asyncio.sleep(period_s)
+    async def beats(self, period_s: float, ingress: str) -> AsyncIterator[dict[str, Any]]:
+        """`stats`, for as long as an ingress listens: it hears when this process dies."""
+        with self.live.listening(ingress, time.monotonic()):
+            while True:
+                yield await self.stats()
+                await asyncio.sleep(period_s)
 
     async def flush(self) -> int:
         """Forget all cached blocks that no request uses; how many they were."""

@@ -90,7 +90,8 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request as the engine sees it. Lower `priority` goes first, then earlier arrival."""
+    """A request as the engine sees it. Lower `priority` goes first, then whose tenant had less,
+    then earlier arrival."""
 
     id: str
     prompt: list[int]
@@ -102,8 +103,10 @@ class Request:
     stream: bool = True
     label: str = ""
     salt: bytes = b""
+    tenant: str = ""
     generated: tuple[tuple[int, ...], ...] = ((),)
     ended: frozenset[int] = frozenset()  # choices that had come to their end in an earlier attempt
+    turn: int = 0  # of its tenant, by `fairness.Turns`
     order: int = 0  # of submission; breaks ties of arrival
     admitted_s: float | None = None
     first_token_s: float | None = None
@@ -125,10 +128,10 @@ class Request:
         return self.params.n if self.params.beam_width else len(self.sequences)
 
     @property
-    def rank(self) -> tuple[bool, int, float, int]:
+    def rank(self) -> tuple[bool, int, int, float, int]:
         """Smaller is served first and preempted last: who was served already and lost his engine,
-        then by priority and arrival."""
-        return (self.attempt == 0, self.priority, self.arrival_s, self.order)
+        then by priority, turn and arrival."""
+        return (self.attempt == 0, self.priority, self.turn, self.arrival_s, self.order)
 
     @property
     def finished(self) -> bool:

@@ -14,6 +14,7 @@ from itertools import compress
 from context_parallel.policy import ShardPolicy
 from kvpaging.pool import BlockPool
 from kvpaging.table import BlockTable, Copy
+from worker.fairness import Turns
 from worker.prefix import PrefixCache
 from worker.request import NO_SLOT, Request, Sequence
 from worker.step import Row, Step, StepPlan
@@ -71,7 +72,7 @@ class Scheduler:
         self.copies = 0  # copies-on-write done
         self.copies_due: list[Copy] = []
         self.prefix = prefix
-        self._orders = 0
+        self._orders, self._turns = 0, Turns()
 
     def submit(self, request: Request) -> None:
         """Queue a request; raises QueueFull at the bound. Re-submissions are always let in."""
@@ -80,6 +81,7 @@ class Scheduler:
             raise QueueFull(waiting)
         self._orders += 1
         request.order = self._orders
+        request.turn = self._turns.take(request.tenant, len(request.prompt))
         for sequence in request.sequences:
             if sequence.finish_reason is None:
                 self.wait(sequence)
@@ -91,6 +93,7 @@ class Scheduler:
     def run(self, sequence: Sequence, table: BlockTable) -> None:
         """Give a sequence a slot and the table it starts with."""
         sequence.table, sequence.slot = table, self.slots.pop()
+        self._turns.begun(sequence.request.turn)
         bisect.insort(self.running, sequence, key=_rank)
 
     def tables(self) -> list[BlockTable]:
@@ -192,7 +195,7 @@ class Scheduler:
             pool.step_ended(before - 1)
 
 
-def _rank(sequence: Sequence) -> tuple[bool, int, float, int, int]:
+def _rank(sequence: Sequence) -> tuple[bool, int, int, float, int, int]:
     return (*sequence.request.rank, sequence.choice)
 
 

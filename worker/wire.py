@@ -54,6 +54,7 @@ class Submit:
     attempt: int = 0
     choices: list[ChoiceInput] = field(default_factory=lambda: [ChoiceInput()])
     salt: str = ""
+    tenant: str = ""
     priority: int = 0
     ingress: str = ""
     pull: Pull | None = None

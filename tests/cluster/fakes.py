@@ -26,6 +26,7 @@ from configs.schema import Config
 from kvpaging.events import Announcer, Load
 from tests.cluster import tokens
 from worker import wire
+from worker.load import Pressure
 from worker.prefix import Identity, PrefixCache, PrefixStats
 from worker.transfer import TransferStats
 
@@ -75,6 +76,7 @@ class FakeWorker:
         self.beat = asyncio.Event()
         self.cached = 0
         self.told: list[tuple[str, list[str]]] = []
+        self.pressure = Pressure()
         self.transfers: dict[str, Any] = {
             **asdict(TransferStats()),
             "failures": {"gone": 1},
@@ -174,7 +176,7 @@ class FakeWorker:
         counters = (
             "steps rows batch_tokens prompt_tokens generated_tokens failed_steps schedule_s "
             "build_s execute_s waiting preemptions violations evictions step_age_s copies "
-            "saved_reads saved_blocks unshared_blocks wasted_slots"
+            "saved_reads saved_blocks unshared_blocks wasted_slots queued_s filled"
         )
         return {
             **dict.fromkeys(counters.split(), 0),
@@ -190,7 +192,7 @@ class FakeWorker:
             "host": "here",
         }
 
-    async def beats(self, period_s: float) -> AsyncGenerator[dict[str, Any]]:
+    async def beats(self, period_s: float, ingress: str) -> AsyncGenerator[dict[str, Any]]:
         """Says how it is at once, then each time `beat` is set."""
         while True:
             yield await self.stats()
@@ -286,7 +288,7 @@ class ServedFake(FakeWorker):
     async def debug_requests(self) -> list[dict[str, Any]]:
         return [{**entry, "gang": self.gang} for entry in await super().debug_requests()]
 
-    async def beats(self, period_s: float) -> AsyncGenerator[dict[str, Any]]:
+    async def beats(self, period_s: float, ingress: str) -> AsyncGenerator[dict[str, Any]]:
         while True:
             yield await self.stats()
             with contextlib.suppress(TimeoutError):
@@ -474,11 +476,14 @@ def make_api(handle: LocalHandle, *overrides: str, name: str = "ingress-1") -> A
 
 @asynccontextmanager
 async def serving(
-    worker: FakeWorker, *overrides: str, others: Sequence[FakeWorker] = ()
+    worker: FakeWorker,
+    *overrides: str,
+    others: Sequence[FakeWorker] = (),
+    name: str = "ingress-1",
 ) -> AsyncIterator[Served]:
     """An HTTP server on a free port around `worker` and others, ready to be asked."""
     handle = LocalHandle(worker, *others)
-    api = make_api(handle, *overrides)
+    api = make_api(handle, *overrides, name=name)
     app = build_app(api)
     settings = uvicorn.Config(app, port=0, log_level="critical", lifespan="on", ws="none")
     server = uvicorn.Server(settings)

@@ -55,6 +55,31 @@ def test_serve_never_queues_and_checks_health_as_configured() -> None:
         assert deployment.num_replicas == 1
 
 
+def test_replicas_follow_the_queue_where_more_workers_are_allowed() -> None:
+    fixed = deployments("cluster.workers=3", "scaling.max_workers=3")["worker"]
+    assert fixed.num_replicas == 3
+    assert fixed._deployment_config.autoscaling_config is None
+    found = deployments(
+        *("cluster.workers=2", "scaling.max_workers=5", "scaling.target_queued_s=1.5"),
+        *("scaling.up_delay_s=3", "scaling.down_delay_s=40"),
+    )
+    made = found["worker"]._deployment_config.autoscaling_config
+    assert (made.min_replicas, made.max_replicas, made.initial_replicas) == (2, 5, None)
+    assert (made.upscale_delay_s, made.downscale_delay_s) == (3, 40)
+    assert made.policy.policy_kwargs == {"target_s": 1.5, "size": 1}
+    assert made.policy.get_policy().__name__ == "Policy"
+    assert found["ingress"]._deployment_config.autoscaling_config is None
+
+
+def test_a_gang_of_several_replicas_is_counted_once() -> None:
+    made = deployments("cluster.pools=[{name: a, gang_size: 4, gangs: 2, max_gangs: 3}]")
+    found = made["worker-a"]._deployment_config
+    assert found.gang_scheduling_config.gang_size == 4
+    scaled = found.autoscaling_config
+    assert (scaled.min_replicas, scaled.max_replicas) == (8, 12)
+    assert scaled.policy.policy_kwargs["size"] == 4
+
+
 def test_a_worker_takes_a_gpu_where_there_is_one_and_it_is_wanted() -> None:
     def resources(*overrides: str, gpus: bool) -> Any:
         found = deployments("cluster.cpus_per_worker=0.5", *overrides, gpus=gpus)
@@ -124,6 +149,7 @@ def test_a_local_ray_has_room_for_every_worker_however_few_cores(
 ) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     assert app.local_cpus(config("cluster.cpus_per_worker=2.5")) == 3
+    assert app.local_cpus(config("scaling.max_workers=4")) == 4
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     assert app.local_cpus(config()) == 8
 

@@ -78,6 +78,18 @@ async def test_another_worker_goes_on_after_the_tokens_that_came() -> None:
     assert again.deadline_s < sent.deadline_s
 
 
+async def test_what_a_worker_gives_up_by_itself_goes_on_elsewhere() -> None:
+    """It took the ingress for dead. Its last message may carry tokens that had not been sent."""
+    first, second = other("gang-1"), other()
+    given_up = wire.Finish(0, "abort", 2, 0, 6, None, first.reply[4:6])
+    events = iter([None, None, None, given_up])
+    first.fail_after = lambda _: next(events)
+    async with serving(first, others=[second]) as served:
+        assert await texts(served, {"seed": 7}) == {0: ALPHABET}
+    (again,) = second.submits
+    assert again.choices[0].generated == first.reply[:4]
+
+
 async def test_choices_that_have_ended_are_not_made_again() -> None:
     """One ends by a stop string that the engines do not know of, the other is still going on."""
     first, second = Breaking(events=15), other()

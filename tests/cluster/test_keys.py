@@ -20,7 +20,7 @@ from fastapi.routing import APIRoute
 from cluster import cli, keys
 from cluster.errors import UserError
 from cluster.ingress import Api, build_app
-from cluster.keys import Access, salt
+from cluster.keys import Access, salt, shown
 from tests.cluster.fakes import MODEL, FakeWorker, LocalHandle, config, make_api, serving
 from tests.cluster.test_limits import raw
 
@@ -252,7 +252,10 @@ async def test_behind_a_proxy_that_hides_peers_only_a_key_opens(
         assert (await http.get("/debug/kv", headers=bearer(ADMIN))).status_code == 200
 
 
-async def test_nothing_in_a_request_makes_it_another_tenant_s(files: tuple[str, str]) -> None:
+async def test_nothing_in_a_request_makes_it_another_tenant_s(
+    files: tuple[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="kvatlas.requests")
     worker = FakeWorker()
     async with serving(worker, *files) as served:
         forged = {"X-Tenant": "bob", "X-Forwarded-User": "bob", "OpenAI-Organization": "bob"}
@@ -268,6 +271,10 @@ async def test_nothing_in_a_request_makes_it_another_tenant_s(files: tuple[str, 
         assert bob == salt("bob", "")
         assert alice[:3] == [salt("alice", "")] * 3
         assert len({bob, *alice}) == 5
+    whose = [shown("bob"), *[shown("alice")] * 6]
+    assert [submit.tenant for submit in worker.submits] == whose
+    lines = [r.getMessage() for r in caplog.records if r.name == "kvatlas.requests"]
+    assert [line.split()[1:3] for line in lines] == [["of", name] for name in whose]
 
 
 def test_salts_are_the_same_in_every_process_and_of_nobody_else() -> None:
@@ -276,6 +283,7 @@ def test_salts_are_the_same_in_every_process_and_of_nobody_else() -> None:
     assert salt("", "alice").startswith("75c692da9ba1a755")
     pairs = [("a", "bc"), ("ab", "c"), ("abc", ""), ("", "abc"), ("", salt("abc", "")), ("é", "")]
     assert len({salt(*pair) for pair in pairs}) == len(pairs)
+    assert (shown(""), shown("team-a")) == ("", "58f246eb")
 
 
 def test_each_key_is_compared_to_its_end_and_with_all(

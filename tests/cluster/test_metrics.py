@@ -98,6 +98,7 @@ async def _engines() -> Metrics:
     stats["prefix"] = asdict(PrefixStats(40, 32, 1, hash_s=0.5, match_s=0.25, publish_s=0.125))
     stats |= {"saved_blocks": 5, "unshared_blocks": 9, "wasted_slots": 4, "copies": 2}
     stats["evictions"], stats["saved_reads"] = 6, 2048
+    stats["queued_s"], stats["filled"] = 1.5, 0.75
     return Metrics("m", "i", lambda: {"g1": stats, "g2": {**stats, "running": 1}})
 
 
@@ -105,6 +106,7 @@ def test_engines_are_shown_from_their_snapshots() -> None:
     metrics = asyncio.run(_engines())
     assert value(metrics, "vllm:num_requests_running", engine="g1") == 3
     assert value(metrics, "vllm:num_requests_running", engine="g2") == 1
+    assert value(metrics, "kvatlas:engines_ready", ingress="i") == 2
     assert value(metrics, "kvatlas:steps_total", engine="g1") == 12
     for name, wanted in (
         ("vllm:prefix_cache_queries_total", 40),
@@ -119,6 +121,8 @@ def test_engines_are_shown_from_their_snapshots() -> None:
         ("kvatlas:kv_swapped_blocks_total", 1),
         ("kvatlas:kv_evictions_total", 6),
         ("kvatlas:kv_saved_reads_total", 2048),
+        ("kvatlas:queued_seconds", 1.5),
+        ("kvatlas:filled_ratio", 0.75),
     ):
         assert value(metrics, name, engine="g1") == wanted
     assert value(metrics, "kvatlas:blocks", engine="g1", state="free") == 6
@@ -180,3 +184,4 @@ def test_the_line_of_a_request_says_what_and_how_fast() -> None:
     assert record(ttft_s=None).line().endswith("16 new tokens, 8.0 tokens/s, 2.00 s in all")
     refused = record(status=400, error="invalid_value", id="")
     assert refused.line() == "- /v1/completions 400 invalid_value after 2.00 s"
+    assert record(tenant="1a2b3c4d").line().startswith("cmpl-1 of 1a2b3c4d /v1/completions 200 ")

@@ -39,8 +39,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-async def stream(http: httpx.AsyncClient, number: int, on_chunk: Callable[[], None]) -> str:
-    """The text of one request. Raises where it fails."""
+async def stream(
+    http: httpx.AsyncClient, number: int, on_chunk: Callable[[], None], **other: Any
+) -> str:
+    """The text of one request, with `other` parameters. Raises where it fails."""
     body = {
         "prompt": f"request {number} says",
         "max_tokens": TOKENS,
@@ -48,6 +50,7 @@ async def stream(http: httpx.AsyncClient, number: int, on_chunk: Callable[[], No
         "temperature": 0 if number % 2 else 1,
         "seed": number,
         "stream": True,
+        **other,
     }
     text = ""
     async with http.stream("POST", "/v1/completions", json=body) as answer:
@@ -83,9 +86,9 @@ def all_ready(server: Server) -> list[int]:
     return server.wait_until(lambda: len(pids := server.pids()) == 2 and pids)  # type: ignore[no-any-return]
 
 
-def nothing_held(server: Server) -> bool:
+def nothing_held(server: Server, workers: int = 2) -> bool:
     ranks = [r for gang in server.get("/debug/kv").json()["gangs"] for r in gang["ranks"]]
-    return len(ranks) == 2 and all(rank["owned"] == rank["leased"] == 0 for rank in ranks)
+    return len(ranks) == workers and all(rank["owned"] == rank["leased"] == 0 for rank in ranks)
 
 
 def lose(server: Server, number: signal.Signals, undisturbed: list[str]) -> None:

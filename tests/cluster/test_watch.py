@@ -32,6 +32,7 @@ class Watched:
         self.failures = 0
         self.watch = Watch(
             LocalHandle(self.worker),  # type: ignore[arg-type]
+            ingress="ingress-1",
             period_s=2.0,
             timeout_s=5.0,
             step_timeout_s=60.0,

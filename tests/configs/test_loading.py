@@ -239,6 +239,15 @@ def test_what_a_file_would_hold_is_as_good_as_a_file() -> None:
         load({"kv": {"block_size": 9}})
 
 
+def test_settings_that_are_possible_alone_may_contradict_each_other() -> None:
+    assert load(None, ["cluster.workers=3"]).most_ranks == 3
+    assert load(None, ["scaling.max_workers=3"]).most_ranks == 3
+    with pytest.raises(ConfigError) as error:
+        load(None, ["cluster.workers=4", "scaling.max_workers=3"])
+    (problem,) = error.value.problems
+    assert problem.startswith("scaling.max_workers=3 is less than cluster.workers=4: raise")
+
+
 def test_live_settings_change_and_others_do_not() -> None:
     config = load(None, ["kv.blocks=9", "limits.max_body_bytes=1000"])
     changed = adjusted(config, {"limits": {"request_timeout_s": 7, "max_body_bytes": None}})

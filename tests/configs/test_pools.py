@@ -84,6 +84,17 @@ def test_a_threshold_below_a_block_is_refused(size: int | None, threshold: int) 
     assert pools({**entry, "shard_from_tokens": 64}, kv={"block_size": size})
 
 
+def test_a_pool_may_grow_by_gangs() -> None:
+    (pool,) = pools({"name": "a", "gang_size": 4, "gangs": 2, "max_gangs": 3})
+    assert (pool.most_gangs, pool.most_ranks, pool.ranks) == (3, 12, 8)
+    said = refusal({"name": "a", "gangs": 2, "max_gangs": 1})
+    assert "a.max_gangs=1 is less than its gangs=2" in said
+    said = refusal({"name": "a"}, scaling={"max_workers": 3})
+    assert "scaling.max_workers=3 and cluster.pools are both given" in said
+    config = load({"cluster": {"workers": 2}, "scaling": {"max_workers": 5}})
+    assert (config.pool.gangs, config.most_ranks) == (2, 5)
+
+
 def test_a_threshold_needs_somebody_to_share_with() -> None:
     said = refusal({"name": "a", "shard_from_tokens": 64})
     assert "needs a gang_size of 2, 4, 8" in said
@@ -126,4 +137,6 @@ def test_the_file_for_long_contexts_has_a_pool_for_each() -> None:
 def test_every_setting_of_a_pool_is_in_the_table() -> None:
     page = tables().partition("### An entry of `cluster.pools`")[2]
     rows = [line.split("`")[1] for line in page.splitlines() if line.startswith("| `")]
-    assert rows == ["name", "gang_size", "gangs", "max_model_len", "blocks", "shard_from_tokens"]
+    assert rows == [
+        "name", "gang_size", "gangs", "max_gangs", "max_model_len", "blocks", "shard_from_tokens"
+    ]  # fmt: skip

@@ -42,9 +42,36 @@ def test_the_requests_of_a_silent_ingress_are_orphans() -> None:
     assert lists.orphans(3 * SILENCE_S) == ["b", "c"]
 
 
+def test_an_ingress_that_stopped_listening_itself_may_be_silent() -> None:
+    """It cannot call a worker that is taken away, and still reads its streams."""
+    lists = LiveLists()
+    with lists.listening("one", 0.0):
+        lists.began("a", "one", 0.0)
+        lists.heard("one", ["a"], 1.0)
+    lists.began("b", "killed", 1.0)
+    assert lists.orphans(100.0) == ["b"]
+    with lists.listening("one", 100.0):  # it was suspect, and is back
+        assert lists.orphans(100.0 + SILENCE_S) == ["b"]
+        assert lists.orphans(100.1 + SILENCE_S) == ["a", "b"]
+    lists.ended("a")
+    lists.ended("b")
+    lists.orphans(200.0)
+    assert not lists._heard_s
+
+
+def test_an_ingress_listens_until_the_last_of_its_streams_ends() -> None:
+    lists = LiveLists()
+    with lists.listening("one", 0.0):
+        with lists.listening("one", 0.0):
+            lists.began("a", "one", 0.0)
+        assert lists.orphans(1.0 + SILENCE_S) == ["a"]
+
+
 def test_nothing_is_kept_of_who_is_gone() -> None:
     lists = LiveLists()
     for i in range(50):
+        with lists.listening(f"ingress-{i}", float(i)):
+            lists.heard(f"ingress-{i}", [], float(i))
         lists.began("a", f"ingress-{i}", float(i))
         lists.ended("a")
         lists.heard(f"ingress-{i}", [], float(i))

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.worker.fake import make_engine, make_request
-from worker.load import LARGE_TOKENS, Rates, load_of
+from worker.load import LARGE_TOKENS, Pressure, Rates, load_of, pressure_of
 
 
 class Row:
@@ -72,3 +72,31 @@ def test_the_load_counts_what_is_to_be_done() -> None:
     assert (load.running, load.waiting) == (1, 2)
     assert load.prefill_tokens == 12
     assert load.committed_blocks == 2 + 2 + 3
+
+
+def test_the_pressure_is_the_work_ahead_or_what_one_has_waited() -> None:
+    engine = make_engine(blocks=16, block_size=4, seqs=2, batch_tokens=8)
+    rates = Rates(prompt_s=0.5, token_s=0.01, step_s=1.0, block_s=0.1)
+
+    def pressure(now: float) -> Pressure:
+        return pressure_of(engine.scheduler, load_of(engine.scheduler, rates), now)
+
+    assert pressure(9.0) == Pressure(0.0, 0.0)
+    for name, tokens in (("a", 20), ("b", 7), ("c", 9)):
+        engine.submit(make_request(name, range(tokens), 4))
+    work_s = 36 * 0.01 + 5 * (0.5 + 1.0 + 10 * 0.1)  # 5 steps of 8 tokens, 10 blocks committed
+    assert pressure(9.0) == pytest.approx((work_s, 3 / 2))
+    assert pressure(99.0).queued_s == 99.0
+    while engine.scheduler.waiting:
+        engine.step(5.0)
+    assert pressure(99.0).queued_s < 99.0  # all have begun
+    while not engine.idle:
+        engine.step(5.0)
+    assert pressure(99.0).queued_s == 0.0
+
+
+def test_a_pool_may_be_fuller_than_its_seats() -> None:
+    engine = make_engine(blocks=16, block_size=4, seqs=8, batch_tokens=8)
+    engine.submit(make_request("a", range(48), 4))
+    load = load_of(engine.scheduler, Rates())
+    assert pressure_of(engine.scheduler, load, 0.0).filled == 12 / 16

@@ -285,7 +285,7 @@ async def test_a_request_finds_what_another_worker_with_the_same_secret_has(
 
 def test_workers_share_the_cores_of_the_host_they_fit_on() -> None:
     def threads(cores: int, *overrides: str) -> int:
-        return threads_of(load(None, overrides).cluster, cores)
+        return threads_of(load(None, overrides), cores)
 
     assert threads(16) == 16
     assert threads(16, "cluster.workers=4") == 4
@@ -296,3 +296,4 @@ def test_workers_share_the_cores_of_the_host_they_fit_on() -> None:
     assert threads(16, "cluster.workers=4", "cluster.cpus_per_worker=0") == 4
     assert threads(1, "cluster.cpus_per_worker=3") == 1
     assert threads(16, "cluster.threads=3") == 3
+    assert threads(16, "scaling.max_workers=4") == 4

@@ -1,0 +1,103 @@
+"""An application on a Ray of its own, described and changed as `serve deploy` does it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.cluster.processes import ROOT, Server, free_port
+from worker.engine import Engine
+from worker.replica import GPUWorker
+
+STEP_S = 0.1
+SLOW = {"priority": 1}
+"""Parameters of a request that is slow."""
+
+
+class SlowWorker(GPUWorker):
+    """Takes `STEP_S` longer for a step with a slow request, so that there is time for changes."""
+
+    def _make(self, directory: Path) -> Engine:
+        engine = super()._make(directory)
+        launch, device = engine.runner.launch, threading.Event()
+
+        def slowly(plan: Any) -> Any:
+            if any(row.sequence.request.priority for row in plan.rows):
+                device.wait(STEP_S)
+            return launch(plan)
+
+        engine.runner.launch = slowly  # type: ignore[method-assign]
+        return engine
+
+
+class Deployment(Server):
+    """A server whose description may change."""
+
+    def deploy(self, settings: list[str], **deployments: dict[str, Any]) -> None:
+        """Tell Serve what should be; `deployments` has options of the deployment of each name."""
+        described = {
+            "name": "kvatlas",
+            "import_path": "cluster.app:application",
+            "args": {"set": settings, "worker": "tests.cluster.deploying:SlowWorker"},
+            "deployments": [{"name": name, **options} for name, options in deployments.items()],
+        }
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(described).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def ready(self) -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return super().ready()
+        return False
+
+
+@contextlib.contextmanager
+def cluster(log: Path) -> Iterator[Deployment]:
+    """A Ray with Serve in it and nothing deployed yet."""
+    port = free_port()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.cluster.deploying", str(port)],
+            stdin=subprocess.PIPE,
+            stdout=out,
+            stderr=out,
+            env=environment,
+            cwd=ROOT,
+        )
+    made = Deployment(process, log, f"http://127.0.0.1:{port}")
+    try:
+        yield made
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(60)
+
+
+def main(port: int) -> None:
+    """Deploys what each line of standard input describes, until there are no more."""
+    from cluster.local import RAY_ENVIRONMENT, SERVE_ENVIRONMENT, THREADS_ENVIRONMENT, local_ray
+    from configs.loading import load
+
+    os.environ.update(SERVE_ENVIRONMENT | THREADS_ENVIRONMENT | RAY_ENVIRONMENT)
+    with local_ray(load(None, ["cluster.workers=4"]), print):
+        from ray import serve
+        from ray.serve.context import _get_global_client
+        from ray.serve.schema import ServeDeploySchema
+
+        serve.start(http_options={"port": port}, logging_config={"log_level": "ERROR"})
+        for line in sys.stdin:
+            _get_global_client().deploy_apps(ServeDeploySchema(applications=[json.loads(line)]))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
