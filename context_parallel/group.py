@@ -184,7 +184,7 @@ class Meeting:
         if device.type != "cuda":
             return self._gloo("data", own_host, timeout_s)
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = _seconds(timeout_s)
+        options._timeout = _seconds(2 * timeout_s)  # at its own deadline it ends the process
         store = dist.PrefixStore("data", self._store)
         return dist.ProcessGroupNCCL(store, self.rank, self.ranks, options)
 

@@ -207,7 +207,8 @@ class _Planner:
         held: list[int],
         shards: int,
     ) -> Rows:
-        """Run i has the first `held[i]` entries of `table[index[i]]`."""
+        """Run i has the first `held[i]` entries of `table[index[i]]`. Slots are kept apart: what a
+        rank stores is not what it attends."""
         there = self._there
 
         def spread(x: NDArray[np.int32]) -> Tensor:

@@ -20,6 +20,7 @@ TORCH_FREE = {
     "kvpaging.table",
     "context_parallel.policy",
     "context_parallel.shard",
+    "context_parallel.tables",
     "worker.scheduler",
     "cluster.index",
     "cluster.policies",

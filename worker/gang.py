@@ -30,6 +30,9 @@ from worker.scheduler import Row, StepPlan
 
 NOTHING = StepResult([], [], [], [])
 
+LOOK_STEPS = 64
+"""How often a rank looks how much memory is free, which takes as long as a small message."""
+
 
 class GangBroken(RuntimeError):
     """The ranks can do no step together any more; says which rank is at fault, when, and why."""
@@ -124,6 +127,8 @@ class RankRunner(Runner):
             self.gang.exchange.abort(f"rank {self.gang.rank}: {error}")
             return
         unknown = [row for row in rows if len(row.sequence.tokens) < row.start + row.count]
+        if self.last_token.is_cuda and not unknown:
+            return
         slots, homes = (
             torch.tensor(numbers, dtype=torch.int64).to(self.last_token.device)
             for numbers in ([row.slot for row in unknown], [row.home for row in unknown])
@@ -204,8 +209,12 @@ class GangRunner(RankRunner):
         return _joined(plan, [own, *(answer.done for answer in answers)])
 
     def beat(self) -> None:
-        """Say that rank 0 is alive: the others wait for its next word, but not for ever."""
-        self._tell(gang_wire.note(BEAT))
+        """Say that rank 0 is alive: the others wait for its next word, but not for ever. Raises
+        EngineDead where one of them is gone."""
+        try:
+            self._tell(gang_wire.note(BEAT))
+        except FATAL as error:
+            self.raise_if_dead(error)
 
     def stop(self) -> None:
         """The others may leave."""
@@ -270,6 +279,7 @@ class Follower:
         self._listener = Listener()
         self._flying: deque[tuple[int, InFlight | Exception]] = deque()
         self._last: int | None = None
+        self._free_bytes = free_bytes()
 
     def serve(self) -> None:
         """Raises EngineDead where the gang has come to its end before rank 0 says so."""
@@ -334,6 +344,8 @@ class Follower:
 
     def _answer(self, step: int, done: StepResult, error: str, fatal: int = 0) -> None:
         runner = self.runner
+        if step % LOOK_STEPS == 0:
+            self._free_bytes = self.free_bytes()
         result = Result(
             self.gang.rank,
             self.gang.epoch,
@@ -344,7 +356,7 @@ class Follower:
             runner.build_s,
             runner.execute_s,
             runner.saved_reads,
-            self.free_bytes(),
+            self._free_bytes,
         )
         self.gang.channel.gather(gang_wire.pack_result(result))
 

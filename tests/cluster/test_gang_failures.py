@@ -15,10 +15,10 @@ import httpx
 import pytest
 
 from tests.cluster import tiny
-from tests.cluster.diverging import FLAG
+from tests.cluster.gang_workers import LOSE
 from tests.cluster.processes import HEALTH, Server, alive, running
 
-DIVERGING = "tests.cluster.diverging:DivergingWorker"
+TOLD = "tests.cluster.gang_workers:ToldWorker"
 POOL = (
     "[{name: long, gang_size: 2, gangs: 2, blocks: 128, max_model_len: 400, shard_from_tokens: 64}]"
 )
@@ -47,7 +47,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("log") / "log"
-    with running(directory, log, *SETTINGS, worker=DIVERGING) as server:
+    with running(directory, log, *SETTINGS, worker=TOLD) as server:
         yield server
 
 
@@ -149,8 +149,8 @@ def test_a_rank_that_has_other_tables_is_reported_as_that_in_the_same_step(
     server: Server, undisturbed: list[str], directory: Path
 ) -> None:
     before = healed(server)
-    log, after = disturbed(server, undisturbed, (directory / FLAG).touch)
-    assert not (directory / FLAG).exists()
+    log, after = disturbed(server, undisturbed, (directory / LOSE).touch)
+    assert not (directory / LOSE).exists()
     assert len(before.keys() & after.keys()) == 1
     assert "rank 1 diverged at step " in log
     assert "its block tables are not those that the step was planned for" in log

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -30,21 +31,21 @@ ROWS = {
     "all stored": [Row(20, 100, stored=150), Row(7, 3, stored=10)],
 }
 DIMS = {"like": (8, 8), "wide keys": (12, 8), "wide values": (8, 16)}
-CASES = cover(
-    {
-        "ranks": (1, 2, 4, 8),
-        "rows": tuple(ROWS),
-        "way": ("queries", "history", "chosen"),
-        "size": (8, 16, 64),
-        "owners": ("round robin", "all on the last", "prefix on one", "random"),
-        "window": (None, 1, 20, 300),
-        "softcap": (None, 2.0),
-        "sink": (False, True),
-        "heads": ((1, 1), (4, 2), (6, 2)),
-        "dims": tuple(DIMS),
-        "dtype": ("float64", "float32"),
-    }
-)
+PARAMETERS: dict[str, tuple[Any, ...]] = {
+    "ranks": (1, 2, 4, 8),
+    "rows": tuple(ROWS),
+    "way": ("queries", "history", "chosen"),
+    "size": (8, 16, 64),
+    "owners": ("round robin", "all on the last", "prefix on one", "random"),
+    "window": (None, 1, 20, 300),
+    "softcap": (None, 2.0),
+    "sink": (False, True),
+    "heads": ((1, 1), (4, 2), (6, 2)),
+    "dims": tuple(DIMS),
+    "dtype": ("float64", "float32"),
+}
+CASES = cover(PARAMETERS)
+MAIN = ("ranks", "rows", "way", "size", "owners", "window")
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
 WAYS = {"queries": False, "history": True, "chosen": None}
 
@@ -72,6 +73,16 @@ def case_of(some: dict[str, Any]) -> Case:
 @pytest.mark.parametrize("some", CASES, ids=lambda some: "-".join(map(str, some.values())))
 def test_equals_one_rank(some: dict[str, Any]) -> None:
     compare(case_of(some), WAYS[some["way"]], TOLERANCE[some["dtype"]])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", PARAMETERS["ranks"])
+@pytest.mark.parametrize("rows", PARAMETERS["rows"])
+@pytest.mark.parametrize("way", PARAMETERS["way"])
+def test_equals_one_rank_in_every_combination(ranks: int, rows: str, way: str) -> None:
+    for i, main in enumerate(product(*(PARAMETERS[name] for name in MAIN[3:]))):
+        some = dict(zip(MAIN, (ranks, rows, way, *main), strict=True))
+        compare(case_of(CASES[i % len(CASES)] | some | {"dtype": "float64"}), WAYS[way])
 
 
 @pytest.mark.parametrize("count", [*range(1, 18), 63, 65, 127, 129])

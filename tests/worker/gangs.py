@@ -78,6 +78,30 @@ def twin(hf: PreTrainedModel) -> PreTrainedModel:
     return deepcopy(hf, {id(x): x for x in chain(hf.parameters(), hf.buffers())})
 
 
+def widened(launch: Launch, ranks: int) -> Launch:
+    """The launch of one worker as that of a gang."""
+    tokens = launch.memory.slices * launch.layout.block_size * ranks
+    return replace(launch, memory=replace(launch.memory, ranks=ranks, tokens=tokens))
+
+
+def fresh_pages(launch: Launch, hf: PreTrainedModel) -> PagedModel:
+    """The model over pages of its own, full of what a finished request might have left there, loud
+    enough to be heard if it is ever read."""
+    store = BlockStore(launch.layout, launch.memory.slices, launch.dtype, launch.device)
+    for arena in store.arenas:
+        arena.view(launch.dtype).fill_(1e4)
+    return PagedModel(hf, store)
+
+
+def leader(
+    launch: Launch, model: PagedModel, gang: Gang, depth: int, policy: ShardPolicy
+) -> Engine:
+    """Rank 0's engine."""
+    engine = build_engine(launch, model, lambda: 0.0, gang=gang, policy=policy)
+    engine.depth = engine.runner.depth = depth
+    return engine
+
+
 @contextmanager
 def gang_engine(
     launch: Launch,
@@ -93,26 +117,13 @@ def gang_engine(
     """An engine of rank 0 and its followers, which end well unless the test `fails` them. Sequences
     of `sharded_from` tokens are spread over all, and those that thereby hit `hit_tokens` more.
 
-    All ranks have the weights of `model` and pages of their own, full of what a finished request
-    might have left there, loud enough to be heard if it is ever read.
+    All ranks have the weights of `model` and pages of their own.
     """
-    memory = launch.memory
-    tokens = memory.slices * launch.layout.block_size * ranks
-    launch = replace(launch, memory=replace(memory, ranks=ranks, tokens=tokens))
+    launch = widened(launch, ranks)
     members = Ranks(gangs(ranks, timeout_s=timeout_s))
-    paged = [
-        PagedModel(
-            twin(model.hf), BlockStore(launch.layout, memory.slices, launch.dtype, launch.device)
-        )
-        for _ in range(ranks)
-    ]
-    for one in paged:
-        for arena in one.store.arenas:
-            arena.view(launch.dtype).fill_(1e4)
+    paged = [fresh_pages(launch, twin(model.hf)) for _ in range(ranks)]
     policy = InTurn(ranks, shard_from_tokens=sharded_from, hit_tokens=hit_tokens)
-    gang = members.gangs[0]
-    engine = build_engine(launch, paged[0], lambda: 0.0, gang=gang, policy=policy)
-    engine.depth = engine.runner.depth = depth
+    engine = leader(launch, paged[0], members.gangs[0], depth, policy)
     for one, gang in zip(paged[1:], members.gangs[1:], strict=True):
         follower = build_follower(launch, one, gang, lambda: 0.0)
         follower.depth = depth

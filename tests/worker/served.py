@@ -31,11 +31,11 @@ class Models:
     """Saved models and, for each block size, pool size and dtype, the loaded one."""
 
     def __init__(self, home: Path) -> None:
-        self._home = home
+        self.home = home
         self._loaded: dict[tuple[str, int, int, str], tuple[Launch, PagedModel]] = {}
 
     def directory(self, name: str) -> Path:
-        path = self._home / name
+        path = self.home / name
         if not path.exists():
             build(name, fixed=False).float().save_pretrained(path)
         return path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 import torch._dynamo
 
 from tests.families import FAMILIES, reference
-from tests.worker.served import Models, submit
+from tests.worker.gangs import gang_engine
+from tests.worker.served import Models, generate, submit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -66,3 +68,24 @@ def test_one_graph_serves_three_batch_sizes(
     for index, tokens in outputs.items():
         assert tokens == list(reference(name, index)[: len(tokens)])
     assert list(map(len, outputs.values())) == [5, 5, 2]
+
+
+def test_the_graph_serves_rows_that_span_ranks_too(models: Models) -> None:
+    """A rank makes no more graphs than for rows of its own: one for many tokens, and those of one
+    token and of no logits at all, which torch makes whatever it is told of shapes."""
+    name = "gemma2"
+    launch, model = models.load(name, 8)
+    limits = replace(launch.limits, max_batch_tokens=256)
+    with gang_engine(replace(launch, limits=limits), model, 2, sharded_from=60) as (
+        engine,
+        members,
+    ):
+        backends = []
+        for runner in (engine.runner, members.followers[0].runner):
+            backends.append(CountingBackend())
+            runner.model.compile(fullgraph=True, dynamic=True, backend=backends[-1])
+        for _ in range(2):
+            outputs = generate(engine, range(4))
+            assert outputs == {index: reference(name, index) for index in range(4)}
+        assert members.gangs[0].exchange.calls > 0
+    assert max(backend.graphs for backend in backends) <= 4

@@ -280,6 +280,15 @@ def test_an_idle_gang_hears_that_rank_0_is_alive_and_goes_on(models, depth):
     assert first == second == {i: reference("llama", i) for i in ALL}
 
 
+def test_a_word_to_a_gang_that_is_gone_ends_the_engine(models):
+    launch, model = launched(models, "llama")
+    with gang_engine(launch, model, 2, fails=True, sharded_from=EVERYTHING) as (engine, members):
+        members.gangs[1].abort("the host is going down")
+        with pytest.raises(EngineDead, match="the host is going down"):
+            engine.runner.beat()
+    assert isinstance(members.ends[1], EngineDead)
+
+
 def test_beams_and_samples_are_those_of_one_rank(models):
     launch, model = launched(models, "gemma2", chunk=40)
     search = SamplingParams(max_tokens=8, temperature=0.0, beam_width=3, n=2)

@@ -20,15 +20,21 @@ from context_parallel.attention import _Layer
 from context_parallel.shard import deal
 from tests.families import FAMILIES, VOCAB
 from tests.worker.cases import GANGS, UNBOUNDED, committed, name_of, product_of
+from tests.worker.gang_processes import Job
 from tests.worker.gangs import gang_engine
 from tests.worker.served import answer
 from worker.params import SamplingParams
 from worker.request import Request
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tests.covering import Case
+    from tests.worker.gang_processes import ProcessGang
     from tests.worker.served import Models
     from worker.engine import Engine
+
+    Gangs = Callable[[int], ProcessGang]
 
 LENGTHS = {1: (5, 21), 7: (1, 33, 66), 64: (7, 70, 133), 1000: (1, 70, 163)}
 """Prompts by the budget of a step: shorter than a block, than a stripe, and longer than a tile of
@@ -69,37 +75,45 @@ def turn_policy(engine: Engine, sharded_from: int) -> None:
     engine.scheduler.policy = replace(engine.scheduler.policy, shard_from_tokens=sharded_from)
 
 
-def run(models: Models, case: Case, *, dtype: str = "float64") -> None:
+def threads(models: Models, ranks: int, job: Job, sharded_from: int):
+    """An engine over ranks that are threads of this process."""
+    launch, model = models.load(job.family, job.block_size, dtype=job.dtype)
+    launch = replace(launch, limits=replace(launch.limits, max_batch_tokens=job.chunk))
+    return gang_engine(launch, model, ranks, depth=job.depth, sharded_from=sharded_from)
+
+
+def run(models: Models, case: Case, *, dtype: str = "float64", gangs: Gangs | None = None) -> None:
+    """`gangs` of processes, None for threads."""
     family, batch, change = case["family"], case["batch"], case["change"]
-    launch, model = models.load(family, case["block_size"], dtype=dtype)
-    limits = replace(launch.limits, max_batch_tokens=case["chunk"])
+    job = Job(family, case["block_size"], dtype, case["chunk"], case["depth"])
     lengths, params = LENGTHS[case["chunk"]], PARAMS[batch]
     wanted = [alone(models, family, batch, length, dtype) for length in lengths[::-1]]
     spread = lengths[-1] if batch == "mixed" else 1
     random = Random(name_of(case)) if change == "preempted" else None
 
-    with gang_engine(
-        replace(launch, limits=limits),
-        model,
-        case["ranks"],
-        depth=case["depth"],
-        sharded_from=NEVER if change in ("grown", "hit") else spread,
-    ) as (engine, members):
-        exchange = members.gangs[0].exchange
+    begins = NEVER if change in ("grown", "hit") else spread
+    opened = (
+        threads(models, case["ranks"], job, begins)
+        if gangs is None
+        else gangs(case["ranks"]).engine(job, sharded_from=begins)
+    )
+    with opened as (engine, _):
+        exchange = engine.runner.gang.exchange
+        before = exchange.calls
         if change == "hit":
             first = answer(engine, [request("first", n, params) for n in lengths[::-1]])
-            assert (first, exchange.calls) == (wanted, 0)
+            assert (first, exchange.calls) == (wanted, before)
             turn_policy(engine, spread)
 
         def grow(turn: int) -> None:
             if change == "grown" and turn == GROWS_AT:
-                assert exchange.calls == 0
+                assert exchange.calls == before
                 turn_policy(engine, spread)
 
         asked = [request("", n, params) for n in lengths[::-1]]
         together = batch != "alone"
         said = answer(engine, asked, together=together, random=random, each_turn=grow)
-        assert exchange.calls > 0
+        assert exchange.calls > before
         assert said == wanted
         prefix, size = engine.scheduler.prefix.stats, case["block_size"]
         if change == "hit":
@@ -112,11 +126,34 @@ def test_tokens_equal_those_of_one_rank(models: Models, case: Case) -> None:
     run(models, case)
 
 
+def of_processes() -> list[Case]:
+    """One of the cases for each family, of 2 and of 4 ranks in turn where it has both."""
+    some = {}
+    for i, case in enumerate(committed(GANGS)):
+        if case["ranks"] != 8 and (case["family"] not in some or case["ranks"] == 2 + i % 2 * 2):
+            some[case["family"]] = case
+    return list(some.values())
+
+
+@pytest.mark.parametrize("case", of_processes(), ids=name_of)
+def test_tokens_of_processes_over_gloo_equal_those_of_one_rank(
+    models: Models, process_gangs: Gangs, case: Case
+) -> None:
+    run(models, case, gangs=process_gangs)
+
+
+def test_processes_are_asked_about_every_family_and_number_of_ranks() -> None:
+    assert {case["family"] for case in of_processes()} == set(FAMILIES)
+    assert {case["ranks"] for case in of_processes()} == {2, 4}
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", FAMILIES)
-def test_tokens_equal_those_of_one_rank_in_the_full_product(models: Models, name: str) -> None:
+def test_tokens_equal_those_of_one_rank_in_the_full_product(
+    models: Models, process_gangs: Gangs, name: str
+) -> None:
     for case in product_of(GANGS, name):
-        run(models, case)
+        run(models, case, gangs=None if case["ranks"] == 8 else process_gangs)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "deepseek_v3"])
@@ -126,7 +163,7 @@ def test_float32_tokens_equal_those_of_one_rank(models: Models, name: str) -> No
         run(models, case | {"batch": "mixed", "change": "none"}, dtype="float32")
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma4", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_tokens_equal_when_pages_run_out(models: Models, name: str) -> None:
     """All four want twice the pages of both ranks: the engine itself preempts."""
     launch, model = models.load(name, 8, tokens=80)

@@ -10,6 +10,7 @@ import torch
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from configs.loading import load
+from kvpaging import attention
 from kvpaging.store import BlockStore
 from tests.families import (
     FAMILIES,
@@ -28,7 +29,7 @@ from worker.model import UnsupportedModel, fix_rotary
 from worker.params import SamplingParams
 from worker.request import Request
 from worker.selfcheck import checked_model
-from worker.startup import fingerprint, resolve, start
+from worker.startup import agreed, fingerprint, resolve, start, warm_up
 
 REASONS = {
     "bypass": "never calls the attention hook",
@@ -244,3 +245,42 @@ def test_start_reports_what_it_does(models):
     lines = []
     assert start(launch, clock=float, progress=lines.append).idle
     assert [line.split()[0] for line in lines] == ["loading", "checking"]
+
+
+def test_a_gang_starts_with_what_its_smallest_rank_holds(models):
+    directory = models.directory("llama")
+    config = config_for(directory, "kv.block_size=8", "model.dtype=float32")
+    free = [FREE_BYTES, FREE_BYTES // 4, FREE_BYTES // 2]
+    launches = [resolve(config, directory, free_bytes=size, ranks=3) for size in free]
+    slices = [launch.memory.slices for launch in launches]
+    assert min(slices) == slices[1] < max(slices)
+    got = [agreed(launch, slices) for launch in launches]
+    assert {(one.memory.slices, one.memory.max_model_len) for one in got} == {(slices[1], 256)}
+    assert {one.memory.tokens for one in got} == {3 * 8 * slices[1]}
+    assert {one.memory.kv_bytes for one in got} == {slices[1] * launches[0].layout.slice_bytes}
+    assert agreed(launches[0], [1, 9, 9]).memory.max_model_len == 24
+    asked = config_for(directory, "kv.block_size=8", "model.max_model_len=100")
+    with pytest.raises(DoesNotFit, match="on each of 3 ranks"):
+        agreed(resolve(asked, directory, free_bytes=FREE_BYTES, ranks=3), [1, 9, 9])
+    alone = resolve(config, directory, free_bytes=FREE_BYTES)
+    assert launches[0].memory.workspace_bytes > alone.memory.workspace_bytes
+
+
+def test_a_gang_holds_a_sequence_that_no_rank_holds_alone(models):
+    directory = models.directory("llama")
+    options = ("kv.block_size=8", "model.dtype=float32", "kv.blocks=8", "model.max_model_len=240")
+    with pytest.raises(DoesNotFit, match="which is 64 tokens"):
+        resolve(config_for(directory, *options), directory, free_bytes=FREE_BYTES)
+    launch = resolve(config_for(directory, *options), directory, free_bytes=FREE_BYTES, ranks=4)
+    assert (launch.memory.slices, launch.memory.tokens) == (8, 256)
+
+
+def test_a_rank_of_a_gang_prepares_kernels_of_both_kinds(models, monkeypatch):
+    launch, model = models.load("gemma2", 16)
+    prepared = []
+    monkeypatch.setattr(attention, "warm_up", lambda *_, **kwargs: prepared.append(kwargs))
+    warm_up(model.store, launch.shape)
+    assert [one["partials"] for one in prepared] == [False, False]  # of windowed and full layers
+    prepared.clear()
+    warm_up(model.store, launch.shape, partials=True)
+    assert sorted(one["partials"] for one in prepared) == [False, False, True, True]
