@@ -114,11 +114,11 @@ class GPUWorker:
             gang=None if ways is None else ways[0],
             progress=log.info,
         )
-        if self._seat is not None and ways is not None:
-            self._blocks = GangPages(engine.runner.model.store, ways[1])
-            repeat(self._blocks.beat, self._seat.timeout_s / BEATS)
         facts = facts_of(self.gang, self.launch, engine.runner)
         self._ranks += [facts] if self._seat is None else self._seat.ready(facts)
+        if self._seat is not None and ways is not None:  # the others listen from now on
+            self._blocks = GangPages(engine.runner.model.store, ways[1])
+            repeat(self._blocks.beat, self._seat.timeout_s / BEATS)
         return engine
 
     def _start(self) -> None:
