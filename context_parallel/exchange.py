@@ -122,7 +122,7 @@ class TorchExchange:
 
     def _wait(self, peer: int | None, work: Any) -> None:
         try:
-            work.wait(float(self.timeout_s))  # torch takes seconds as a float
+            work.wait(float(self.timeout_s))
         except RuntimeError as error:
             raise self._failed(peer, error) from error
 

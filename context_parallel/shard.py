@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 TILE = 64  # tokens of a long row that are dealt to a rank together
 SHORT_TOKENS = 64  # rows of up to as many tokens are computed on every rank
-HISTORY_BYTES_MAX = 1 << 30  # of a layer, that is fetched
+HISTORY_BYTES_MAX = 64 << 20  # of a layer, that is fetched: what it takes holds no pages
 RATIO_MAX = 2.0  # a gather that seems faster than this against a scatter is not believed
 
 

@@ -1,6 +1,7 @@
 """The variants of the kernels that are compiled ahead of time, and how each is compiled.
 
-The attention rows hold each pair of values of any two parameters at least once; a test counts.
+The attention rows hold each pair of values of any two parameters at least once; a test counts. The
+last four are what ranks of a gang run over their shards.
 """
 
 from __future__ import annotations
@@ -59,6 +60,10 @@ wide    fp32  64   192/128  1  window  softcap  sink  logical  output
 wide    fp32  16   256      8  window  -        -     -        partial
 narrow  fp32  8    512      8  window  -        -     logical  partial
 wide    fp32  256  512      1  window  -        -     logical  output
+narrow  bf16  64   128      4  -       -        -     logical  partial
+narrow  bf16  16   64       1  window  -        -     logical  partial
+wide    bf16  64   128      4  -       -        -     logical  partial
+wide    bf16  16   128      8  window  softcap  -     logical  partial
 """
 OTHERS = """
 write   bf16  128

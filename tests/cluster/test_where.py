@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -83,19 +83,25 @@ def test_every_token_of_a_sharded_request_is_where_it_is_said_to_be(
     """In the process of its rank; and its key is that of the same token in a single worker."""
     places: dict[str, list[dict[str, Any]]] = {}
     (directory / SLOW).touch()
-    with ThreadPoolExecutor() as threads:
+    with ThreadPoolExecutor(16) as threads:  # what is asked during a step is answered after it
+
+        def answers(queries: Iterable[str]) -> list[dict[str, Any]]:
+            paths = [f"/debug/where?{query}" for query in queries]
+            return [answer.json() for answer in threads.map(server.get, paths)]
+
         try:
             texts = {pool: threads.submit(ask, server, n) for pool, n in LENGTHS.items()}
             for pool in LENGTHS:
                 name = running_in(server, pool)
-                places[pool] = [
-                    server.get(f"/debug/where?request={name}&token={token}").json()
-                    for token in range(len(PROMPT))
-                ]
-            for one, shard in zip(places["short"], places["long"], strict=True):
+                places[pool] = answers(
+                    f"request={name}&token={token}" for token in range(len(PROMPT))
+                )
+            blocks = answers(
+                f"block={at['physical_block']}&rank={at['rank']}&gang={at['gang']}"
+                for at in places["long"]
+            )
+            for one, shard, block in zip(places["short"], places["long"], blocks, strict=True):
                 assert np.allclose(keys(one, 2, 16), keys(shard, 2, 16), rtol=1e-4, atol=1e-5)
-                query = f"block={shard['physical_block']}&rank={shard['rank']}&gang={shard['gang']}"
-                block = server.get(f"/debug/where?{query}").json()
                 assert block["pid"] == shard["pid"]
                 (held,) = block["holders"]
                 assert held["request"] == shard["request"]

@@ -77,7 +77,7 @@ def test_shards_on_one_device_equal_one_rank(ranks: int, context: int, history: 
 @pytest.mark.skipif(not GPUS, reason="no GPU: torch counts only the memory of one")
 @pytest.mark.parametrize("history", [False, True])
 def test_workspaces_are_those_of_the_memory_plan(history: bool) -> None:
-    ranks, context, count = 4, 32_768, 8192
+    ranks, context, count = 4, 16_384, 8192
     some = layer(torch.device("cuda", 0))
     tokens = some.tokens(context)
     pages = 2 * ranks * tokens[1].nbytes + 8 * tokens[0].nbytes  # stripes, dealt q, k, v, outputs

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from context_parallel import shard
 from context_parallel.attention import _Layer
+from context_parallel.policy import ShardPolicy
 from context_parallel.shard import deal
 from tests.families import FAMILIES, VOCAB
 from tests.worker.cases import GANGS, UNBOUNDED, committed, name_of, product_of
@@ -174,6 +175,29 @@ def test_tokens_equal_when_pages_run_out(models: Models, name: str) -> None:
         said = answer(engine, [request("", length, PARAMS["lasting"]) for length in lengths])
         assert engine.scheduler.preemptions > 0
     assert said == wanted
+
+
+@pytest.mark.parametrize("hit_tokens", [8, NEVER])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_blocks_stored_on_all_ranks_are_hit_at_degree_one(
+    models: Models, name: str, hit_tokens: int
+) -> None:
+    """A request that would run on one rank uses what lies there, or all ranks where that saves
+    enough; either way it says the same."""
+    launch, model = models.load(name, 8)
+    lengths = (133, 70)
+    wanted = [alone(models, name, "alone", length, "float64") for length in lengths]
+    with gang_engine(launch, model, 4, sharded_from=1, hit_tokens=hit_tokens) as (engine, members):
+        exchange, stats = members.gangs[0].exchange, engine.scheduler.prefix.stats
+        assert answer(engine, [request("a", n, PARAMS["alone"]) for n in lengths]) == wanted
+        engine.scheduler.policy = ShardPolicy(4, NEVER, hit_tokens)
+        calls = exchange.calls
+        assert answer(engine, [request("b", n, PARAMS["alone"]) for n in lengths]) == wanted
+        if hit_tokens == NEVER:  # the first block of each is on its first rank, the second is not
+            assert (exchange.calls, stats.hit_tokens) == (calls, 8 * len(lengths))
+        else:
+            assert exchange.calls > calls
+            assert stats.hit_tokens == sum(n // 8 * 8 for n in lengths)
 
 
 CASE = {

@@ -35,7 +35,7 @@ BLOCK = 64
 CHUNK = 512
 ONE = SamplingParams(max_tokens=1, temperature=0.0)
 LENGTHS = [32768, pytest.param(131072, marks=pytest.mark.full)]
-NEEDLES = [4096, pytest.param(131072, marks=pytest.mark.full)]
+NEEDLES = [8192, pytest.param(131072, marks=pytest.mark.full)]
 
 
 def started(directory: Path, model: tf.PreTrainedModel, tokens: int) -> tuple[Launch, PagedModel]:
