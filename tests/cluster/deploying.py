@@ -26,8 +26,8 @@ SLOW = {"priority": 1}
 class SlowWorker(GPUWorker):
     """Takes `STEP_S` longer for a step with a slow request, so that there is time for changes."""
 
-    def _make(self) -> Engine:
-        engine = super()._make()
+    def _make(self, directory: Path) -> Engine:
+        engine = super()._make(directory)
         launch, device = engine.runner.launch, threading.Event()
 
         def slowly(plan: Any) -> Any:

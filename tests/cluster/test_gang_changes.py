@@ -1,0 +1,76 @@
+"""Gangs that Serve takes away while requests run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+
+import httpx
+import pytest
+
+from tests.cluster import tiny
+from tests.cluster.deploying import SLOW, Deployment, cluster
+from tests.cluster.processes import HEALTH
+from tests.cluster.test_two_workers import stream
+
+STREAMS, TOKENS = 8, 60
+POOL = (
+    "[{name: long, gang_size: 2, gangs: 2, blocks: 128, max_model_len: 400, shard_from_tokens: 64}]"
+)
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    directory = tiny.save(tmp_path_factory.mktemp("model"))
+    return [
+        f"model.path={directory}",
+        "model.dtype=float32",
+        "kv.block_size=8",
+        "scheduler.max_num_seqs=16",
+        f"cluster.pools={POOL}",
+        "cluster.cpus_per_worker=0.25",
+        "server.stream_messages_per_s=100000",
+        *HEALTH,
+    ]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> Iterator[Deployment]:
+    with cluster(tmp_path_factory.mktemp("log") / "log") as server:
+        server.deploy(settings)
+        server.wait_until(server.ready, 120)
+        server.wait_until(lambda: len(server.pids()) == 2)
+        yield server
+
+
+async def streams(server: Deployment, then: Callable[[], None] = lambda: None) -> list[str]:
+    """All texts; calls `then` once, when all of them have begun."""
+    chunks = 0
+
+    def on_chunk() -> None:
+        nonlocal chunks
+        chunks += 1
+        if chunks == 3 * STREAMS:
+            then()
+
+    async with httpx.AsyncClient(base_url=server.url, timeout=120) as http:
+        made = (stream(http, n, on_chunk, max_tokens=TOKENS, **SLOW) for n in range(STREAMS))
+        return await asyncio.gather(*made)
+
+
+def test_a_gang_that_is_taken_away_ends_its_streams_and_its_followers_stay_for_that(
+    server: Deployment, settings: list[str]
+) -> None:
+    undisturbed = asyncio.run(streams(server))
+    assert len(set(undisturbed)) == STREAMS
+    busy = {entry["gang"] for entry in server.get("/debug/kv").json()["gangs"]}
+    assert len(busy) == 2
+
+    def fewer() -> None:
+        server.deploy(settings, **{"worker-long": {"num_replicas": 2}})
+
+    assert asyncio.run(streams(server, fewer)) == undisturbed
+    server.wait_until(lambda: len(server.pids()) == 1)
+    said = server.log.read_text()
+    assert "lost the worker" not in said
+    assert "the gang stopped" not in said
