@@ -141,16 +141,11 @@ class Transfers:
         self._coming: dict[bytes, Pull] = {}
 
     def lend(self, loan: Loan, chains: Seq[Seq[bytes]]) -> None:
-        """Hold the longest run of leading identities that all groups have."""
-        loan.blocks = [[] for _ in self.pools]
-        for identities in zip(*chains, strict=True):
-            found = [p.lookup(i) for p, i in zip(self.pools, identities, strict=True)]
-            if None in found:
-                return
-            for pool, column, block in zip(self.pools, loan.blocks, found, strict=True):
-                assert block is not None
+        """Hold the longest run of leading identities that all groups have, each on one rank."""
+        loan.blocks = self.scheduler.prefix.find(chains)
+        for pool, column in zip(self.pools, loan.blocks, strict=True):
+            for block in column:
                 pool.hold(block)
-                column.append(block)
 
     def returned(self, loan: Loan) -> None:
         """Nobody reads them for the loan any more."""
@@ -216,16 +211,16 @@ class Transfers:
     def land(self, pull: Pull, piece: Piece, count: int) -> None:
         """The first `count` blocks of a piece are filled: they can be found from now on."""
         rest = [column[count:] for column in piece.blocks]
-        for group, pool in enumerate(self.pools):
-            chain = pull.wanted[group]
-            for at, block in enumerate(piece.blocks[group][:count], piece.start):
-                parent = chain[at - 1] if at else pull.parents[group]
-                quiet = group != self.scheduler.prefix.indexed
-                found = pool.publish(block, chain[at], parent, quiet=quiet)
+        for index in range(count):
+            at, blocks = piece.start + index, [column[index] for column in piece.blocks]
+            parents = [c[at - 1] for c in pull.wanted] if at else pull.parents
+            names = [chain[at] for chain in pull.wanted]
+            kept = self.scheduler.prefix.name(blocks, names, parents)
+            for pool, column, block, found in zip(self.pools, pull.kept, blocks, kept, strict=True):
                 if found != block:  # computed here meanwhile
                     pool.hold(found)
                     pool.unhold(block)
-                pull.kept[group].append(found)
+                column.append(found)
         piece.blocks = rest
         self.stats.pulled_blocks += count * len(self.pools)
 

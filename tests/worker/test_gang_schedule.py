@@ -361,3 +361,54 @@ def test_a_block_whose_groups_are_on_different_ranks_is_no_hit():
             parent = identity
     found = prefix.match(sequence)
     assert found == [column[:1] for column in tables[0].blocks]
+
+
+def published(engine, prompt, rank):
+    """A sequence with all of the prompt computed on a rank, and published."""
+    (sequence,) = make_request("r", prompt, 1).sequences
+    sequence.table = BlockTable(engine.scheduler.pools, 4, (rank,))
+    sequence.table.append(len(prompt))
+    sequence.computed = len(prompt)
+    engine.scheduler.prefix.publish(sequence)
+    return sequence
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_prefix_that_one_group_has_lost_is_found_whole_once_computed_elsewhere(lost):
+    engine = make_engine(policy=gang(2), groups=2)
+    prefix, pools = engine.scheduler.prefix, engine.scheduler.pools
+    first = published(engine, range(12), 0)
+    first.table.release()
+    pools[lost].forget(prefix.chains(first)[lost][0])
+    second = published(engine, range(12), 1)
+    assert prefix.match(second) == second.table.blocks
+    twin = published(engine, range(12), 1)
+    assert twin.table.blocks == second.table.blocks
+    elsewhere = published(engine, range(12), 0)
+    assert elsewhere.table.blocks != second.table.blocks
+    assert prefix.match(elsewhere) == second.table.blocks
+    for sequence in (second, twin, elsewhere):
+        sequence.table.release()
+    check(engine)
+
+
+def test_a_block_found_on_several_ranks_gives_way_to_one_that_is_not():
+    engine = make_engine(policy=gang(2), groups=2)
+    prefix, pools = engine.scheduler.prefix, engine.scheduler.pools
+    (sequence,) = make_request("r", range(8), 1).sequences
+    tables = [BlockTable(pools, 4, (rank,)) for rank in (0, 1)]
+    for group, (pool, table) in enumerate(zip(pools, tables, strict=True)):
+        table.append(8)
+        parent = None
+        for block, identity in zip(
+            table.blocks[group], prefix.chains(sequence)[group], strict=True
+        ):
+            pool.publish(block, identity, parent)
+            parent = identity
+    assert prefix.match(sequence) == [[], []]
+    own = published(engine, range(8), 0)
+    assert prefix.match(sequence) == own.table.blocks
+    assert own.table.blocks[0] == tables[0].blocks[0]
+    for table in (*tables, own.table):
+        table.release()
+    check(engine)
