@@ -1,6 +1,6 @@
 """Where sequences run in a gang: on one rank or on all, and what a row of a step costs a rank.
 
-Pure arithmetic. A row of a sequence on all ranks is *short* up to `tile` tokens and computed on
+Pure arithmetic. A row of a sequence on all ranks is *short* up to a tile of tokens and computed on
 every rank; longer ones are dealt to the ranks in tiles, tile i to rank i % N.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import ClassVar
 
 TILE = 64  # tokens of a long row that are dealt to a rank together
 
@@ -33,7 +34,7 @@ class ShardPolicy:
     ranks: int = 1
     shard_from_tokens: int = 8192
     hit_tokens: int = 2048
-    tile: int = TILE
+    tile: ClassVar[int] = TILE
 
     def wide(self, home: int) -> tuple[int, ...]:
         """All ranks, `home` first."""

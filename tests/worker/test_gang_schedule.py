@@ -7,10 +7,10 @@ from collections import Counter
 
 import pytest
 
-from context_parallel.policy import ShardPolicy
 from kvpaging.table import BlockTable
 from tests.worker.fake import (
     VOCAB,
+    SmallTiles,
     check,
     expected,
     make_engine,
@@ -24,9 +24,9 @@ from worker import wire
 from worker.request import NO_SLOT
 
 
-def gang(ranks: int, **fields) -> ShardPolicy:
+def gang(ranks: int, **fields) -> SmallTiles:
     """All small: tiles of 4 tokens, all ranks from 24 tokens on or to save 8."""
-    return ShardPolicy(ranks, **{"shard_from_tokens": 24, "hit_tokens": 8, "tile": 4, **fields})
+    return SmallTiles(ranks, **{"shard_from_tokens": 24, "hit_tokens": 8, **fields})
 
 
 IGNORE = {"ignore_eos": True}

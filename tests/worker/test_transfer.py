@@ -9,7 +9,7 @@ import pytest
 
 from context_parallel.policy import ShardPolicy
 from kvpaging.table import BlockTable
-from tests.worker.fake import VOCAB, check, expected, make_engine, make_request
+from tests.worker.fake import VOCAB, SmallTiles, check, expected, make_engine, make_request
 from worker import wire
 from worker.engine import EngineStats
 from worker.transfer import (
@@ -76,7 +76,7 @@ class Books:
             groups=self.groups,
             blocks=-(-self.draw.choice([9, 20, 50]) // ranks),
             depth=self.draw.choice([1, 2]),
-            policy=ShardPolicy(ranks, shard_from_tokens=16, hit_tokens=8, tile=4),
+            policy=SmallTiles(ranks, shard_from_tokens=16, hit_tokens=8),
         )
         self.transfers = Transfers(self.engine.scheduler, TransferStats())
         self.stems = [[0] * 24]
@@ -230,7 +230,7 @@ def test_the_books_conserve_blocks_whatever_is_done_in_whatever_order(
 @pytest.mark.parametrize(("prompt", "loads"), [(15, [0, 3]), (20, [3, 2])])
 def test_what_is_pulled_lies_where_its_request_will_run(prompt: int, loads: list[int]) -> None:
     """A short one's blocks where there is most room, a long one's on all ranks."""
-    engine = make_engine(blocks=20, policy=ShardPolicy(2, shard_from_tokens=16, tile=4))
+    engine = make_engine(blocks=20, policy=SmallTiles(2, shard_from_tokens=16))
     pool = engine.scheduler.pools[0]
     pool.allocate(2, 0)
     transfers = Transfers(engine.scheduler, TransferStats())
