@@ -44,6 +44,10 @@ class ShardPolicy:
         """Whether a sequence of so many tokens runs on all ranks, for its length alone."""
         return self.ranks > 1 and tokens >= self.shard_from_tokens
 
+    def wide_for(self, tokens: int, *, block_size: int, rank_blocks: int) -> bool:
+        """As `sharded`, or because no rank has blocks for it and one token more."""
+        return self.sharded(tokens) or -(-(tokens + 1) // block_size) > rank_blocks
+
     def starts(
         self,
         tokens: int,
@@ -60,9 +64,9 @@ class ShardPolicy:
         """
         run = sum(1 for _ in takewhile(lambda owner: owner == owners[0], owners))
         saved = (len(owners) - run) * block_size
-        too_long = -(-(tokens + 1) // block_size) > rank_blocks
         assert self.ranks > 1
-        if self.sharded(tokens) or too_long or saved >= self.hit_tokens:
+        wide = self.wide_for(tokens, block_size=block_size, rank_blocks=rank_blocks)
+        if wide or saved >= self.hit_tokens:
             home = min(range(self.ranks), key=lambda rank: queued[rank])
             return [Start(self.wide(home), len(owners))]
         hits = [run if run and rank == owners[0] else 0 for rank in range(self.ranks)]

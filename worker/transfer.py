@@ -187,7 +187,8 @@ class Transfers:
         """
         n, size = piece.stop - piece.start, self.scheduler.block_size
         pull.ranks = pull.ranks or self._ranks(pull)
-        table = BlockTable(self.pools, size, pull.ranks)
+        at = piece.start % len(pull.ranks)  # pieces go on where those before end
+        table = BlockTable(self.pools, size, pull.ranks[at:] + pull.ranks[:at])
         if not admission.room(self.scheduler, n, table.ranks) or not table.fits(n * size):
             available = min(pool.available for pool in self.pools)
             raise PullFailed("no_room", f"{n} blocks asked, {available} available")
@@ -204,7 +205,10 @@ class Transfers:
         are here, or where there is most room."""
         policy, pool = self.scheduler.policy, self.pools[0]
         here = [pool.rank_of(block) for block in pull.kept[0]] if pull.kept else []
-        if policy.sharded(len(pull.request.prompt)) or len(set(here)) > 1:
+        tokens = max(len(sequence.tokens) for sequence in pull.request.sequences)
+        size, most = self.scheduler.block_size, self.scheduler.rank_blocks
+        long = policy.wide_for(tokens, block_size=size, rank_blocks=most)
+        if long or len(set(here)) > 1:
             return policy.wide((here[-1] + 1) % policy.ranks if here else 0)
         return (here[-1] if here else max(range(policy.ranks), key=pool.available_on),)
 

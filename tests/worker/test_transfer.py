@@ -291,3 +291,20 @@ def test_what_lands_is_found_though_one_group_has_it_elsewhere() -> None:
     transfers.end(pull)
     table.release()
     check(engine)
+
+
+@pytest.mark.parametrize("cuts", [[(0, 1), (1, 2), (2, 3), (3, 8)], [(0, 3), (3, 6), (6, 8)]])
+def test_the_pieces_of_a_pull_no_rank_can_hold_alone_are_even_over_ranks(
+    cuts: list[tuple[int, int]],
+) -> None:
+    """Also where nothing is long for its length alone."""
+    engine = make_engine(blocks=6, policy=ShardPolicy(2, shard_from_tokens=1000))
+    pool, transfers = engine.scheduler.pools[0], Transfers(engine.scheduler, TransferStats())
+    pull = Pull(make_request("r", range(8 * SIZE), 3, pulling=True), "owner")
+    engine.submit(pull.request)
+    assert transfers.begin(pull, 8) is None
+    pieces = [Piece(*cut) for cut in cuts]
+    for piece in pieces:
+        transfers.reserve(pull, piece)
+    owners = [pool.rank_of(block) for piece in pieces for block in piece.blocks[0]]
+    assert owners == [0, 1] * 4
