@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from worker.scheduler import Row, Scheduler
 
 
-def seated(scheduler: Scheduler, sequence: Sequence) -> bool:
+def has_slot(scheduler: Scheduler, sequence: Sequence) -> bool:
     """Whether a slot is free that nobody was promised. A beam search is promised one for each beam
     when it is let in, so that no two wait for each other's."""
     request = sequence.request

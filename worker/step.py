@@ -295,7 +295,7 @@ class Step:
                 return
             if sequence.offer is not None or sequence.request.pulling:
                 continue  # it waits for the other beams of its search, or for blocks to arrive
-            if not admission.seated(scheduler, sequence):
+            if not admission.has_slot(scheduler, sequence):
                 return
             table = admission.start(scheduler, sequence, self.rows.values())
             if table is None:
