@@ -20,8 +20,9 @@ from tests.worker.fake import (
 )
 from tests.worker.test_decoding import assert_found, beam_request
 from tests.worker.test_engine import NOW, assert_empty, run
-from worker import wire
+from worker import admission, wire
 from worker.request import NO_SLOT
+from worker.step import IN_VAIN_MAX
 
 
 def gang(ranks: int, **fields) -> SmallTiles:
@@ -412,3 +413,44 @@ def test_a_block_found_on_several_ranks_gives_way_to_one_that_is_not():
     for table in (*tables, own.table):
         table.release()
     check(engine)
+
+
+def test_one_that_waits_for_a_busy_rank_with_its_prefix_lets_others_pass_to_idle_ones():
+    engine = make_engine(policy=gang(2, shard_from_tokens=1000), batch_tokens=8)
+    known = [*range(20), 90]
+    engine.submit(make_request("first", known[:20], 1, options=IGNORE))
+    run(engine)
+    engine.submit(make_request("busy", range(30, 54), 2, options=IGNORE))
+    outputs = engine.step(NOW)  # 16 tokens remain, and waiting for them saves 20
+    engine.submit(make_request("known", known, 2, options=IGNORE))
+    engine.submit(make_request("other", [1, 2], 2, options=IGNORE))
+    outputs += engine.step(NOW)
+    ranks = {name: table.ranks for name, table in tables_of(engine).items()}
+    assert ranks == {"busy": (0,), "other": (1,)}
+    (waiting,) = engine.scheduler.waiting
+    outputs += run(engine)
+    assert waiting.cached_tokens == 20
+    for name, prompt in (("busy", range(30, 54)), ("known", known), ("other", [1, 2])):
+        assert tokens_of(outputs, name) == expected(list(prompt), 2)
+    assert_empty(engine)
+
+
+def test_one_without_a_prefix_starts_where_the_step_has_room():
+    scheduler = make_engine(policy=gang(2)).scheduler
+    (sequence,) = make_request("r", [1, 2], 1).sequences
+    for busy, rank in (((), 0), ((0,), 1), ((0, 1), 0)):
+        table = admission.start(scheduler, sequence, (), frozenset(busy))
+        assert table.ranks == (rank,)
+
+
+def test_a_step_looks_in_vain_at_a_bounded_number_of_waiting_ones():
+    engine = make_engine(policy=gang(2, shard_from_tokens=1000), batch_tokens=8)
+    published(engine, range(20), 0).table.release()
+    engine.submit(make_request("busy", range(30, 54), 2, options=IGNORE))
+    engine.step(NOW)
+    for i in range(40):
+        engine.submit(make_request(f"r{i}", [*range(20), 50 + i], 1, options=IGNORE))
+    match, looked = engine.scheduler.prefix.match, []
+    engine.scheduler.prefix.match = lambda s: [looked.append(s), match(s)][1]
+    engine.step(NOW)
+    assert len(looked) == IN_VAIN_MAX
