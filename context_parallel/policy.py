@@ -1,6 +1,6 @@
 """Where sequences run in a gang: on one rank or on all, and what a row of a step costs a rank.
 
-Pure arithmetic. A row of a sequence on all ranks is *short* up to `tile` tokens and computed on
+Pure arithmetic. A row of a sequence on all ranks is *short* up to a tile of tokens and computed on
 every rank; longer ones are dealt to the ranks in tiles, tile i to rank i % N.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import ClassVar
 
 TILE = 64  # tokens of a long row that are dealt to a rank together
 
@@ -33,7 +34,7 @@ class ShardPolicy:
     ranks: int = 1
     shard_from_tokens: int = 8192
     hit_tokens: int = 2048
-    tile: int = TILE
+    tile: ClassVar[int] = TILE
 
     def wide(self, home: int) -> tuple[int, ...]:
         """All ranks, `home` first."""
@@ -42,6 +43,10 @@ class ShardPolicy:
     def sharded(self, tokens: int) -> bool:
         """Whether a sequence of so many tokens runs on all ranks, for its length alone."""
         return self.ranks > 1 and tokens >= self.shard_from_tokens
+
+    def wide_for(self, tokens: int, *, block_size: int, rank_blocks: int) -> bool:
+        """As `sharded`, or because no rank has blocks for it and one token more."""
+        return self.sharded(tokens) or -(-(tokens + 1) // block_size) > rank_blocks
 
     def starts(
         self,
@@ -59,9 +64,9 @@ class ShardPolicy:
         """
         run = sum(1 for _ in takewhile(lambda owner: owner == owners[0], owners))
         saved = (len(owners) - run) * block_size
-        too_long = -(-(tokens + 1) // block_size) > rank_blocks
         assert self.ranks > 1
-        if self.sharded(tokens) or too_long or saved >= self.hit_tokens:
+        wide = self.wide_for(tokens, block_size=block_size, rank_blocks=rank_blocks)
+        if wide or saved >= self.hit_tokens:
             home = min(range(self.ranks), key=lambda rank: queued[rank])
             return [Start(self.wide(home), len(owners))]
         hits = [run if run and rank == owners[0] else 0 for rank in range(self.ranks)]

@@ -36,7 +36,7 @@ class Place:
 
 
 class ShardMap:
-    """Position <-> place for one sequence and layer group, of gang-wide `blocks`."""
+    """Where the tokens of one sequence and layer group lie, given its gang-wide `blocks`."""
 
     __slots__ = ("_local", "block_size", "owner", "physical")
 
@@ -58,13 +58,6 @@ class ShardMap:
         return Place(
             int(self.owner[index]), int(self._local[index]), int(self.physical[index]), offset
         )
-
-    def position(self, rank: int, local: int, offset: int) -> int:
-        """The inverse of `locate`. Raises IndexError where `rank` has no such block."""
-        logical = self.local(rank)[1]
-        if not (0 <= local < len(logical) and 0 <= offset < self.block_size):
-            raise IndexError(f"rank {rank} has {len(logical)} blocks, not block {local}, {offset}")
-        return int(logical[local]) * self.block_size + offset
 
     def local(self, rank: int) -> tuple[Ints, Ints]:
         """Physical and logical number of each block on `rank`, in ascending logical order."""

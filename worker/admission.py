@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from worker.scheduler import Row, Scheduler
 
 
-def seated(scheduler: Scheduler, sequence: Sequence) -> bool:
+def has_slot(scheduler: Scheduler, sequence: Sequence) -> bool:
     """Whether a slot is free that nobody was promised. A beam search is promised one for each beam
     when it is let in, so that no two wait for each other's."""
     request = sequence.request
@@ -34,9 +34,15 @@ def _promised(running: Iterable[Sequence]) -> int:
     return sum(widths.values()) - len(beams)
 
 
-def start(scheduler: Scheduler, sequence: Sequence, rows: Iterable[Row]) -> BlockTable | None:
+def start(
+    scheduler: Scheduler,
+    sequence: Sequence,
+    rows: Iterable[Row],
+    busy: frozenset[int] = frozenset(),
+) -> BlockTable | None:
     """A table with what is stored already: by a sibling, or blocks of the prefix cache. None when
-    more of it is being computed right now; `rows` are what this step computes."""
+    more of it is being computed right now; `rows` are what this step computes, and ranks that are
+    `busy` can compute no more in it."""
     first, beams = sequence.request.sequences[0], sequence.request.beams
     if beams is None and sequence is not first and first.finish_reason is None:
         return _fork(scheduler, first, first.prompt_tokens, rows)
@@ -46,12 +52,14 @@ def start(scheduler: Scheduler, sequence: Sequence, rows: Iterable[Row]) -> Bloc
         return _fork(scheduler, beam, common, rows)
     if scheduler.prefix.being_computed(sequence, len(hit[0])):
         return None
-    return _placed(scheduler, sequence, hit)
+    return _placed(scheduler, sequence, hit, busy)
 
 
-def _placed(scheduler: Scheduler, sequence: Sequence, hit: list[list[int]]) -> BlockTable:
-    """A table with cached blocks, at the best place that can afford the sequence; at the best of
-    all when none can."""
+def _placed(
+    scheduler: Scheduler, sequence: Sequence, hit: list[list[int]], busy: frozenset[int]
+) -> BlockTable:
+    """A table with cached blocks, at the best place that can afford the sequence now; at the best
+    of all when none can. A rank that is busy is waited for where it has the blocks."""
     pool, policy = scheduler.pools[0], scheduler.policy
     if policy.ranks == 1:
         return _attached(scheduler, Start((0,), len(hit[0])), hit)
@@ -63,6 +71,10 @@ def _placed(scheduler: Scheduler, sequence: Sequence, hit: list[list[int]]) -> B
         rank_blocks=scheduler.rank_blocks,
     )
     for start_at in starts:
+        if not busy.isdisjoint(start_at.ranks):
+            if start_at.hit_blocks:
+                break
+            continue
         table = _attached(scheduler, start_at, hit)
         if affordable(scheduler, sequence, table):
             return table

@@ -32,6 +32,7 @@ class GangPages:
     def __init__(self, store: BlockStore, channel: Channel) -> None:
         self.store, self.channel = store, channel
         self._lock = threading.Lock()
+        self._over = False
 
     def export(self, blocks: Sequence[Sequence[int]]) -> Any:
         share = _Share(self.store, blocks)
@@ -51,13 +52,16 @@ class GangPages:
         share.import_(0, rows)
 
     def beat(self) -> None:
-        """Say that rank 0 is alive: the others wait for its next word, but not for ever."""
+        """Say that rank 0 is alive: the others wait for its next word, but not for ever. Nobody is
+        there to hear it after `stop`."""
         with self._lock:
-            self.channel.broadcast(msgpack.packb((BEAT, [], b"")))
+            if not self._over:
+                self.channel.broadcast(msgpack.packb((BEAT, [], b"")))
 
     def stop(self) -> None:
         """The others may leave."""
         with self._lock:
+            self._over = True
             self.channel.broadcast(msgpack.packb((STOP, [], b"")))
 
     def _ask(self, message: tuple[int, list[list[int]], bytes]) -> list[bytes]:

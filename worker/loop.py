@@ -100,6 +100,7 @@ class EngineLoop:
         self.failure: BaseException | None = None
         self.busy_since_s: float | None = None
         self.violations = 0
+        self.at_end: Callable[[], None] = lambda: None  # in its thread, once the engine has stopped
         self.prefill = PrefillRate()
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
@@ -232,6 +233,7 @@ class EngineLoop:
             while self._turn():
                 pass
             engine.runner.stop()
+            self.at_end()
         except BaseException as error:
             self.failure = error
             log.critical("the engine stopped: %s", error, exc_info=error)

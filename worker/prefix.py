@@ -116,28 +116,35 @@ class PrefixCache:
     def match(self, sequence: requests.Sequence) -> list[list[int]]:
         """The longest run of leading blocks that all groups have, each on one rank; one list of
         blocks per group."""
-        found: list[list[int]] = [[] for _ in self.pools]
         if not self.enabled:
-            return found
+            return [[] for _ in self.pools]
         chains = self.chains(sequence)
         started = self.cpu_clock()
-        scattered = self.pools[0].ranks > 1 < len(self.pools)
+        found = self.find(chains)
+        self.stats.match_s += self.cpu_clock() - started
+        return found
+
+    def find(self, chains: Sequence[Sequence[bytes]]) -> list[list[int]]:
+        """As `match`, of one list of identities per group. Raises ValueError for any other."""
+        found: list[list[int]] = [[] for _ in self.pools]
         for identities in zip(*chains, strict=True):
             blocks = [p.lookup(i) for p, i in zip(self.pools, identities, strict=True)]
-            if None in blocks:
-                break
-            if scattered and not self._together(blocks):
+            if None in blocks or (self._scattered and len(self._owners(blocks)) > 1):
                 break
             for column, block in zip(found, blocks, strict=True):
                 assert block is not None
                 column.append(block)
-        self.stats.match_s += self.cpu_clock() - started
         return found
 
-    def _together(self, blocks: Sequence[int | None]) -> bool:
-        """Whether the blocks of all groups are on one rank."""
+    @property
+    def _scattered(self) -> bool:
+        """Whether the groups could have one logical block on several ranks."""
+        return self.pools[0].ranks > 1 < len(self.pools)
+
+    def _owners(self, blocks: Sequence[int | None]) -> set[int]:
+        """The ranks of these blocks of the groups, those that are None left out."""
         pairs = zip(self.pools, blocks, strict=True)
-        return len({pool.rank_of(block) for pool, block in pairs if block is not None}) == 1
+        return {pool.rank_of(block) for pool, block in pairs if block is not None}
 
     def being_computed(self, sequence: requests.Sequence, index: int) -> bool:
         """Whether a step planned or under way computes the sequence's block `index`."""
@@ -181,17 +188,41 @@ class PrefixCache:
         assert table is not None
         chains = self.chains(sequence)
         started = self.cpu_clock()
-        for group, (pool, chain) in enumerate(zip(self.pools, chains, strict=True)):
-            for index in range(sequence.published, full):
-                block = table.blocks[group][index]
-                parent = chain[index - 1] if index else None
-                kept = pool.publish(block, chain[index], parent, quiet=group != self.indexed)
-                if kept != block and pool.rank_of(kept) == pool.rank_of(block):
-                    table.swap(group, index, kept, sequence.last_step)
+        for index in range(sequence.published, full):
+            blocks = [column[index] for column in table.blocks]
+            parents = [chain[index - 1] if index else None for chain in chains]
+            kept = self.name(blocks, [chain[index] for chain in chains], parents)
+            for group, (pool, block, twin) in enumerate(zip(self.pools, blocks, kept, strict=True)):
+                if twin != block and pool.rank_of(twin) == pool.rank_of(block):
+                    table.swap(group, index, twin, sequence.last_step)
                     sequence.synced = min(sequence.synced, index)
                     self.stats.swapped_blocks += 1
         sequence.published = full
         self.stats.publish_s += self.cpu_clock() - started
+
+    def name(
+        self,
+        blocks: Sequence[int],
+        identities: Sequence[bytes],
+        parents: Sequence[bytes | None],
+    ) -> list[int]:
+        """Publish one logical block, of each group its block on one rank; the blocks that are found
+        from now on.
+
+        No rank can use it where its groups are found on several: earlier ones elsewhere give way.
+        """
+        if self._scattered:
+            twins = [p.lookup(i) for p, i in zip(self.pools, identities, strict=True)]
+            (own,) = self._owners(blocks)
+            owners = self._owners(twins) | ({own} if None in twins else set())
+            for pool, identity, twin in zip(self.pools, identities, twins, strict=True):
+                if len(owners) > 1 and twin is not None and pool.rank_of(twin) != own:
+                    pool.forget(identity)
+        parts = zip(self.pools, blocks, identities, parents, strict=True)
+        return [
+            pool.publish(block, identity, parent, quiet=group != self.indexed)
+            for group, (pool, block, identity, parent) in enumerate(parts)
+        ]
 
     def flush(self) -> int:
         """Forget what nobody uses; returns how many blocks were forgotten."""

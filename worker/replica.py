@@ -75,6 +75,8 @@ class GPUWorker:
             messages_per_s=config.server.stream_messages_per_s,
             beat_s=None if seat is None else seat.timeout_s / BEATS,
         )
+        if self._blocks is not None:
+            self.loop.at_end = self._blocks.stop
         epoch = 0 if seat is None else seat.epoch
         self.pages = Pages(self.loop.engine, self.launch, self.gang, epoch, self._ranks)
         self.puller = self._puller(fetch)

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from worker.scheduler import Scheduler
 
 
+IN_VAIN_MAX = 8
+"""Sequences whose ranks a step finds full: each costs a look at its prefix."""
+
+
 class Row(NamedTuple):
     """`count` tokens of a sequence from position `start` on.
 
@@ -285,9 +289,10 @@ class Step:
     def _admit(self) -> None:
         """Admit while the whole of a sequence fits beside what running ones were promised.
 
-        One whose next block is being computed waits for it and lets others pass.
+        One whose next block is being computed waits for it and lets others pass; so does one that
+        goes to a rank whose share of the step is full.
         """
-        scheduler = self.scheduler
+        scheduler, in_vain = self.scheduler, 0
         for sequence in list(scheduler.waiting):
             if not scheduler.slots or max(self.tokens_left) == 0 or max(self.logits_left) < 1:
                 return
@@ -295,19 +300,27 @@ class Step:
                 return
             if sequence.offer is not None or sequence.request.pulling:
                 continue  # it waits for the other beams of its search, or for blocks to arrive
-            if not admission.seated(scheduler, sequence):
+            if not admission.has_slot(scheduler, sequence):
                 return
-            table = admission.start(scheduler, sequence, self.rows.values())
+            table = admission.start(scheduler, sequence, self.rows.values(), self._busy())
             if table is None:
                 continue
             full = self._left(table) == 0 or self.logits_left[table.ranks[0]] < 1
             if full or not admission.affordable(scheduler, sequence, table):
                 table.release()
+                in_vain += 1
+                if full and len(table.ranks) == 1 and in_vain < IN_VAIN_MAX:
+                    continue
                 return
             scheduler.waiting.remove(sequence)
             self._adopt(sequence, table)
             scheduler.run(sequence, table)
             self._take(sequence, self._left(table), admitted=True)
+
+    def _busy(self) -> frozenset[int]:
+        """Ranks that can start no sequence of their own in this step."""
+        left = enumerate(map(min, self.tokens_left, self.logits_left))
+        return frozenset(rank for rank, least in left if least < 1)
 
     def _adopt(self, sequence: Sequence, table: BlockTable) -> None:
         """Go on after what the table stores; the last token is always computed, for its logits,

@@ -141,16 +141,11 @@ class Transfers:
         self._coming: dict[bytes, Pull] = {}
 
     def lend(self, loan: Loan, chains: Seq[Seq[bytes]]) -> None:
-        """Hold the longest run of leading identities that all groups have."""
-        loan.blocks = [[] for _ in self.pools]
-        for identities in zip(*chains, strict=True):
-            found = [p.lookup(i) for p, i in zip(self.pools, identities, strict=True)]
-            if None in found:
-                return
-            for pool, column, block in zip(self.pools, loan.blocks, found, strict=True):
-                assert block is not None
+        """Hold the longest run of leading identities that all groups have, each on one rank."""
+        loan.blocks = self.scheduler.prefix.find(chains)
+        for pool, column in zip(self.pools, loan.blocks, strict=True):
+            for block in column:
                 pool.hold(block)
-                column.append(block)
 
     def returned(self, loan: Loan) -> None:
         """Nobody reads them for the loan any more."""
@@ -192,7 +187,8 @@ class Transfers:
         """
         n, size = piece.stop - piece.start, self.scheduler.block_size
         pull.ranks = pull.ranks or self._ranks(pull)
-        table = BlockTable(self.pools, size, pull.ranks)
+        at = piece.start % len(pull.ranks)  # pieces go on where those before end
+        table = BlockTable(self.pools, size, pull.ranks[at:] + pull.ranks[:at])
         if not admission.room(self.scheduler, n, table.ranks) or not table.fits(n * size):
             available = min(pool.available for pool in self.pools)
             raise PullFailed("no_room", f"{n} blocks asked, {available} available")
@@ -209,23 +205,26 @@ class Transfers:
         are here, or where there is most room."""
         policy, pool = self.scheduler.policy, self.pools[0]
         here = [pool.rank_of(block) for block in pull.kept[0]] if pull.kept else []
-        if policy.sharded(len(pull.request.prompt)) or len(set(here)) > 1:
+        tokens = max(len(sequence.tokens) for sequence in pull.request.sequences)
+        size, most = self.scheduler.block_size, self.scheduler.rank_blocks
+        long = policy.wide_for(tokens, block_size=size, rank_blocks=most)
+        if long or len(set(here)) > 1:
             return policy.wide((here[-1] + 1) % policy.ranks if here else 0)
         return (here[-1] if here else max(range(policy.ranks), key=pool.available_on),)
 
     def land(self, pull: Pull, piece: Piece, count: int) -> None:
         """The first `count` blocks of a piece are filled: they can be found from now on."""
         rest = [column[count:] for column in piece.blocks]
-        for group, pool in enumerate(self.pools):
-            chain = pull.wanted[group]
-            for at, block in enumerate(piece.blocks[group][:count], piece.start):
-                parent = chain[at - 1] if at else pull.parents[group]
-                quiet = group != self.scheduler.prefix.indexed
-                found = pool.publish(block, chain[at], parent, quiet=quiet)
+        for index in range(count):
+            at, blocks = piece.start + index, [column[index] for column in piece.blocks]
+            parents = [c[at - 1] for c in pull.wanted] if at else pull.parents
+            names = [chain[at] for chain in pull.wanted]
+            kept = self.scheduler.prefix.name(blocks, names, parents)
+            for pool, column, block, found in zip(self.pools, pull.kept, blocks, kept, strict=True):
                 if found != block:  # computed here meanwhile
                     pool.hold(found)
                     pool.unhold(block)
-                pull.kept[group].append(found)
+                column.append(found)
         piece.blocks = rest
         self.stats.pulled_blocks += count * len(self.pools)
 

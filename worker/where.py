@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from context_parallel.shard import ShardMap
 from worker.engine import Engine
 from worker.request import Request, Sequence
 from worker.seat import Facts, arenas
@@ -41,11 +42,8 @@ class Pages:
             )
         assert sequence.table is not None
         layout = self._launch.layout
-        index = token // layout.block_size
-        places = [
-            self._place(sequence.table.blocks[group], index, token % layout.block_size, group)
-            for group in range(len(layout.groups))
-        ]
+        tables = sequence.table.blocks
+        places = [self._place(blocks, token, group) for group, blocks in enumerate(tables)]
         first = {name: value for name, value in places[0].items() if name != "group"}
         return {
             "request": request_id,
@@ -56,7 +54,7 @@ class Pages:
             "epoch": self._epoch,
             "ranks": len(self._ranks),
             "tp": 0,
-            "logical_block": index,
+            "logical_block": token // layout.block_size,
             **first,
             "layers": layout.num_layers,
             "bytes_per_token": layout.bytes_per_token,
@@ -75,11 +73,12 @@ class Pages:
         own = self._per_rank(group)
         if not 0 <= block < own:
             raise ValueError(f"block {block}: rank {rank} has {own} blocks in group {group}")
-        number, found = rank * own + block, []
+        found: list[dict[str, Any]] = []
         for request in self._engine.requests.values():
             for sequence in request.sequences:
                 blocks = [] if sequence.table is None else sequence.table.blocks[group]
                 stored = _stored(sequence)
+                physical, logical = ShardMap(blocks, own, size).local(rank)
                 found += [
                     {
                         "request": request.id,
@@ -87,23 +86,23 @@ class Pages:
                         "first": index * size,
                         "end": min((index + 1) * size, stored),
                     }
-                    for index, held in enumerate(blocks)
-                    if held == number and index * size < stored
+                    for index in logical[physical == block].tolist()
+                    if index * size < stored
                 ]
         place = {"gang": self._gang, "rank": rank, "group": group, "physical_block": block}
         return {**place, **self._at(rank, group, block, 0), "holders": found}
 
-    def _place(self, blocks: list[int], index: int, offset: int, group: int) -> dict[str, Any]:
-        own = self._per_rank(group)
-        rank, physical = divmod(blocks[index], own)
+    def _place(self, blocks: list[int], token: int, group: int) -> dict[str, Any]:
+        size = self._launch.layout.block_size
+        place = ShardMap(blocks, self._per_rank(group), size).locate(token)
         return {
             "group": group,
-            "rank": rank,
-            "cp": rank,
-            "local_block": sum(self._rank(block, group) == rank for block in blocks[:index]),
-            "physical_block": physical,
-            "offset": offset,
-            **self._at(rank, group, physical, offset),
+            "rank": place.rank,
+            "cp": place.rank,
+            "local_block": place.local,
+            "physical_block": place.block,
+            "offset": place.offset,
+            **self._at(place.rank, group, place.block, place.offset),
         }
 
     def _at(self, rank: int, group: int, block: int, offset: int) -> dict[str, Any]:
@@ -118,9 +117,6 @@ class Pages:
             **found,
             "address": found["address"] + shift,
         }
-
-    def _rank(self, block: int, group: int) -> int:
-        return block // self._per_rank(group)
 
     def _per_rank(self, group: int) -> int:
         return self._store.blocks(self._launch.layout.groups[group].arena)

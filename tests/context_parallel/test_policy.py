@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from context_parallel.policy import ShardPolicy, Start, longest_sequence
+from context_parallel.shard import SHORT_TOKENS
 
 RANKS = st.sampled_from([1, 2, 4, 8])
+
+
+def with_tiles(ranks: int, tile: int) -> ShardPolicy:
+    policy: type[ShardPolicy] = type("Tiles", (ShardPolicy,), {"tile": tile})
+    return policy(ranks)
 
 
 def starts(
@@ -52,7 +60,7 @@ def test_a_hit_on_several_ranks_is_used_where_it_saves_enough() -> None:
 
 @given(ranks=RANKS, tile=st.sampled_from([1, 4, 64]), count=st.integers(1, 5000))
 def test_the_share_is_that_of_the_fullest_rank(ranks: int, tile: int, count: int) -> None:
-    policy = ShardPolicy(ranks, tile=tile)
+    policy = with_tiles(ranks, tile)
     dealt = [0] * ranks
     for at in range(count):
         dealt[at // tile % ranks] += 1
@@ -61,10 +69,15 @@ def test_the_share_is_that_of_the_fullest_rank(ranks: int, tile: int, count: int
 
 @given(ranks=RANKS, tile=st.sampled_from([1, 4, 64]), budget=st.integers(0, 2000))
 def test_the_longest_row_is_the_last_within_the_budget(ranks: int, tile: int, budget: int) -> None:
-    policy = ShardPolicy(ranks, tile=tile)
+    policy = with_tiles(ranks, tile)
     most = policy.most(budget)
     assert policy.share(most) == budget
     assert policy.share(most + 1) == budget + 1
+
+
+def test_nobody_plans_with_other_tiles_than_ranks_compute_with() -> None:
+    assert ShardPolicy.tile == SHORT_TOKENS
+    assert "tile" not in {field.name for field in fields(ShardPolicy)}
 
 
 @given(ranks=RANKS, home=st.integers(0, 7))

@@ -48,7 +48,6 @@ def test_positions_go_there_and_back(
         assert place.local == owners[:index].count(owners[index])
         assert 0 <= place.block < per_rank
         assert place.offset == position % shard.block_size
-        assert shard.position(place.rank, place.local, place.offset) == position
         physical, logical = shard.local(place.rank)
         assert (physical[place.local], logical[place.local]) == (place.block, index)
 
@@ -67,19 +66,12 @@ def test_places_of_a_striped_sequence_by_hand() -> None:
     assert shard.locate(15) == Place(1, 0, 3, 7)
     assert shard.locate(16) == Place(0, 1, 2, 0)
     assert shard.locate(31) == Place(1, 1, 0, 7)
-    assert shard.position(1, 1, 7) == 31
 
 
 @pytest.mark.parametrize("position", [-1, 16])
 def test_a_position_outside_is_refused(position: int) -> None:
     with pytest.raises(IndexError, match=f"position {position} is not in 2 blocks"):
         ShardMap([0, 1], 1, 8).locate(position)
-
-
-@pytest.mark.parametrize("place", [(0, 1, 0), (0, -1, 0), (2, 0, 0), (0, 0, 8), (0, 0, -1)])
-def test_a_place_outside_is_refused(place: tuple[int, int, int]) -> None:
-    with pytest.raises(IndexError, match="not block"):
-        ShardMap([0, 1], 1, 8).position(*place)
 
 
 @given(st.integers(0, 3000), st.integers(1, 8), st.sampled_from([1, 7, TILE]))

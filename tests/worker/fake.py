@@ -52,6 +52,13 @@ def expected(prompt: Seq[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+class SmallTiles(ShardPolicy):
+    """Long rows begin after 4 tokens."""
+
+    __slots__ = ()
+    tile = 4
+
+
 class FakeRunner:
     """Stands in for `Runner`: pages are `{(group, block, offset): (position, token)}`, with blocks
     numbered over all ranks; `last_token` is of each rank, by slot."""

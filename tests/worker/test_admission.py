@@ -67,12 +67,12 @@ def test_nobody_takes_a_slot_that_was_promised():
     scheduler, request = searching(6)  # 4 of 8 slots
     alone = beam_request("alone", [1], 1, 3).sequences[0]
     wide = beam_request("wide", [1], 4, 3)
-    assert admission.seated(scheduler, wide.sequences[0]) == admission.seated(scheduler, alone)
+    assert admission.has_slot(scheduler, wide.sequences[0]) == admission.has_slot(scheduler, alone)
     scheduler.preempt(request.sequences[3])  # its slot is still owed
     for name, width, may in (("narrow", 4, True), ("wide", 5, False)):
         other = beam_request(name, [1], width, 3)
-        assert admission.seated(scheduler, other.sequences[0]) == may
-    assert admission.seated(scheduler, request.sequences[3])
+        assert admission.has_slot(scheduler, other.sequences[0]) == may
+    assert admission.has_slot(scheduler, request.sequences[3])
 
 
 def test_a_search_asks_for_a_block_more_for_each_beam_to_come():

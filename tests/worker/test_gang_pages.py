@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from context_parallel.exchange import ExchangeFailed
 from context_parallel.loopback import channels
 from kvpaging.store import BlockStore, LayerShape, layout
 from worker.gang_pages import GangPages, serve_pages
@@ -86,3 +87,12 @@ def test_a_rank_that_refuses_its_part_says_which_it_is(monkeypatch):
         with pytest.raises(ValueError, match="rank 1: not here"):
             pages.export(wide([1], [[0], [0], [0]]))
         assert pages.export(wide([0], [[0], [0], [0]])).nbytes == PAGES.slice_bytes
+
+
+def test_nothing_is_said_to_ranks_that_may_have_left():
+    with gang(2) as (pages, _):
+        pass
+    pages.channel.abort("nobody is there")
+    pages.beat()
+    with pytest.raises(ExchangeFailed):
+        pages.stop()

@@ -7,10 +7,10 @@ from collections import Counter
 
 import pytest
 
-from context_parallel.policy import ShardPolicy
 from kvpaging.table import BlockTable
 from tests.worker.fake import (
     VOCAB,
+    SmallTiles,
     check,
     expected,
     make_engine,
@@ -20,13 +20,14 @@ from tests.worker.fake import (
 )
 from tests.worker.test_decoding import assert_found, beam_request
 from tests.worker.test_engine import NOW, assert_empty, run
-from worker import wire
+from worker import admission, wire
 from worker.request import NO_SLOT
+from worker.step import IN_VAIN_MAX
 
 
-def gang(ranks: int, **fields) -> ShardPolicy:
+def gang(ranks: int, **fields) -> SmallTiles:
     """All small: tiles of 4 tokens, all ranks from 24 tokens on or to save 8."""
-    return ShardPolicy(ranks, **{"shard_from_tokens": 24, "hit_tokens": 8, "tile": 4, **fields})
+    return SmallTiles(ranks, **{"shard_from_tokens": 24, "hit_tokens": 8, **fields})
 
 
 IGNORE = {"ignore_eos": True}
@@ -361,3 +362,95 @@ def test_a_block_whose_groups_are_on_different_ranks_is_no_hit():
             parent = identity
     found = prefix.match(sequence)
     assert found == [column[:1] for column in tables[0].blocks]
+
+
+def published(engine, prompt, rank):
+    """A sequence with all of the prompt computed on a rank, and published."""
+    (sequence,) = make_request("r", prompt, 1).sequences
+    sequence.table = BlockTable(engine.scheduler.pools, 4, (rank,))
+    sequence.table.append(len(prompt))
+    sequence.computed = len(prompt)
+    engine.scheduler.prefix.publish(sequence)
+    return sequence
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_prefix_that_one_group_has_lost_is_found_whole_once_computed_elsewhere(lost):
+    engine = make_engine(policy=gang(2), groups=2)
+    prefix, pools = engine.scheduler.prefix, engine.scheduler.pools
+    first = published(engine, range(12), 0)
+    first.table.release()
+    pools[lost].forget(prefix.chains(first)[lost][0])
+    second = published(engine, range(12), 1)
+    assert prefix.match(second) == second.table.blocks
+    twin = published(engine, range(12), 1)
+    assert twin.table.blocks == second.table.blocks
+    elsewhere = published(engine, range(12), 0)
+    assert elsewhere.table.blocks != second.table.blocks
+    assert prefix.match(elsewhere) == second.table.blocks
+    for sequence in (second, twin, elsewhere):
+        sequence.table.release()
+    check(engine)
+
+
+def test_a_block_found_on_several_ranks_gives_way_to_one_that_is_not():
+    engine = make_engine(policy=gang(2), groups=2)
+    prefix, pools = engine.scheduler.prefix, engine.scheduler.pools
+    (sequence,) = make_request("r", range(8), 1).sequences
+    tables = [BlockTable(pools, 4, (rank,)) for rank in (0, 1)]
+    for group, (pool, table) in enumerate(zip(pools, tables, strict=True)):
+        table.append(8)
+        parent = None
+        for block, identity in zip(
+            table.blocks[group], prefix.chains(sequence)[group], strict=True
+        ):
+            pool.publish(block, identity, parent)
+            parent = identity
+    assert prefix.match(sequence) == [[], []]
+    own = published(engine, range(8), 0)
+    assert prefix.match(sequence) == own.table.blocks
+    assert own.table.blocks[0] == tables[0].blocks[0]
+    for table in (*tables, own.table):
+        table.release()
+    check(engine)
+
+
+def test_one_that_waits_for_a_busy_rank_with_its_prefix_lets_others_pass_to_idle_ones():
+    engine = make_engine(policy=gang(2, shard_from_tokens=1000), batch_tokens=8)
+    known = [*range(20), 90]
+    engine.submit(make_request("first", known[:20], 1, options=IGNORE))
+    run(engine)
+    engine.submit(make_request("busy", range(30, 54), 2, options=IGNORE))
+    outputs = engine.step(NOW)  # 16 tokens remain, and waiting for them saves 20
+    engine.submit(make_request("known", known, 2, options=IGNORE))
+    engine.submit(make_request("other", [1, 2], 2, options=IGNORE))
+    outputs += engine.step(NOW)
+    ranks = {name: table.ranks for name, table in tables_of(engine).items()}
+    assert ranks == {"busy": (0,), "other": (1,)}
+    (waiting,) = engine.scheduler.waiting
+    outputs += run(engine)
+    assert waiting.cached_tokens == 20
+    for name, prompt in (("busy", range(30, 54)), ("known", known), ("other", [1, 2])):
+        assert tokens_of(outputs, name) == expected(list(prompt), 2)
+    assert_empty(engine)
+
+
+def test_one_without_a_prefix_starts_where_the_step_has_room():
+    scheduler = make_engine(policy=gang(2)).scheduler
+    (sequence,) = make_request("r", [1, 2], 1).sequences
+    for busy, rank in (((), 0), ((0,), 1), ((0, 1), 0)):
+        table = admission.start(scheduler, sequence, (), frozenset(busy))
+        assert table.ranks == (rank,)
+
+
+def test_a_step_looks_in_vain_at_a_bounded_number_of_waiting_ones():
+    engine = make_engine(policy=gang(2, shard_from_tokens=1000), batch_tokens=8)
+    published(engine, range(20), 0).table.release()
+    engine.submit(make_request("busy", range(30, 54), 2, options=IGNORE))
+    engine.step(NOW)
+    for i in range(40):
+        engine.submit(make_request(f"r{i}", [*range(20), 50 + i], 1, options=IGNORE))
+    match, looked = engine.scheduler.prefix.match, []
+    engine.scheduler.prefix.match = lambda s: [looked.append(s), match(s)][1]
+    engine.step(NOW)
+    assert len(looked) == IN_VAIN_MAX

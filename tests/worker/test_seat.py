@@ -167,6 +167,20 @@ def test_a_gang_starts_as_one_and_answers_as_one_worker(directory: Path) -> None
     asyncio.run(main())
 
 
+def test_the_threads_of_the_others_end_with_a_gang_that_ends_in_order(directory: Path) -> None:
+    before = set(threading.enumerate())
+    with gang(directory, 2) as (_, followers):
+        serving = [
+            thread
+            for thread in set(threading.enumerate()) - before
+            if thread.name == "blocks"  # the other ranks' ends
+        ]
+        assert len(serving) == 1
+    serving[0].join(10)
+    assert not serving[0].is_alive()
+    assert followers[0].loop.failure is None
+
+
 async def same_bytes(alone: Any, leader: Any) -> None:
     """A prefix that lies on four ranks is given away as one that lies on one."""
     chain = b"".join(Identities(KEY).chain(await alone.info(), PROMPT, b""))

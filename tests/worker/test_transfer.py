@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from context_parallel.policy import ShardPolicy
-from tests.worker.fake import VOCAB, check, expected, make_engine, make_request
+from kvpaging.table import BlockTable
+from tests.worker.fake import VOCAB, SmallTiles, check, expected, make_engine, make_request
 from worker import wire
 from worker.engine import EngineStats
 from worker.transfer import (
@@ -75,7 +76,7 @@ class Books:
             groups=self.groups,
             blocks=-(-self.draw.choice([9, 20, 50]) // ranks),
             depth=self.draw.choice([1, 2]),
-            policy=ShardPolicy(ranks, shard_from_tokens=16, hit_tokens=8, tile=4),
+            policy=SmallTiles(ranks, shard_from_tokens=16, hit_tokens=8),
         )
         self.transfers = Transfers(self.engine.scheduler, TransferStats())
         self.stems = [[0] * 24]
@@ -229,7 +230,7 @@ def test_the_books_conserve_blocks_whatever_is_done_in_whatever_order(
 @pytest.mark.parametrize(("prompt", "loads"), [(15, [0, 3]), (20, [3, 2])])
 def test_what_is_pulled_lies_where_its_request_will_run(prompt: int, loads: list[int]) -> None:
     """A short one's blocks where there is most room, a long one's on all ranks."""
-    engine = make_engine(blocks=20, policy=ShardPolicy(2, shard_from_tokens=16, tile=4))
+    engine = make_engine(blocks=20, policy=SmallTiles(2, shard_from_tokens=16))
     pool = engine.scheduler.pools[0]
     pool.allocate(2, 0)
     transfers = Transfers(engine.scheduler, TransferStats())
@@ -241,3 +242,69 @@ def test_what_is_pulled_lies_where_its_request_will_run(prompt: int, loads: list
         transfers.reserve(pull, piece)
     owners = [pool.rank_of(block) for piece in pieces for block in piece.blocks[0]]
     assert [owners.count(rank) for rank in range(2)] == loads
+
+
+def scattered(engine, count: int) -> tuple[list[list[bytes]], list[BlockTable]]:
+    """Identities of blocks of two groups, and the tables on two ranks that have them: each group
+    finds its last block on its own rank, and those before on rank 0."""
+    pools, prefix = engine.scheduler.pools, engine.scheduler.prefix
+    chains = prefix.chains(make_request("r", range(SIZE * count), 1).sequences[0])
+    tables = [BlockTable(pools, SIZE, (rank,)) for rank in range(2)]
+    for group, (pool, table) in enumerate(zip(pools, tables, strict=True)):
+        table.append(SIZE * count)
+        for at, identity in enumerate(chains[group]):
+            there = table if at == count - 1 else tables[0]
+            pool.publish(there.blocks[group][at], identity, chains[group][at - 1] if at else None)
+    return chains, tables
+
+
+def test_what_is_lent_of_each_block_lies_on_one_rank() -> None:
+    engine = make_engine(blocks=20, groups=2, policy=ShardPolicy(2))
+    transfers, loan = Transfers(engine.scheduler, TransferStats()), Loan()
+    chains, tables = scattered(engine, 3)
+    transfers.lend(loan, chains)
+    assert loan.blocks == [column[:2] for column in tables[0].blocks]
+    transfers.returned(loan)
+    for table in tables:
+        table.release()
+    check(engine)
+
+
+def test_what_lands_is_found_though_one_group_has_it_elsewhere() -> None:
+    engine = make_engine(blocks=20, groups=2, policy=ShardPolicy(2))
+    scheduler, prefix = engine.scheduler, engine.scheduler.prefix
+    request = make_request("r", range(9), 3, pulling=True)
+    chain = prefix.chains(request.sequences[0])[0]
+    table = BlockTable(scheduler.pools, SIZE, (1,))
+    table.append(2 * SIZE)
+    for at, block in enumerate(table.blocks[0]):
+        scheduler.pools[0].publish(block, chain[at], chain[at - 1] if at else None)
+    transfers = Transfers(scheduler, TransferStats())
+    pull, piece = Pull(request, "owner", ranks=(0,)), Piece(0, 2)
+    engine.submit(request)
+    assert transfers.begin(pull, 8) is None
+    transfers.reserve(pull, piece)
+    blocks = piece.blocks
+    transfers.land(pull, piece, 2)
+    assert prefix.match(request.sequences[0]) == pull.kept == blocks
+    transfers.confirmed(piece)
+    transfers.end(pull)
+    table.release()
+    check(engine)
+
+
+@pytest.mark.parametrize("cuts", [[(0, 1), (1, 2), (2, 3), (3, 8)], [(0, 3), (3, 6), (6, 8)]])
+def test_the_pieces_of_a_pull_no_rank_can_hold_alone_are_even_over_ranks(
+    cuts: list[tuple[int, int]],
+) -> None:
+    """Also where nothing is long for its length alone."""
+    engine = make_engine(blocks=6, policy=ShardPolicy(2, shard_from_tokens=1000))
+    pool, transfers = engine.scheduler.pools[0], Transfers(engine.scheduler, TransferStats())
+    pull = Pull(make_request("r", range(8 * SIZE), 3, pulling=True), "owner")
+    engine.submit(pull.request)
+    assert transfers.begin(pull, 8) is None
+    pieces = [Piece(*cut) for cut in cuts]
+    for piece in pieces:
+        transfers.reserve(pull, piece)
+    owners = [pool.rank_of(block) for piece in pieces for block in piece.blocks[0]]
+    assert owners == [0, 1] * 4
