@@ -246,10 +246,10 @@ class EngineLoop:
             box.put(self._lost())
 
     def _awaited(self) -> bool:
-        """Whether somebody listens to events, or this is over; waits a while for it."""
+        """Whether there is anything to do, listeners or an end; waits a while for it."""
         with self._wake:
             return self._wake.wait_for(
-                lambda: self._loop is not None or self._stopping, self._beat_s
+                lambda: self._loop is not None or self._stopping or bool(self._inbox), self._beat_s
             )
 
     def _beat(self) -> None:

@@ -25,11 +25,11 @@ from worker.live import LiveLists
 from worker.load import Pressure, load_of, pressure_of
 from worker.loop import EngineLoop
 from worker.params import ParamError, check
-from worker.pull import Answer, Fetch, Puller
+from worker.pull import Answer, Fetch, Puller, no_peers
 from worker.request import NO_SLOT, Request
 from worker.seat import BEATS, Facts, Seat, facts_of, launched, repeat, told
 from worker.startup import start
-from worker.transfer import PullFailed, Transfers, TransferStats
+from worker.transfer import Transfers, TransferStats
 from worker.where import Pages
 
 log = logging.getLogger("kvatlas.worker")
@@ -38,11 +38,6 @@ ORPHANS_S = 3.0
 """How often requests are looked for whose ingress is gone."""
 
 COPY_THREADS = 2
-
-
-async def no_peers(gang: str, chains: list[bytes], timeout_s: float) -> Answer:
-    """The `Fetch` of a worker that knows no others."""
-    raise PullFailed("unknown", f"{gang} is not known here")
 
 
 class GPUWorker:
@@ -75,6 +70,8 @@ class GPUWorker:
             messages_per_s=config.server.stream_messages_per_s,
             beat_s=None if seat is None else seat.timeout_s / BEATS,
         )
+        if seat is not None and self._blocks is not None:
+            repeat(self._blocks.beat, seat.timeout_s / BEATS)
         epoch = 0 if seat is None else seat.epoch
         self.pages = Pages(self.loop.engine, self.launch, self.gang, epoch, self._ranks)
         self.puller = self._puller(fetch)
@@ -117,9 +114,12 @@ class GPUWorker:
         facts = facts_of(self.gang, self.launch, engine.runner)
         self._ranks += [facts] if self._seat is None else self._seat.ready(facts)
         if self._seat is not None and ways is not None:  # the others listen from now on
-            self._blocks = GangPages(engine.runner.model.store, ways[1])
-            repeat(self._blocks.beat, self._seat.timeout_s / BEATS)
+            self._blocks = GangPages(engine.runner.model.store, ways[1], self._lost)
         return engine
+
+    def _lost(self, error: Exception) -> None:
+        """The engine ends before anything that is posted from now on gives blocks back."""
+        self.loop.post(lambda: self.loop.engine.runner.raise_if_dead(error))
 
     def _start(self) -> None:
         if not self.started:

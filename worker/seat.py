@@ -142,12 +142,12 @@ def launched(
     return launch, seat.connect(launch.device)
 
 
-def repeat(say: Callable[[], None], every_s: float) -> threading.Event:
-    """Say something now and then, in a thread, until the event is set or it cannot be said."""
-    stop = threading.Event()
+def repeat(say: Callable[[], None], every_s: float) -> None:
+    """Say something now and then, in a thread, until it cannot be said; `say` tells whom that ends."""
+    never = threading.Event()
 
     def run() -> None:
-        while not stop.wait(every_s):
+        while not never.wait(every_s):
             try:
                 say()
             except Exception as error:
@@ -155,7 +155,6 @@ def repeat(say: Callable[[], None], every_s: float) -> threading.Event:
                 return
 
     threading.Thread(target=run, name="beats", daemon=True).start()
-    return stop
 
 
 def facts_of(replica: str, launch: Launch, runner: Runner) -> Facts:

@@ -18,6 +18,7 @@ import pytest
 from cluster.identity import Identities
 from configs.loading import load
 from configs.schema import Config
+from context_parallel.exchange import ExchangeFailed
 from context_parallel.group import Deadline, Meeting, MeetingFailed
 from tests.cluster import tiny
 from worker import seat as seat_module
@@ -73,12 +74,12 @@ def config(directory: Path, ranks: int, *, blocks: int = 32, threshold: int = 40
     return made.of_pool(made.pool)
 
 
-def seats(ranks: int, within_s: float = 60.0) -> list[Seat]:
+def seats(ranks: int, within_s: float = 60.0, timeout_s: float = 30.0) -> list[Seat]:
     deadline = Deadline(time.monotonic() + within_s, within_s, "cluster.x", time.monotonic)
     clocks = (time.monotonic, time.perf_counter, time.thread_time)
     first = Meeting.open(HOST, 5, ranks, deadline)
     others = [Meeting.join(first.address, rank, ranks, deadline) for rank in range(1, ranks)]
-    return [Seat("gang-7", meeting, HOST, 30.0, 60.0, *clocks) for meeting in (first, *others)]
+    return [Seat("gang-7", meeting, HOST, timeout_s, 60.0, *clocks) for meeting in (first, *others)]
 
 
 def together(makers: Sequence[Any]) -> list[Any]:
@@ -108,8 +109,9 @@ def makers(configs: Sequence[Config], places: Sequence[Seat]) -> list[Any]:
 
 
 @contextmanager
-def gang(directory: Path, ranks: int) -> Iterator[tuple[Any, list[Any]]]:
-    leader, *followers = together(makers([config(directory, ranks)] * ranks, seats(ranks)))
+def gang(directory: Path, ranks: int, timeout_s: float = 30.0) -> Iterator[tuple[Any, list[Any]]]:
+    places = seats(ranks, timeout_s=timeout_s)
+    leader, *followers = together(makers([config(directory, ranks)] * ranks, places))
     try:
         yield leader, followers
     finally:
@@ -219,5 +221,31 @@ def test_a_follower_that_is_cut_off_ends_the_engine(directory: Path) -> None:
                 await asyncio.sleep(0)
             with pytest.raises(RuntimeError, match=r"rank 1 stopped: .*out of memory"):
                 await followers[0].check_health()
+
+    asyncio.run(main())
+
+
+def test_blocks_that_a_late_rank_may_write_to_are_not_given_back(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine ends before anything that is posted after the failure, also while it is idle and
+    before anybody listens to it."""
+    awake, given = threading.Event(), []
+
+    async def main() -> None:
+        with gang(directory, 2, timeout_s=2.0) as (leader, followers):
+            store = followers[0].loop.follower.runner.model.store
+            monkeypatch.setattr(store, "import_", lambda blocks, rows: awake.wait(30))
+            pages = leader._blocks
+            groups, most = leader.launch.layout.groups, leader.launch.memory.slices
+            there = [[most * leader.launch.layout.groups_in(group.arena)] for group in groups]
+            with pytest.raises(ExchangeFailed, match="rank 1"):
+                pages.import_(there, bytes(leader.launch.layout.slice_bytes))
+            leader.loop.post(lambda: given.append(there))
+            leader.loop._thread.join(30)
+            assert not given
+            with pytest.raises(RuntimeError, match="the engine stopped: the gang stopped: .*rank"):
+                await leader.check_health()
+            awake.set()
 
     asyncio.run(main())
