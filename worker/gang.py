@@ -99,11 +99,6 @@ class RankRunner(Runner):
             self.gang.exchange.settle()
         return super().collect(flight)
 
-    def raise_if_dead(self, error: Exception) -> None:
-        if isinstance(error, FATAL):
-            raise EngineDead(f"the gang stopped: {error}") from error
-        super().raise_if_dead(error)
-
     def _prepare(self, plan: StepPlan) -> Batch:
         sharded = [row for row in plan.rows if row.sharded]
         try:
@@ -197,10 +192,7 @@ class GangRunner(RankRunner):
             self._forget_before(plan.step)
         started = self.clock()
         while plan.step not in self._answers:
-            if not self._due:
-                self._tell(gang_wire.note(SETTLE))
-                self._due += 1
-            self._hear()
+            self._ask()
         answers = self._answers.pop(plan.step)
         self.execute_s += self.clock() - started
         for answer in answers:
@@ -221,16 +213,28 @@ class GangRunner(RankRunner):
         self._tell(gang_wire.note(STOP))
 
     def raise_if_dead(self, error: Exception) -> None:
+        """Where it raises nothing, no rank is in a step any more: blocks may be given away."""
+        try:
+            while self._open and not isinstance(error, FATAL):
+                self._ask()
+        except FATAL as failure:
+            error = failure
         if isinstance(error, FATAL):
             reason = str(self._told(error))
             self.gang.abort(reason)
             raise EngineDead(f"the gang stopped: {reason}") from error
-        super().raise_if_dead(error)
 
     def _tell(self, message: bytes) -> None:
         while self._due:
             self._hear()
         self.gang.channel.broadcast(message)
+
+    def _ask(self) -> None:
+        """Hear of one more step, of which the others speak when they are asked."""
+        if not self._due:
+            self._tell(gang_wire.note(SETTLE))
+            self._due += 1
+        self._hear()
 
     def _hear(self) -> None:
         """Take one answer of each rank. Raises GangBroken where one has come to its end."""

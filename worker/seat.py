@@ -143,7 +143,8 @@ def launched(
 
 
 def repeat(say: Callable[[], None], every_s: float) -> None:
-    """Say something now and then, in a thread, until it cannot be said; `say` tells whom that ends."""
+    """Say something now and then, in a thread, until it cannot be said: `say` itself tells whom
+    that ends."""
     never = threading.Event()
 
     def run() -> None:

@@ -177,6 +177,43 @@ def test_an_error_of_one_rank_before_or_after_the_exchanges_costs_a_retry(models
     }
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_no_rank_is_in_a_step_whose_blocks_are_given_back(models, depth, when):
+    """A transfer may write to them as soon as they are."""
+    sharded_from = NOTHING if when == "before" else EVERYTHING
+    with gang_engine(*launched(models, "llama"), 2, depth=depth, sharded_from=sharded_from) as (
+        engine,
+        members,
+    ):
+        for index in ALL:
+            submit(engine, index)
+        for _ in range(4):
+            engine.step(0.0)
+        ended, given_back = set(), []
+        answer_one, roll_back = members.followers[0]._answer, engine.scheduler.rollback
+
+        def answered(step, *rest):
+            ended.add(step)
+            answer_one(step, *rest)
+
+        def rollback(plan):
+            given_back.append(plan.step in ended)
+            return roll_back(plan)
+
+        members.followers[0]._answer, engine.scheduler.rollback = answered, rollback
+        if when == "before":
+            part, method = engine.runner.builder, "build"
+        else:
+            part, method = members.gangs[0].exchange, "settle"
+        fault = Once(getattr(part, method), ValueError("no luck"))
+        setattr(part, method, fault)
+        fault.armed = True
+        run_out(engine)
+        assert len(given_back) == (depth if when == "after" else 1)
+        assert all(given_back)
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_an_error_of_one_rank_inside_the_exchanges_ends_the_gang(models, depth, rank):

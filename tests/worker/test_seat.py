@@ -244,7 +244,7 @@ def test_blocks_that_a_late_rank_may_write_to_are_not_given_back(
             leader.loop.post(lambda: given.append(there))
             leader.loop._thread.join(30)
             assert not given
-            with pytest.raises(RuntimeError, match="the engine stopped: the gang stopped: .*rank"):
+            with pytest.raises(RuntimeError, match=r"the engine stopped: the gang stopped: .*rank"):
                 await leader.check_health()
             awake.set()
 
