@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int64]
 
 SHORT_TOKENS = TILE  # rows of up to as many tokens are computed on every rank
-HISTORY_BYTES_MAX = 64 << 20  # of a layer, that is fetched: what it takes holds no pages
+HISTORY_BYTES_MAX = 48 << 20  # of a layer, that is fetched: what it takes holds no pages
 
 
 @dataclass(frozen=True, slots=True)
