@@ -30,6 +30,9 @@ from worker.scheduler import Row, StepPlan
 
 NOTHING = StepResult([], [], [], [])
 
+LAST_WORD_S = 1.0
+"""How long rank 0 waits for the others to say why an exchange failed."""
+
 LOOK_STEPS = 64
 """How often a rank looks how much memory is free, which takes as long as a small message."""
 
@@ -236,9 +239,10 @@ class GangRunner(RankRunner):
             self._due += 1
         self._hear()
 
-    def _hear(self) -> None:
-        """Take one answer of each rank. Raises GangBroken where one has come to its end."""
-        heard = self.gang.channel.gather(b"")
+    def _hear(self, timeout_s: float | None = None) -> None:
+        """Take one answer of each rank, `timeout_s` in place of the channel's deadline. Raises
+        GangBroken where one has come to its end."""
+        heard = self.gang.channel.gather(b"", timeout_s)
         assert heard is not None
         answers = [gang_wire.unpack_result(message) for message in heard[1:]]
         worst = max(answers, key=lambda answer: answer.fatal)
@@ -260,16 +264,19 @@ class GangRunner(RankRunner):
             del self._answers[old]
 
     def _told(self, error: Exception) -> Exception:
-        """What another rank says of an exchange that failed here, if it still can."""
+        """What another rank says of an exchange that failed here, if it still can: its deadline
+        was the same one."""
         if not isinstance(error, ExchangeFailed):
             return error
         try:
             while self._open:
                 self._due = max(1, self._due)
-                self._hear()
+                self._hear(LAST_WORD_S)
         except GangBroken as told:
             return told
-        except (ExchangeFailed, WrongMessage):
+        except ExchangeFailed as silence:
+            return silence if error.rank is None else error
+        except WrongMessage:
             return error
         return error
 

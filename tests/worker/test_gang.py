@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from context_parallel.exchange import ExchangeFailed
 from tests.covering import cover
 from tests.families import NEW_TOKENS, PROMPT_LENGTHS, prompts, reference
 from tests.worker.cases import name_of
 from tests.worker.gangs import gang_engine
 from tests.worker.served import GREEDY, answer, generate, submit
 from worker import wire
+from worker.gang import LAST_WORD_S
 from worker.params import SamplingParams
 from worker.request import Request
 from worker.runner import EngineDead
@@ -299,6 +301,36 @@ def test_a_rank_that_is_gone_is_named_after_the_deadline(models):
             run_out(engine)
         awake.set()
     assert all(isinstance(end, EngineDead) for end in members.ends.values())
+
+
+class Waits:
+    """A channel of which a test looks only how long rank 0 means to wait."""
+
+    def __init__(self, timeouts_s: list[float | None]) -> None:
+        self.timeouts_s = timeouts_s
+
+    def gather(self, message: bytes, timeout_s: float | None = None) -> list[bytes]:
+        self.timeouts_s.append(timeout_s)
+        raise ExchangeFailed(2, None, "nothing came")
+
+    def abort(self, reason: str) -> None:
+        """Nobody listens."""
+
+
+@pytest.mark.parametrize(("rank", "named"), [(1, "rank 1: late"), (None, "rank 2: nothing came")])
+def test_after_a_deadline_rank_0_does_not_wait_for_another_one(models, rank, named):
+    """What failed may not know which rank is at fault; then the silent one is."""
+    with gang_engine(*launched(models, "llama"), 3, fails=True, sharded_from=NOTHING) as (
+        engine,
+        members,
+    ):
+        runner, timeouts_s = engine.runner, []
+        members.gangs[0].abort("over")
+        runner.gang = replace(runner.gang, channel=Waits(timeouts_s))
+        runner._open.append(0)
+        with pytest.raises(EngineDead, match=named):
+            runner.raise_if_dead(ExchangeFailed(rank, 0, "late"))
+    assert timeouts_s == [LAST_WORD_S]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
