@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +75,12 @@ def config(directory: Path, ranks: int, *, blocks: int = 32, threshold: int = 40
     return made.of_pool(made.pool)
 
 
-def seats(ranks: int, within_s: float = 60.0, timeout_s: float = 30.0) -> list[Seat]:
+def seats(ranks: int, within_s: float = 60.0) -> list[Seat]:
     deadline = Deadline(time.monotonic() + within_s, within_s, "cluster.x", time.monotonic)
     clocks = (time.monotonic, time.perf_counter, time.thread_time)
     first = Meeting.open(HOST, 5, ranks, deadline)
     others = [Meeting.join(first.address, rank, ranks, deadline) for rank in range(1, ranks)]
-    return [Seat("gang-7", meeting, HOST, timeout_s, 60.0, *clocks) for meeting in (first, *others)]
+    return [Seat("gang-7", meeting, HOST, 30.0, 60.0, *clocks) for meeting in (first, *others)]
 
 
 def together(makers: Sequence[Any]) -> list[Any]:
@@ -109,9 +110,12 @@ def makers(configs: Sequence[Config], places: Sequence[Seat]) -> list[Any]:
 
 
 @contextmanager
-def gang(directory: Path, ranks: int, timeout_s: float = 30.0) -> Iterator[tuple[Any, list[Any]]]:
-    places = seats(ranks, timeout_s=timeout_s)
-    leader, *followers = together(makers([config(directory, ranks)] * ranks, places))
+def gang(
+    directory: Path, ranks: int, pull_timeout_s: float = 30.0
+) -> Iterator[tuple[Any, list[Any]]]:
+    made = config(directory, ranks)
+    made = replace(made, cluster=replace(made.cluster, pull_timeout_s=pull_timeout_s))
+    leader, *followers = together(makers([made] * ranks, seats(ranks)))
     try:
         yield leader, followers
     finally:
@@ -233,13 +237,13 @@ def test_blocks_that_a_late_rank_may_write_to_are_not_given_back(
     awake, given = threading.Event(), []
 
     async def main() -> None:
-        with gang(directory, 2, timeout_s=2.0) as (leader, followers):
+        with gang(directory, 2, pull_timeout_s=1.0) as (leader, followers):
             store = followers[0].loop.follower.runner.model.store
             monkeypatch.setattr(store, "import_", lambda blocks, rows: awake.wait(30))
             pages = leader._blocks
             groups, most = leader.launch.layout.groups, leader.launch.memory.slices
             there = [[most * leader.launch.layout.groups_in(group.arena)] for group in groups]
-            with pytest.raises(ExchangeFailed, match="rank 1"):
+            with pytest.raises(ExchangeFailed, match=r"rank 1: .* for 0\.8 s"):
                 pages.import_(there, bytes(leader.launch.layout.slice_bytes))
             leader.loop.post(lambda: given.append(there))
             leader.loop._thread.join(30)
