@@ -119,11 +119,10 @@ class RankRunner(Runner):
         their homes have, and whether all ranks are ready.
 
         Raises StepRefused where another is not. On a GPU nobody waits to look, so there a rank that
-        is not ready ends the gang.
+        is not ready ends the gang by a GangBroken.
         """
         if error is not None and self.last_token.is_cuda:
-            self.gang.exchange.abort(f"rank {self.gang.rank}: {error}")
-            return
+            raise GangBroken(f"step {step}: rank {self.gang.rank}: {error}") from error
         unknown = [row for row in rows if len(row.sequence.tokens) < row.start + row.count]
         if self.last_token.is_cuda and not unknown:
             return

@@ -303,6 +303,31 @@ def test_a_rank_that_is_gone_is_named_after_the_deadline(models):
     assert all(isinstance(end, EngineDead) for end in members.ends.values())
 
 
+class OnGPU:
+    """A tensor of which a test looks only where it is."""
+
+    is_cuda = True
+
+
+def test_a_rank_that_is_not_ready_on_a_gpu_ends_the_gang_and_says_why(models):
+    with gang_engine(*launched(models, "llama"), 3, fails=True, sharded_from=EVERYTHING) as (
+        engine,
+        members,
+    ):
+        submit(engine, 3)
+        engine.step(0.0)
+        runner = members.followers[1].runner
+        runner.last_token = OnGPU()
+
+        def build(plan):
+            raise ValueError("no luck")
+
+        runner.builder.build = build
+        with pytest.raises(EngineDead, match="the gang stopped: step 1: rank 2: no luck"):
+            run_out(engine)
+    assert "rank 2: no luck" in str(members.ends[2])
+
+
 class Waits:
     """A channel of which a test looks only how long rank 0 means to wait."""
 
