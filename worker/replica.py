@@ -285,12 +285,8 @@ class GPUWorker:
         }
 
     def _transfers(self) -> dict[str, Any]:
-        bytes_per_token, rates = self.launch.layout.bytes_per_token, asdict(self.puller.stats)
-        rates["links"] = {
-            gang: {"bytes_per_s": rate["per_s"], "tokens_per_s": rate["per_s"] / bytes_per_token}
-            for gang, rate in rates["links"].items()
-        }
-        return {**rates, "prefill_tokens_per_s": self.loop.prefill.rate.per_s}
+        shown = self.puller.stats.shown(self.launch.layout.bytes_per_token)
+        return {**shown, "prefill_tokens_per_s": self.loop.prefill.rate.per_s}
 
     async def beats(self, period_s: float, ingress: str) -> AsyncIterator[dict[str, Any]]:
         """`stats`, for as long as an ingress listens: it hears when this process dies."""
@@ -386,9 +382,15 @@ class GPUWorker:
                 f"a step has run for {age_s:.0f} s, more than cluster.step_timeout_s={most_s:g}"
             )
 
+    def stop(self) -> None:
+        """An orderly end, of the other ranks too."""
+        self.loop.stop()
+        if self._blocks is not None and self.loop.failure is None:
+            self._blocks.stop()
+
     def __del__(self) -> None:
         if getattr(self, "started", False):
-            self.loop.stop()
+            self.stop()
 
 
 def _gang_id() -> str:

@@ -119,7 +119,7 @@ def gang(
     try:
         yield leader, followers
     finally:
-        leader.loop.stop()
+        leader.stop()
 
 
 def single(directory: Path) -> Any:
@@ -162,8 +162,10 @@ def test_a_gang_starts_as_one_and_answers_as_one_worker(directory: Path) -> None
             for member in (leader, *followers):
                 await member.check_health()
             await same_bytes(alone, leader)
-        while not all(follower.loop.over for follower in followers):
-            await asyncio.sleep(0)
+        for follower in followers:
+            follower.loop.blocks.join(30)
+            assert not follower.loop.blocks.is_alive()
+            assert follower.loop.over
         assert [follower.loop.failure for follower in followers] == [None] * 3
         with pytest.raises(RuntimeError, match="rank 1 stopped"):
             await followers[0].check_health()
@@ -196,7 +198,7 @@ def test_all_ranks_take_what_the_least_can_hold(directory: Path) -> None:
     assert leader.launch.memory.slices == 20
     assert follower.loop.follower.runner.model.store.slices == 20
     assert leader.launch.memory.max_model_len == 2 * 20 * 8
-    leader.loop.stop()
+    leader.stop()
 
 
 def test_a_threshold_below_a_block_is_refused(directory: Path) -> None:
