@@ -33,9 +33,6 @@ NOTHING = StepResult([], [], [], [])
 LAST_WORD_S = 1.0
 """How long rank 0 waits for the others to say why an exchange failed."""
 
-LOOK_STEPS = 64
-"""How often a rank looks how much memory is free, which takes as long as a small message."""
-
 
 class GangBroken(RuntimeError):
     """The ranks can do no step together any more; says which rank is at fault, when, and why."""
@@ -92,6 +89,11 @@ class RankRunner(Runner):
         )
         self.gang = gang
         model.pages.exchange = gang.exchange
+
+    def exchanged(self) -> dict[str, int]:
+        exchange = self.gang.exchange
+        sent = exchange.bytes_sent * exchange.ranks  # all send equally much
+        return {"exchange_calls": exchange.calls, "exchange_bytes": sent}
 
     def launch(self, plan: StepPlan) -> InFlight:
         self.gang.exchange.step = plan.step
@@ -172,7 +174,6 @@ class GangRunner(RankRunner):
         """`depth` steps may be under way, as in the engine; the rest is of `RankRunner`."""
         super().__init__(gang, *parts, **options)
         self.depth = depth
-        self.reports: dict[int, Result] = {}  # the last result of each other rank
         self._teller = Teller(gang.epoch)
         self._open: deque[int] = deque()  # steps that the others have not answered
         self._due = 0  # of those, how many they answer before they listen again
@@ -255,7 +256,7 @@ class GangRunner(RankRunner):
                     f"rank {answer.rank} answers step {answer.step} of epoch {answer.epoch}, "
                     f"not step {step} of epoch {self.gang.epoch}"
                 )
-            self.reports[answer.rank] = answer
+            self.saved_reads += answer.saved_reads
         self._answers[step] = answers
 
     def _forget_before(self, step: int) -> None:
@@ -283,13 +284,12 @@ class GangRunner(RankRunner):
 class Follower:
     """Serves rank 0 from another rank, until it says that this is over."""
 
-    def __init__(self, runner: RankRunner, *, depth: int, free_bytes: Callable[[], int]) -> None:
-        self.runner, self.depth, self.free_bytes = runner, depth, free_bytes
+    def __init__(self, runner: RankRunner, *, depth: int) -> None:
+        self.runner, self.depth = runner, depth
         self.gang = runner.gang
         self._listener = Listener()
         self._flying: deque[tuple[int, InFlight | Exception]] = deque()
         self._last: int | None = None
-        self._free_bytes = free_bytes()
 
     def serve(self) -> None:
         """Raises EngineDead where the gang has come to its end before rank 0 says so."""
@@ -353,21 +353,8 @@ class Follower:
         self._answer(step, done, error)
 
     def _answer(self, step: int, done: StepResult, error: str, fatal: int = 0) -> None:
-        runner = self.runner
-        if step % LOOK_STEPS == 0:
-            self._free_bytes = self.free_bytes()
-        result = Result(
-            self.gang.rank,
-            self.gang.epoch,
-            step,
-            done,
-            error,
-            fatal,
-            runner.build_s,
-            runner.execute_s,
-            runner.saved_reads,
-            self._free_bytes,
-        )
+        saved, self.runner.saved_reads = self.runner.saved_reads, 0
+        result = Result(self.gang.rank, self.gang.epoch, step, done, error, fatal, saved)
         self.gang.channel.gather(gang_wire.pack_result(result))
 
     def _end(self, step: int, error: Exception) -> None:

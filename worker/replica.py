@@ -262,6 +262,7 @@ class GPUWorker:
         states = ("free", "owned", "idle", "leased", "quarantined")
         return {
             **stats,
+            **engine.runner.exchanged(),
             "gang": self.gang,
             "model": self.launch.name,
             "running": len(scheduler.running),

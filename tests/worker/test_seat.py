@@ -161,6 +161,11 @@ def test_a_gang_starts_as_one_and_answers_as_one_worker(directory: Path) -> None
             assert all(rank["owned"] == rank["leased"] == 0 for rank in shown["ranks"])
             for member in (leader, *followers):
                 await member.check_health()
+            runners = [one.loop.follower.runner for one in followers]
+            ends = [r.gang.exchange for r in (leader.loop.engine.runner, *runners)]
+            stats = await leader.stats()
+            assert [end.calls for end in ends] == [stats["exchange_calls"]] * 4
+            assert sum(end.bytes_sent for end in ends) == stats["exchange_bytes"] > 0
             await same_bytes(alone, leader)
         for follower in followers:
             follower.loop.blocks.join(30)
