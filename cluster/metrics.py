@@ -314,6 +314,8 @@ _ENGINE_METRICS: tuple[tuple[str, str, str, Callable[[Snapshot], float]], ...] =
     ("kvatlas:kv_wasted_slots", "Unused slots of sequences", "gauge", _of("wasted_slots")),
     ("kvatlas:kv_copies", "Blocks copied on write", "counter", _of("copies")),
     ("kvatlas:kv_saved_reads", "Keys read once for several", "counter", _of("saved_reads")),
+    ("kvatlas:exchange_calls", "Exchanges inside a gang", "counter", _of("exchange_calls")),
+    ("kvatlas:exchange_bytes", "Bytes sent in them", "counter", _of("exchange_bytes")),
     ("kvatlas:kv_swapped_blocks", "Duplicates given up", "counter", _prefix("swapped_blocks")),
     ("kvatlas:kv_evictions", "Cached blocks reused", "counter", _of("evictions")),
     ("kvatlas:pulls", "Requests that asked another engine", "counter", _transfer("pulls")),

@@ -23,7 +23,7 @@ from context_parallel.planning import (
     ShardedRows,
     plan,
 )
-from context_parallel.shard import HISTORY_BYTES_MAX, RATIO_MAX, Geometry
+from context_parallel.shard import HISTORY_BYTES_MAX, Geometry
 from kvpaging import attention
 from kvpaging.attention import Partial
 
@@ -155,7 +155,7 @@ def workspace_bytes(geometry: Geometry, ranks: int, max_batch_tokens: int, block
     dealt = ranks * max_batch_tokens
     new = geometry.heads * geometry.k_dim + geometry.kv_heads * (geometry.k_dim + geometry.v_dim)
     gathered = (dealt + max_batch_tokens) * new * geometry.q_bytes
-    history = min(HISTORY_BYTES_MAX, int(dealt * geometry.moved_bytes(RATIO_MAX)))
+    history = min(HISTORY_BYTES_MAX, dealt * geometry.moved_token_bytes)
     padding = ranks * block_size * geometry.kv_token_bytes
     pages = 3 * (history + padding) + dealt * geometry.kv_token_bytes
     return gathered + max(slices, pages)

@@ -47,8 +47,9 @@ class Channel(Protocol):
         """Rank 0 gives a message, the others None; all get it. Raises ExchangeFailed."""
         ...
 
-    def gather(self, message: bytes) -> list[bytes] | None:
-        """Rank 0 gets the messages of all, in the order of ranks. Raises ExchangeFailed."""
+    def gather(self, message: bytes, timeout_s: float | None = None) -> list[bytes] | None:
+        """Rank 0 gets the messages of all, in the order of ranks; `timeout_s` takes the place of
+        its deadline. Raises ExchangeFailed."""
         ...
 
     def abort(self, reason: str) -> None:
@@ -229,11 +230,12 @@ class TorchChannel:
         self._send(message, range(1, self.ranks))
         return message
 
-    def gather(self, message: bytes) -> list[bytes] | None:
+    def gather(self, message: bytes, timeout_s: float | None = None) -> list[bytes] | None:
         if self.rank:
             self._send(message, [0])
             return None
-        others = self._receive(dict.fromkeys(range(1, self.ranks), self._timeout_s))
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        others = self._receive(dict.fromkeys(range(1, self.ranks), limit_s))
         return [message, *others.values()]
 
     def abort(self, reason: str) -> None:

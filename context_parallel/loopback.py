@@ -106,14 +106,14 @@ class LoopbackChannel:
             wire.put(message)
         return message
 
-    def gather(self, message: bytes) -> list[bytes] | None:
+    def gather(self, message: bytes, timeout_s: float | None = None) -> list[bytes] | None:
         """Rank 0 gets everybody's message by rank, the others None."""
         self._raise_if_cut()
         if self.rank:
             self._wires.up[self.rank].put(message)
             return None
         others = enumerate(self._wires.up[1:], 1)
-        return [message, *(self._take(wire, rank) for rank, wire in others)]
+        return [message, *(self._take(wire, rank, timeout_s) for rank, wire in others)]
 
     def abort(self, reason: str) -> None:
         """Make everybody's calls fail with `reason`, those that wait too."""
@@ -121,11 +121,14 @@ class LoopbackChannel:
         for wire in (*self._wires.down, *self._wires.up):
             wire.put(b"")
 
-    def _take(self, wire: queue.SimpleQueue[bytes], peer: int) -> bytes:
+    def _take(
+        self, wire: queue.SimpleQueue[bytes], peer: int, timeout_s: float | None = None
+    ) -> bytes:
+        timeout_s = self._wires.timeout_s if timeout_s is None else timeout_s
         try:
-            message = wire.get(timeout=self._wires.timeout_s)
+            message = wire.get(timeout=timeout_s)
         except queue.Empty:
-            cause = f"sent nothing for {self._wires.timeout_s:g} s"
+            cause = f"sent nothing for {timeout_s:g} s"
             raise ExchangeFailed(peer, None, cause) from None
         self._raise_if_cut()
         return message

@@ -22,7 +22,7 @@ from context_parallel.exchange import Exchange
 from context_parallel.loopback import loopback
 from context_parallel.planning import SLICE_ROWS
 from context_parallel.policy import share
-from context_parallel.shard import SHORT_TOKENS, Geometry, Rates, moves_history, tails
+from context_parallel.shard import SHORT_TOKENS, Geometry, moves_history, tails
 from context_parallel.tables import LocalTables
 from kvpaging import attention
 from kvpaging.attention import Rows
@@ -296,12 +296,12 @@ def formula(
     if count <= SHORT_TOKENS:
         return 1, (ranks - 1) * count * shape.partial_token_bytes
     dealt, blocks = share(count, ranks), -(-(context - count) // size)
+    most = -(-blocks // ranks) * size
     new = dealt * layer.kv_heads * (layer.k_dim + layer.v_dim) * shape.q_bytes
     if history is None:
-        history = moves_history(blocks * size, count, shape, Rates())
+        history = moves_history(ranks * most, count, shape)
     if history:
-        fetched = -(-blocks // ranks) * size * shape.kv_token_bytes
-        return 1 + (blocks > 0), (ranks - 1) * (new + fetched)
+        return 1 + (blocks > 0), (ranks - 1) * (new + most * shape.kv_token_bytes)
     slices = -(-dealt // (SLICE_ROWS // ranks))
     both = dealt * (shape.q_token_bytes + shape.partial_token_bytes)
     return 1 + slices, (ranks - 1) * (new + both)

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from context_parallel.shard import Geometry, Rates, Tail, moves_history
+from context_parallel.shard import Geometry, Tail, moves_history
 from context_parallel.tables import LocalTables
 from kvpaging.attention import Rows
 
@@ -95,16 +95,14 @@ def plan(
     geometry: Geometry,
     device: torch.device,
     window: int | None = None,
-    rates: Rates = Rates(),  # noqa: B008
     history: bool | None = None,
 ) -> ShardedBatch:
     """The batch of `tables.rank`. `tails` are `shard.tails(rows.count, ranks)`; `tables` know the
     step's blocks already. `history` chooses how long rows are attended, None by the rule of
     `shard.moves_history`. All arguments but `tables` are the same on all ranks.
     """
-    return _Planner(rows, tails, tables, group, block_size, window, device).batch(
-        geometry, rates, history
-    )
+    planner = _Planner(rows, tails, tables, group, block_size, window, device)
+    return planner.batch(geometry, history)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +115,7 @@ class _Planner:
     window: int | None
     device: torch.device
 
-    def batch(self, geometry: Geometry, rates: Rates, history: bool | None) -> ShardedBatch:
+    def batch(self, geometry: Geometry, history: bool | None) -> ShardedBatch:
         tail = self.tails[self.tables.rank]
         stop = tail.short
         short_slots = self._there(self._slots(tail.row[:stop], tail.offset[:stop]))
@@ -127,7 +125,7 @@ class _Planner:
                 np.stack([getattr(some, name)[stop:] for some in self.tails])
                 for name in ("row", "offset")
             )
-            long = self._long(row, offset, geometry, rates, history)
+            long = self._long(row, offset, geometry, history)
         return ShardedBatch(stop, short_slots, tuple(self._short(tail)), long, self.window)
 
     def _short(self, tail: Tail) -> list[Short]:
@@ -144,15 +142,13 @@ class _Planner:
             since, start = until, stop
         return parts
 
-    def _long(
-        self, row: Ints, offset: Ints, geometry: Geometry, rates: Rates, history: bool | None
-    ) -> Long:
+    def _long(self, row: Ints, offset: Ints, geometry: Geometry, history: bool | None) -> Long:
         """row and offset int64 `[ranks, n]` of the dealt tokens."""
         fetch = _Fetch(self, np.unique(row[row >= 0]))
         slots = self._slots(row.flatten(), offset.flatten())
         if history is None:
-            cached = len(fetch.logical) * self.size
-            history = moves_history(cached, int((row >= 0).sum()), geometry, rates)
+            cached = int(len(row) * fetch.counts.max()) * self.size  # as padded
+            history = moves_history(cached, int((row >= 0).sum()), geometry)
         way = fetch.way(row, offset) if history else self._queries(row, offset)
         real = int((row[self.tables.rank] >= 0).sum())
         return Long(real, self._there(slots), way)
@@ -249,18 +245,18 @@ class _Fetch:
         spans = [np.arange(a, b) for a, b in zip(self.lowest, -(-known // size), strict=True)]
         self.row = np.repeat(long, [len(span) for span in spans])
         self.logical = np.concatenate(spans)
+        tables = planner.tables
+        ids = tables.blocks[planner.group, rows.slot[self.row], self.logical].astype(np.int64)
+        self.owner, self.physical = np.divmod(ids, tables.per_rank[planner.group])
+        self.counts = np.bincount(self.owner, minlength=len(planner.tails))  # on each rank
 
     def way(self, row: Ints, offset: Ints) -> History:
-        planner, rank = self.planner, self.planner.tables.rank
-        tables, there = planner.tables, planner._there
-        slot = planner.rows.slot[self.row]
-        ids = tables.blocks[planner.group, slot, self.logical].astype(np.int64)
-        owner, physical = np.divmod(ids, tables.per_rank[planner.group])
-        counts = np.bincount(owner, minlength=len(row))
+        rank, there = self.planner.tables.rank, self.planner._there
+        owner, physical, counts = self.owner, self.physical, self.counts
         most = int(counts.max())
         order = np.argsort(owner, kind="stable")
-        local = np.empty_like(ids)
-        local[order] = np.arange(len(ids)) - np.repeat(counts.cumsum() - counts, counts)
+        local = np.empty_like(owner)
+        local[order] = np.arange(len(owner)) - np.repeat(counts.cumsum() - counts, counts)
         send = np.zeros(most, np.int64)
         send[: counts[rank]] = physical[owner == rank]
         put = self._temporary(self.row, self.logical)

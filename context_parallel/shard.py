@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int64]
 
 SHORT_TOKENS = TILE  # rows of up to as many tokens are computed on every rank
-HISTORY_BYTES_MAX = 64 << 20  # of a layer, that is fetched: what it takes holds no pages
-RATIO_MAX = 2.0  # a gather that seems faster than this against a scatter is not believed
+HISTORY_BYTES_MAX = 48 << 20  # of a layer, that is fetched: what it takes holds no pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,27 +131,19 @@ class Geometry:
         """A partial of one token from one rank: acc, m and l."""
         return self.heads * (self.v_dim + 2) * self.sum_bytes
 
-    def moved_bytes(self, ratio: float) -> float:
-        """What a token's query and its partials cost in bytes of a gather that is `ratio` times as
-        fast as a scatter."""
-        return self.q_token_bytes + self.partial_token_bytes * ratio
+    @property
+    def moved_token_bytes(self) -> int:
+        """A token's query and its partials."""
+        return self.q_token_bytes + self.partial_token_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """Bytes a second of the two kinds of exchange as measured; equal until something is."""
-
-    gather: float = 1.0
-    scatter: float = 1.0
-
-
-def moves_history(cached: int, new: int, geometry: Geometry, rates: Rates) -> bool:
+def moves_history(cached: int, new: int, geometry: Geometry) -> bool:
     """Whether a long chunk of `new` tokens fetches the `cached` tokens that it sees of its history,
     rather than sending its queries to where they lie.
 
-    `P Hkv (Dk+Dv) bytes_kv < T Hq (Dk bytes_q + (Dv+2) 4)`, each side over its measured rate.
-    Histories of more than HISTORY_BYTES_MAX stay where they are.
+    `P Hkv (Dk+Dv) bytes_kv < T Hq (Dk bytes_q + (Dv+2) 4)`, where P counts what is sent: as much
+    of each rank as of the one that has most. Histories of more than HISTORY_BYTES_MAX stay where
+    they are.
     """
     history = cached * geometry.kv_token_bytes
-    ratio = min(rates.gather / rates.scatter, RATIO_MAX)
-    return history <= HISTORY_BYTES_MAX and history < new * geometry.moved_bytes(ratio)
+    return history <= HISTORY_BYTES_MAX and history < new * geometry.moved_token_bytes

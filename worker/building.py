@@ -14,7 +14,6 @@ from context_parallel.shard import Geometry
 from kvpaging.attention import accumulator
 from kvpaging.pool import BlockPool
 from kvpaging.store import Layout
-from worker.device import free_memory_bytes
 from worker.engine import Engine
 from worker.gang import Follower, Gang, GangRunner, RankRunner
 from worker.gang_plan import GangBuilder
@@ -97,7 +96,6 @@ def build_follower(
     return Follower(
         RankRunner(gang, model, builder, sampler, **options),
         depth=1 if launch.device.type == "cpu" else 2,
-        free_bytes=lambda: free_memory_bytes(launch.device),
     )
 
 

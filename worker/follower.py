@@ -44,7 +44,7 @@ class FollowerLoop:
             made.set_exception(error)
             return
         made.set_result(follower)
-        _thread("blocks", lambda: self._serve(serve_blocks))
+        self.blocks = _thread("blocks", lambda: self._serve(serve_blocks))
         self._serve(follower.serve)
 
     def _serve(self, serve: Callable[[], None]) -> None:
@@ -58,8 +58,10 @@ class FollowerLoop:
             self.over = True
 
 
-def _thread(name: str, work: Callable[[], None]) -> None:
-    threading.Thread(target=work, name=name, daemon=True).start()
+def _thread(name: str, work: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    thread.start()
+    return thread
 
 
 class GPUFollower:

@@ -30,8 +30,8 @@ from worker.scheduler import Row, StepPlan
 
 NOTHING = StepResult([], [], [], [])
 
-LOOK_STEPS = 64
-"""How often a rank looks how much memory is free, which takes as long as a small message."""
+LAST_WORD_S = 1.0
+"""How long rank 0 waits for the others to say why an exchange failed."""
 
 
 class GangBroken(RuntimeError):
@@ -90,6 +90,11 @@ class RankRunner(Runner):
         self.gang = gang
         model.pages.exchange = gang.exchange
 
+    def exchanged(self) -> dict[str, int]:
+        exchange = self.gang.exchange
+        sent = exchange.bytes_sent * exchange.ranks  # all send equally much
+        return {"exchange_calls": exchange.calls, "exchange_bytes": sent}
+
     def launch(self, plan: StepPlan) -> InFlight:
         self.gang.exchange.step = plan.step
         return super().launch(plan)
@@ -98,11 +103,6 @@ class RankRunner(Runner):
         if any(row.sharded for row in flight.plan.rows):
             self.gang.exchange.settle()
         return super().collect(flight)
-
-    def raise_if_dead(self, error: Exception) -> None:
-        if isinstance(error, FATAL):
-            raise EngineDead(f"the gang stopped: {error}") from error
-        super().raise_if_dead(error)
 
     def _prepare(self, plan: StepPlan) -> Batch:
         sharded = [row for row in plan.rows if row.sharded]
@@ -121,11 +121,10 @@ class RankRunner(Runner):
         their homes have, and whether all ranks are ready.
 
         Raises StepRefused where another is not. On a GPU nobody waits to look, so there a rank that
-        is not ready ends the gang.
+        is not ready ends the gang by a GangBroken.
         """
         if error is not None and self.last_token.is_cuda:
-            self.gang.exchange.abort(f"rank {self.gang.rank}: {error}")
-            return
+            raise GangBroken(f"step {step}: rank {self.gang.rank}: {error}") from error
         unknown = [row for row in rows if len(row.sequence.tokens) < row.start + row.count]
         if self.last_token.is_cuda and not unknown:
             return
@@ -175,7 +174,6 @@ class GangRunner(RankRunner):
         """`depth` steps may be under way, as in the engine; the rest is of `RankRunner`."""
         super().__init__(gang, *parts, **options)
         self.depth = depth
-        self.reports: dict[int, Result] = {}  # the last result of each other rank
         self._teller = Teller(gang.epoch)
         self._open: deque[int] = deque()  # steps that the others have not answered
         self._due = 0  # of those, how many they answer before they listen again
@@ -197,10 +195,7 @@ class GangRunner(RankRunner):
             self._forget_before(plan.step)
         started = self.clock()
         while plan.step not in self._answers:
-            if not self._due:
-                self._tell(gang_wire.note(SETTLE))
-                self._due += 1
-            self._hear()
+            self._ask()
         answers = self._answers.pop(plan.step)
         self.execute_s += self.clock() - started
         for answer in answers:
@@ -221,20 +216,33 @@ class GangRunner(RankRunner):
         self._tell(gang_wire.note(STOP))
 
     def raise_if_dead(self, error: Exception) -> None:
+        """Where it raises nothing, no rank is in a step any more: blocks may be given away."""
+        try:
+            while self._open and not isinstance(error, FATAL):
+                self._ask()
+        except FATAL as failure:
+            error = failure
         if isinstance(error, FATAL):
             reason = str(self._told(error))
             self.gang.abort(reason)
             raise EngineDead(f"the gang stopped: {reason}") from error
-        super().raise_if_dead(error)
 
     def _tell(self, message: bytes) -> None:
         while self._due:
             self._hear()
         self.gang.channel.broadcast(message)
 
-    def _hear(self) -> None:
-        """Take one answer of each rank. Raises GangBroken where one has come to its end."""
-        heard = self.gang.channel.gather(b"")
+    def _ask(self) -> None:
+        """Hear of one more step, of which the others speak when they are asked."""
+        if not self._due:
+            self._tell(gang_wire.note(SETTLE))
+            self._due += 1
+        self._hear()
+
+    def _hear(self, timeout_s: float | None = None) -> None:
+        """Take one answer of each rank, `timeout_s` in place of the channel's deadline. Raises
+        GangBroken where one has come to its end."""
+        heard = self.gang.channel.gather(b"", timeout_s)
         assert heard is not None
         answers = [gang_wire.unpack_result(message) for message in heard[1:]]
         worst = max(answers, key=lambda answer: answer.fatal)
@@ -248,7 +256,7 @@ class GangRunner(RankRunner):
                     f"rank {answer.rank} answers step {answer.step} of epoch {answer.epoch}, "
                     f"not step {step} of epoch {self.gang.epoch}"
                 )
-            self.reports[answer.rank] = answer
+            self.saved_reads += answer.saved_reads
         self._answers[step] = answers
 
     def _forget_before(self, step: int) -> None:
@@ -256,16 +264,19 @@ class GangRunner(RankRunner):
             del self._answers[old]
 
     def _told(self, error: Exception) -> Exception:
-        """What another rank says of an exchange that failed here, if it still can."""
+        """What another rank says of an exchange that failed here, if it still can: its deadline
+        was the same one."""
         if not isinstance(error, ExchangeFailed):
             return error
         try:
             while self._open:
                 self._due = max(1, self._due)
-                self._hear()
+                self._hear(LAST_WORD_S)
         except GangBroken as told:
             return told
-        except (ExchangeFailed, WrongMessage):
+        except ExchangeFailed as silence:
+            return silence if error.rank is None else error
+        except WrongMessage:
             return error
         return error
 
@@ -273,13 +284,12 @@ class GangRunner(RankRunner):
 class Follower:
     """Serves rank 0 from another rank, until it says that this is over."""
 
-    def __init__(self, runner: RankRunner, *, depth: int, free_bytes: Callable[[], int]) -> None:
-        self.runner, self.depth, self.free_bytes = runner, depth, free_bytes
+    def __init__(self, runner: RankRunner, *, depth: int) -> None:
+        self.runner, self.depth = runner, depth
         self.gang = runner.gang
         self._listener = Listener()
         self._flying: deque[tuple[int, InFlight | Exception]] = deque()
         self._last: int | None = None
-        self._free_bytes = free_bytes()
 
     def serve(self) -> None:
         """Raises EngineDead where the gang has come to its end before rank 0 says so."""
@@ -343,21 +353,8 @@ class Follower:
         self._answer(step, done, error)
 
     def _answer(self, step: int, done: StepResult, error: str, fatal: int = 0) -> None:
-        runner = self.runner
-        if step % LOOK_STEPS == 0:
-            self._free_bytes = self.free_bytes()
-        result = Result(
-            self.gang.rank,
-            self.gang.epoch,
-            step,
-            done,
-            error,
-            fatal,
-            runner.build_s,
-            runner.execute_s,
-            runner.saved_reads,
-            self._free_bytes,
-        )
+        saved, self.runner.saved_reads = self.runner.saved_reads, 0
+        result = Result(self.gang.rank, self.gang.epoch, step, done, error, fatal, saved)
         self.gang.channel.gather(gang_wire.pack_result(result))
 
     def _end(self, step: int, error: Exception) -> None:

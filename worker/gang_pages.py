@@ -6,16 +6,21 @@ logical block lie on one rank, so a column of block numbers has one owner.
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
 import numpy as np
 from numpy.typing import NDArray
 
+from context_parallel.exchange import ExchangeFailed
 from context_parallel.group import Channel
 from kvpaging.store import BlockStore
+
+log = logging.getLogger("kvatlas.worker")
 
 STOP, BEAT, EXPORT, IMPORT = range(4)
 
@@ -26,13 +31,16 @@ class GangPages:
     """Rank 0's end. Blocks are gang-wide; `export` and `import_` are those of `BlockStore`.
 
     One transfer at a time; the channel's deadline bounds each. Raises ExchangeFailed after it, and
-    ValueError where a rank refuses its part.
+    ValueError where a rank refuses its part. Before an ExchangeFailed is raised `failed` is told:
+    another rank may still write, so whoever gives blocks away has to end first.
     """
 
-    def __init__(self, store: BlockStore, channel: Channel) -> None:
-        self.store, self.channel = store, channel
+    def __init__(
+        self, store: BlockStore, channel: Channel, failed: Callable[[Exception], None]
+    ) -> None:
+        self.store, self.channel, self.failed = store, channel, failed
         self._lock = threading.Lock()
-        self._over = False
+        self._stopped = False
 
     def export(self, blocks: Sequence[Sequence[int]]) -> Any:
         share = _Share(self.store, blocks)
@@ -52,21 +60,23 @@ class GangPages:
         share.import_(0, rows)
 
     def beat(self) -> None:
-        """Say that rank 0 is alive: the others wait for its next word, but not for ever. Nobody is
-        there to hear it after `stop`."""
-        with self._lock:
-            if not self._over:
+        """Say that rank 0 is alive: the others wait for its next word, but not for ever."""
+        with self._talking():
+            if not self._stopped:
                 self.channel.broadcast(msgpack.packb((BEAT, [], b"")))
 
     def stop(self) -> None:
         """The others may leave."""
         with self._lock:
-            self._over = True
-            self.channel.broadcast(msgpack.packb((STOP, [], b"")))
+            self._stopped = True
+            try:
+                self.channel.broadcast(msgpack.packb((STOP, [], b"")))
+            except ExchangeFailed as error:
+                log.info("the other ranks have left already: %s", error)
 
     def _ask(self, message: tuple[int, list[list[int]], bytes]) -> list[bytes]:
         """What each rank answers to a message. Raises ValueError where one refuses."""
-        with self._lock:
+        with self._talking():
             self.channel.broadcast(msgpack.packb(message))
             heard = self.channel.gather(msgpack.packb(("", b"")))
         assert heard is not None
@@ -75,6 +85,15 @@ class GangPages:
             if refusal:
                 raise ValueError(f"rank {rank}: {refusal}")
         return [part for _, part in answers]
+
+    @contextmanager
+    def _talking(self) -> Iterator[None]:
+        with self._lock:
+            try:
+                yield
+            except ExchangeFailed as error:
+                self.failed(error)
+                raise
 
 
 def serve_pages(store: BlockStore, channel: Channel) -> None:

@@ -51,8 +51,8 @@ class Step(NamedTuple):
 
 class Result(NamedTuple):
     """What came of a step on one rank. With an `error` nothing is `done`; a `fatal` one ends the
-    gang, 1 where the rank only noticed that another one failed, 2 where it is the cause. Seconds
-    and `saved_reads` are totals since start, `free_bytes` is memory."""
+    gang, 1 where the rank only noticed that another one failed, 2 where it is the cause.
+    `saved_reads` are those since its last answer."""
 
     rank: int
     epoch: int
@@ -60,10 +60,7 @@ class Result(NamedTuple):
     done: StepResult
     error: str = ""
     fatal: int = 0
-    build_s: float = 0.0
-    execute_s: float = 0.0
     saved_reads: int = 0
-    free_bytes: int = 0
 
 
 def changes_of(plan: StepPlan) -> list[Change]:

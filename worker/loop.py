@@ -100,7 +100,6 @@ class EngineLoop:
         self.failure: BaseException | None = None
         self.busy_since_s: float | None = None
         self.violations = 0
-        self.at_end: Callable[[], None] = lambda: None  # in its thread, once the engine has stopped
         self.prefill = PrefillRate()
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
@@ -233,7 +232,6 @@ class EngineLoop:
             while self._turn():
                 pass
             engine.runner.stop()
-            self.at_end()
         except BaseException as error:
             self.failure = error
             log.critical("the engine stopped: %s", error, exc_info=error)
@@ -248,10 +246,10 @@ class EngineLoop:
             box.put(self._lost())
 
     def _awaited(self) -> bool:
-        """Whether somebody listens to events, or this is over; waits a while for it."""
+        """Whether there is anything to do, listeners or an end; waits a while for it."""
         with self._wake:
             return self._wake.wait_for(
-                lambda: self._loop is not None or self._stopping, self._beat_s
+                lambda: self._loop is not None or self._stopping or bool(self._inbox), self._beat_s
             )
 
     def _beat(self) -> None:

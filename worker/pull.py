@@ -31,6 +31,11 @@ Fetch = Callable[[str, list[bytes], float], Awaitable[Answer]]
 returned or raised, nobody uses the bytes any more. Raises PullFailed."""
 
 
+async def no_peers(gang: str, chains: list[bytes], timeout_s: float) -> Answer:
+    """The `Fetch` of a worker that knows no others. Raises PullFailed."""
+    raise PullFailed("unknown", f"{gang} is not known here")
+
+
 class Pages(Protocol):
     """The part of `BlockStore` that is used here."""
 

@@ -25,11 +25,11 @@ from worker.live import LiveLists
 from worker.load import Pressure, load_of, pressure_of
 from worker.loop import EngineLoop
 from worker.params import ParamError, check
-from worker.pull import Answer, Fetch, Puller
+from worker.pull import Answer, Fetch, Puller, no_peers
 from worker.request import NO_SLOT, Request
 from worker.seat import BEATS, Facts, Seat, facts_of, launched, repeat, told
 from worker.startup import start
-from worker.transfer import PullFailed, Transfers, TransferStats
+from worker.transfer import Transfers, TransferStats
 from worker.where import Pages
 
 log = logging.getLogger("kvatlas.worker")
@@ -38,11 +38,6 @@ ORPHANS_S = 3.0
 """How often requests are looked for whose ingress is gone."""
 
 COPY_THREADS = 2
-
-
-async def no_peers(gang: str, chains: list[bytes], timeout_s: float) -> Answer:
-    """The `Fetch` of a worker that knows no others."""
-    raise PullFailed("unknown", f"{gang} is not known here")
 
 
 class GPUWorker:
@@ -75,8 +70,8 @@ class GPUWorker:
             messages_per_s=config.server.stream_messages_per_s,
             beat_s=None if seat is None else seat.timeout_s / BEATS,
         )
-        if self._blocks is not None:
-            self.loop.at_end = self._blocks.stop
+        if seat is not None and self._blocks is not None:
+            repeat(self._blocks.beat, seat.timeout_s / BEATS)
         epoch = 0 if seat is None else seat.epoch
         self.pages = Pages(self.loop.engine, self.launch, self.gang, epoch, self._ranks)
         self.puller = self._puller(fetch)
@@ -119,9 +114,12 @@ class GPUWorker:
         facts = facts_of(self.gang, self.launch, engine.runner)
         self._ranks += [facts] if self._seat is None else self._seat.ready(facts)
         if self._seat is not None and ways is not None:  # the others listen from now on
-            self._blocks = GangPages(engine.runner.model.store, ways[1])
-            repeat(self._blocks.beat, self._seat.timeout_s / BEATS)
+            self._blocks = GangPages(engine.runner.model.store, ways[1], self._lost)
         return engine
+
+    def _lost(self, error: Exception) -> None:
+        """The engine ends before anything that is posted from now on gives blocks back."""
+        self.loop.post(lambda: self.loop.engine.runner.raise_if_dead(error))
 
     def _start(self) -> None:
         if not self.started:
@@ -264,6 +262,7 @@ class GPUWorker:
         states = ("free", "owned", "idle", "leased", "quarantined")
         return {
             **stats,
+            **engine.runner.exchanged(),
             "gang": self.gang,
             "model": self.launch.name,
             "running": len(scheduler.running),
@@ -287,12 +286,8 @@ class GPUWorker:
         }
 
     def _transfers(self) -> dict[str, Any]:
-        bytes_per_token, rates = self.launch.layout.bytes_per_token, asdict(self.puller.stats)
-        rates["links"] = {
-            gang: {"bytes_per_s": rate["per_s"], "tokens_per_s": rate["per_s"] / bytes_per_token}
-            for gang, rate in rates["links"].items()
-        }
-        return {**rates, "prefill_tokens_per_s": self.loop.prefill.rate.per_s}
+        shown = self.puller.stats.shown(self.launch.layout.bytes_per_token)
+        return {**shown, "prefill_tokens_per_s": self.loop.prefill.rate.per_s}
 
     async def beats(self, period_s: float, ingress: str) -> AsyncIterator[dict[str, Any]]:
         """`stats`, for as long as an ingress listens: it hears when this process dies."""
@@ -388,9 +383,15 @@ class GPUWorker:
                 f"a step has run for {age_s:.0f} s, more than cluster.step_timeout_s={most_s:g}"
             )
 
+    def stop(self) -> None:
+        """An orderly end, of the other ranks too."""
+        self.loop.stop()
+        if self._blocks is not None and self.loop.failure is None:
+            self._blocks.stop()
+
     def __del__(self) -> None:
         if getattr(self, "started", False):
-            self.loop.stop()
+            self.stop()
 
 
 def _gang_id() -> str:

@@ -123,6 +123,10 @@ class Runner:
         self.execute_s += self.clock() - started
         return StepResult(tokens, bad, logprobs, scores, offers)
 
+    def exchanged(self) -> dict[str, int]:
+        """What the ranks of a gang have sent each other inside steps, of all ranks together."""
+        return {"exchange_calls": 0, "exchange_bytes": 0}
+
     def beat(self) -> None:
         """Nobody waits for a word of this rank."""
 

@@ -29,6 +29,9 @@ log = logging.getLogger("kvatlas.worker")
 BEATS = 4
 """Words of an idle rank 0 in the time that a rank waits for another one."""
 
+BLOCKS_SHARE = 0.8
+"""Of `cluster.pull_timeout_s`, in which the ranks of a gang must have copied a piece."""
+
 _T = TypeVar("_T")
 
 
@@ -75,10 +78,11 @@ class Seat:
         said = self.meeting.meet("sizes", str(launch.memory.slices).encode())
         return agreed(launch, [int(slices) for slices in said])
 
-    def connect(self, device: torch.device) -> tuple[Gang, TorchChannel]:
-        """The ways to the other ranks for steps, and one for blocks. Raises MeetingFailed,
-        ExchangeFailed."""
-        channel, blocks = self._channel("steps"), self._channel("blocks")
+    def connect(self, device: torch.device, pull_timeout_s: float) -> tuple[Gang, TorchChannel]:
+        """The ways to the other ranks for steps, and one for blocks, which notices a rank that
+        hangs before pulls run out. Raises MeetingFailed, ExchangeFailed."""
+        channel = self._channel("steps", self.timeout_s)
+        blocks = self._channel("blocks", min(self.timeout_s, BLOCKS_SHARE * pull_timeout_s))
         data = self.meeting.data(self.host, self.timeout_s, device)
         exchange = TorchExchange(data, self.timeout_s)
         exchange.gather(torch.zeros(1, device=device))
@@ -86,11 +90,11 @@ class Seat:
         exchange.calls = exchange.bytes_sent = 0
         return Gang(exchange, channel, self.epoch), blocks
 
-    def _channel(self, name: str) -> TorchChannel:
+    def _channel(self, name: str, timeout_s: float) -> TorchChannel:
         return TorchChannel(
             self.meeting.control(self.host, self.timeout_s, name),
             self.meeting,
-            timeout_s=self.timeout_s,
+            timeout_s=timeout_s,
             idle_s=self.idle_s,
             now=self.now,
         )
@@ -139,15 +143,16 @@ def launched(
             "smaller kv.block_size"
         )
     launch = seat.agree(launch)
-    return launch, seat.connect(launch.device)
+    return launch, seat.connect(launch.device, config.cluster.pull_timeout_s)
 
 
-def repeat(say: Callable[[], None], every_s: float) -> threading.Event:
-    """Say something now and then, in a thread, until the event is set or it cannot be said."""
-    stop = threading.Event()
+def repeat(say: Callable[[], None], every_s: float) -> None:
+    """Say something now and then, in a thread, until it cannot be said: `say` itself tells whom
+    that ends."""
+    never = threading.Event()
 
     def run() -> None:
-        while not stop.wait(every_s):
+        while not never.wait(every_s):
             try:
                 say()
             except Exception as error:
@@ -155,7 +160,6 @@ def repeat(say: Callable[[], None], every_s: float) -> threading.Event:
                 return
 
     threading.Thread(target=run, name="beats", daemon=True).start()
-    return stop
 
 
 def facts_of(replica: str, launch: Launch, runner: Runner) -> Facts:

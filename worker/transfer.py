@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from kvpaging.table import BlockTable
 from worker import admission
@@ -85,6 +85,14 @@ class TransferStats:
             del self.links[next(iter(self.links))]
         self.links[gang] = rate
         return rate
+
+    def shown(self, bytes_per_token: int) -> dict[str, Any]:
+        """All of them, rates of links in tokens too."""
+        links = {
+            gang: {"bytes_per_s": rate.per_s, "tokens_per_s": rate.per_s / bytes_per_token}
+            for gang, rate in self.links.copy().items()
+        }
+        return {**asdict(replace(self, links={})), "links": links}
 
     def failed(self, reason: str) -> None:
         self.failures[reason] = self.failures.get(reason, 0) + 1

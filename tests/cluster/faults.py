@@ -10,7 +10,7 @@ from typing import Any
 
 import cluster.app
 from cluster.policies import Ask, Choice, Policy, Row
-from cluster.routing import Route
+from cluster.routing import Length, Route
 from configs.schema import Config, RoutingConfig
 from tests.cluster import seeds
 from worker import wire
@@ -63,10 +63,10 @@ class Ingress(cluster.app.Ingress):
         decide, choose = router._decide, router.choose
         seed: int | None = None
 
-        def choosing(submit: wire.Submit, avoid: Collection[str]) -> Route | None:
+        def choosing(submit: wire.Submit, length: Length, avoid: Collection[str]) -> Route | None:
             nonlocal seed
             seed = submit.params.seed
-            route = choose(submit, avoid)
+            route = choose(submit, length, avoid)
             if route is None or avoid or seed not in (seeds.GONE, seeds.UNCLEAR):
                 return route
             return replace(route, gang="gone" if seed == seeds.GONE else Unclear("unclear"))

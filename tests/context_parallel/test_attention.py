@@ -6,16 +6,19 @@ from itertools import product
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from context_parallel import planning
-from context_parallel.attention import workspace_bytes
+from context_parallel.attention import ShardedRows, plan, workspace_bytes
 from context_parallel.exchange import Exchange
 from context_parallel.loopback import loopback
-from context_parallel.shard import Geometry
+from context_parallel.planning import History
+from context_parallel.shard import HISTORY_BYTES_MAX, Geometry, tails
+from context_parallel.tables import LocalTables
 from tests.context_parallel.gang import Case, Row, compare, together
 from tests.covering import cover
 
@@ -194,11 +197,32 @@ def test_no_tensor_is_larger_than_the_memory_plan_says(history: bool) -> None:
     assert largest <= planned + masks
 
 
+@pytest.mark.parametrize("even", [True, False])
+def test_a_history_that_lies_on_one_rank_is_planned_for_as_it_is_sent(even: bool) -> None:
+    """All ranks send as much as the fullest one: eight times the history where that has all."""
+    ranks, size, per_rank, cached, whole = 8, 16, 1000, 700, 1000
+    geometry = Geometry(heads=32, kv_heads=8, k_dim=128, v_dim=128, q_bytes=2, kv_bytes=2)
+    owners = [(i if even or i >= cached else 0) % ranks for i in range(whole)]
+    tables = LocalTables([per_rank], 0, max_num_seqs=1, max_blocks=whole)
+    tables.change(0, 0, [[owner * per_rank + i for i, owner in enumerate(owners)]])
+    rows = ShardedRows(*(np.array([x]) for x in (0, cached * size, (whole - cached) * size, 0)))
+    parts = tails(rows.count.tolist(), ranks)
+    device = torch.device("cpu")
+    batch = plan(rows, parts, tables, 0, block_size=size, geometry=geometry, device=device)
+    assert batch.long is not None
+    way = batch.long.way
+    assert isinstance(way, History) == even
+    if isinstance(way, History):
+        blocks = (1 + ranks) * len(way.send) + way.blocks
+        planned = workspace_bytes(geometry, ranks, len(parts[0].row), size)
+        assert blocks * size * geometry.kv_token_bytes <= planned
+
+
 def test_workspaces_by_hand() -> None:
     """Four ranks of 8,192 tokens each, a model of 8B parameters in 16 bit."""
     geometry = Geometry(heads=32, kv_heads=8, k_dim=128, v_dim=128, q_bytes=2, kv_bytes=2)
     gathered = (4 + 1) * 8192 * (32 * 128 + 8 * 256) * 2
-    history = min(64 << 20, 4 * 8192 * (32 * 128 * 2 + 2 * 32 * 130 * 4))
+    history = min(HISTORY_BYTES_MAX, 4 * 8192 * (32 * 128 * 2 + 2 * 32 * 130 * 4))
     pages = 3 * (history + 4 * 64 * 4096) + 4 * 8192 * 4096
     assert workspace_bytes(geometry, 4, 8192, 64) == gathered + pages
 

@@ -13,7 +13,6 @@ from context_parallel.shard import (
     SHORT_TOKENS,
     Geometry,
     Place,
-    Rates,
     ShardMap,
     deal,
     moves_history,
@@ -125,19 +124,12 @@ def test_the_way_is_chosen_by_the_bytes(
     history = cached * kv_heads * (64 + 32) * size
     queries = new * kv_heads * group * (64 * size + (32 + 2) * 4)
     want = history < queries and history <= HISTORY_BYTES_MAX
-    assert moves_history(cached, new, some, Rates()) == want
+    assert moves_history(cached, new, some) == want
 
 
 def test_ways_of_a_large_model() -> None:
     """A first chunk has nothing to fetch; a late small one sends its queries."""
-    assert moves_history(0, 65, LLAMA_70B, Rates())
-    assert moves_history(16_000, 8192, LLAMA_70B, Rates())
-    assert not moves_history(1_000_000, 128, LLAMA_70B, Rates())
-    assert not moves_history(300_000, 1 << 20, LLAMA_70B, Rates())  # more than may be fetched
-
-
-def test_measured_rates_move_the_choice_within_bounds() -> None:
-    cached, new = 12_000, 640  # 49 MB of history, 32 MB of queries and partials
-    assert not moves_history(cached, new, LLAMA_70B, Rates())
-    assert moves_history(cached, new, LLAMA_70B, Rates(gather=2e9, scatter=1e9))
-    assert not moves_history(14_000, new, LLAMA_70B, Rates(gather=1e12, scatter=1.0))
+    assert moves_history(0, 65, LLAMA_70B)
+    assert moves_history(12_000, 8192, LLAMA_70B)
+    assert not moves_history(1_000_000, 128, LLAMA_70B)
+    assert not moves_history(300_000, 1 << 20, LLAMA_70B)  # more than may be fetched

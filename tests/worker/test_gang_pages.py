@@ -31,7 +31,7 @@ def gang(ranks: int) -> Iterator[tuple[GangPages, list[BlockStore]]]:
     ]
     for thread in threads:
         thread.start()
-    pages = GangPages(stores[0], ends[0])
+    pages = GangPages(stores[0], ends[0], _must_not_fail)
     try:
         yield pages, stores
     finally:
@@ -39,6 +39,10 @@ def gang(ranks: int) -> Iterator[tuple[GangPages, list[BlockStore]]]:
         for thread in threads:
             thread.join(10)
             assert not thread.is_alive()
+
+
+def _must_not_fail(error: Exception) -> None:
+    raise AssertionError from error
 
 
 def wide(owners: list[int], local: list[list[int]]) -> list[list[int]]:
@@ -89,10 +93,27 @@ def test_a_rank_that_refuses_its_part_says_which_it_is(monkeypatch):
         assert pages.export(wide([0], [[0], [0], [0]])).nbytes == PAGES.slice_bytes
 
 
-def test_nothing_is_said_to_ranks_that_may_have_left():
-    with gang(2) as (pages, _):
-        pass
-    pages.channel.abort("nobody is there")
-    pages.beat()
+def test_who_gives_blocks_away_is_told_before_a_late_import_ends(monkeypatch):
+    """A rank that is only slow may write to its blocks after rank 0 has stopped waiting."""
+    stores = [BlockStore(PAGES, 5, torch.float32, torch.device("cpu")) for _ in range(2)]
+    ends = channels(2, 0.1)
+    told, awake = [], threading.Event()
+    monkeypatch.setattr(stores[1], "import_", lambda blocks, rows: awake.wait(30))
+    follower = threading.Thread(target=_served, args=(stores[1], ends[1]))
+    follower.start()
+    pages = GangPages(stores[0], ends[0], told.append)
+    with pytest.raises(ExchangeFailed, match="rank 1"):
+        pages.import_(wide([1], [[0], [0], [0]]), bytes(PAGES.slice_bytes))
+    assert [type(error) for error in told] == [ExchangeFailed]
+    ends[0].abort("over")
+    with pytest.raises(ExchangeFailed, match="over"):
+        pages.beat()
+    assert len(told) == 2
+    awake.set()
+    follower.join(10)
+    assert not follower.is_alive()
+
+
+def _served(store: BlockStore, channel) -> None:
     with pytest.raises(ExchangeFailed):
-        pages.stop()
+        serve_pages(store, channel)

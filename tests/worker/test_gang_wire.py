@@ -115,7 +115,7 @@ def test_results_come_back_as_they_were():
         [[wire.PromptLogprob(-1.0, 3, top)], []],
         [Offer([7, 8], [-0.1, -0.2]), None],
     )
-    result = Result(2, 1, 9, done, "", 0, 0.5, 1.5, 11, 1 << 40)
+    result = Result(2, 1, 9, done, "", 0, 11)
     assert gang_wire.unpack_result(gang_wire.pack_result(result)) == result
 
 

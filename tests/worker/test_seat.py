@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 from cluster.identity import Identities
 from configs.loading import load
 from configs.schema import Config
+from context_parallel.exchange import ExchangeFailed
 from context_parallel.group import Deadline, Meeting, MeetingFailed
 from tests.cluster import tiny
 from worker import seat as seat_module
@@ -108,12 +110,16 @@ def makers(configs: Sequence[Config], places: Sequence[Seat]) -> list[Any]:
 
 
 @contextmanager
-def gang(directory: Path, ranks: int) -> Iterator[tuple[Any, list[Any]]]:
-    leader, *followers = together(makers([config(directory, ranks)] * ranks, seats(ranks)))
+def gang(
+    directory: Path, ranks: int, pull_timeout_s: float = 30.0
+) -> Iterator[tuple[Any, list[Any]]]:
+    made = config(directory, ranks)
+    made = replace(made, cluster=replace(made.cluster, pull_timeout_s=pull_timeout_s))
+    leader, *followers = together(makers([made] * ranks, seats(ranks)))
     try:
         yield leader, followers
     finally:
-        leader.loop.stop()
+        leader.stop()
 
 
 def single(directory: Path) -> Any:
@@ -155,9 +161,16 @@ def test_a_gang_starts_as_one_and_answers_as_one_worker(directory: Path) -> None
             assert all(rank["owned"] == rank["leased"] == 0 for rank in shown["ranks"])
             for member in (leader, *followers):
                 await member.check_health()
+            runners = [one.loop.follower.runner for one in followers]
+            ends = [r.gang.exchange for r in (leader.loop.engine.runner, *runners)]
+            stats = await leader.stats()
+            assert [end.calls for end in ends] == [stats["exchange_calls"]] * 4
+            assert sum(end.bytes_sent for end in ends) == stats["exchange_bytes"] > 0
             await same_bytes(alone, leader)
-        while not all(follower.loop.over for follower in followers):
-            await asyncio.sleep(0)
+        for follower in followers:
+            follower.loop.blocks.join(30)
+            assert not follower.loop.blocks.is_alive()
+            assert follower.loop.over
         assert [follower.loop.failure for follower in followers] == [None] * 3
         with pytest.raises(RuntimeError, match="rank 1 stopped"):
             await followers[0].check_health()
@@ -165,20 +178,6 @@ def test_a_gang_starts_as_one_and_answers_as_one_worker(directory: Path) -> None
         alone.loop.stop()
 
     asyncio.run(main())
-
-
-def test_the_threads_of_the_others_end_with_a_gang_that_ends_in_order(directory: Path) -> None:
-    before = set(threading.enumerate())
-    with gang(directory, 2) as (_, followers):
-        serving = [
-            thread
-            for thread in set(threading.enumerate()) - before
-            if thread.name == "blocks"  # the other ranks' ends
-        ]
-        assert len(serving) == 1
-    serving[0].join(10)
-    assert not serving[0].is_alive()
-    assert followers[0].loop.failure is None
 
 
 async def same_bytes(alone: Any, leader: Any) -> None:
@@ -204,7 +203,7 @@ def test_all_ranks_take_what_the_least_can_hold(directory: Path) -> None:
     assert leader.launch.memory.slices == 20
     assert follower.loop.follower.runner.model.store.slices == 20
     assert leader.launch.memory.max_model_len == 2 * 20 * 8
-    leader.loop.stop()
+    leader.stop()
 
 
 def test_a_threshold_below_a_block_is_refused(directory: Path) -> None:
@@ -233,5 +232,31 @@ def test_a_follower_that_is_cut_off_ends_the_engine(directory: Path) -> None:
                 await asyncio.sleep(0)
             with pytest.raises(RuntimeError, match=r"rank 1 stopped: .*out of memory"):
                 await followers[0].check_health()
+
+    asyncio.run(main())
+
+
+def test_blocks_that_a_late_rank_may_write_to_are_not_given_back(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine ends before anything that is posted after the failure, also while it is idle and
+    before anybody listens to it."""
+    awake, given = threading.Event(), []
+
+    async def main() -> None:
+        with gang(directory, 2, pull_timeout_s=1.0) as (leader, followers):
+            store = followers[0].loop.follower.runner.model.store
+            monkeypatch.setattr(store, "import_", lambda blocks, rows: awake.wait(30))
+            pages = leader._blocks
+            groups, most = leader.launch.layout.groups, leader.launch.memory.slices
+            there = [[most * leader.launch.layout.groups_in(group.arena)] for group in groups]
+            with pytest.raises(ExchangeFailed, match=r"rank 1: .* for 0\.8 s"):
+                pages.import_(there, bytes(leader.launch.layout.slice_bytes))
+            leader.loop.post(lambda: given.append(there))
+            leader.loop._thread.join(30)
+            assert not given
+            with pytest.raises(RuntimeError, match=r"the engine stopped: the gang stopped: .*rank"):
+                await leader.check_health()
+            awake.set()
 
     asyncio.run(main())
