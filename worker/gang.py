@@ -101,7 +101,7 @@ class RankRunner(Runner):
 
     def collect(self, flight: InFlight) -> StepResult:
         if any(row.sharded for row in flight.plan.rows):
-            self.gang.exchange.settle()
+            self.gang.exchange.settle(flight.plan.step)
         return super().collect(flight)
 
     def _prepare(self, plan: StepPlan) -> Batch:
