@@ -40,8 +40,9 @@ class Exchange(Protocol):
         """x `[ranks, ...]`, part r for rank r -> `[ranks, ...]`, part r from rank r."""
         ...
 
-    def settle(self) -> None:
-        """Wait until all calls so far have ended; raises ExchangeFailed after the deadline."""
+    def settle(self, step: int | None = None) -> None:
+        """Wait until all calls up to those of `step` have ended, None for all so far. Raises
+        ExchangeFailed after the deadline."""
         ...
 
     def abort(self, reason: str) -> None:
@@ -61,7 +62,7 @@ class TorchExchange:
         self.group, self.timeout_s = process_group, timeout_s
         self.rank, self.ranks = process_group.rank(), process_group.size()
         self.step = self.calls = self.bytes_sent = 0
-        self._last: Any = None
+        self._last: dict[int, Any] = {}  # what was queued last, by step
         self._reason: str | None = None
 
     def gather(self, x: Tensor) -> Tensor:
@@ -84,10 +85,10 @@ class TorchExchange:
             self._meet(list(x), out)
         return out
 
-    def settle(self) -> None:
-        last, self._last = self._last, None
-        if last is not None:
-            self._wait(None, last)
+    def settle(self, step: int | None = None) -> None:
+        over = [known for known in self._last if step is None or known <= step]
+        for last in [self._last.pop(known) for known in over][-1:]:
+            self._wait(None, last, step)
 
     def abort(self, reason: str) -> None:
         self._reason = self._reason or reason
@@ -101,8 +102,8 @@ class TorchExchange:
 
     def _queue(self, call: Any) -> None:
         try:
-            self._last = call()
-            self._last.wait()  # makes the stream wait, not the host
+            self._last[self.step] = call()
+            self._last[self.step].wait()  # makes the stream wait, not the host
         except RuntimeError as error:
             raise self._failed(None, error) from error
 
@@ -120,19 +121,22 @@ class TorchExchange:
         for peer, work in works:
             self._wait(peer, work)
 
-    def _wait(self, peer: int | None, work: Any) -> None:
+    def _wait(self, peer: int | None, work: Any, step: int | None = None) -> None:
         try:
             work.wait(float(self.timeout_s))
         except RuntimeError as error:
-            raise self._failed(peer, error) from error
+            raise self._failed(peer, error, step) from error
 
-    def _failed(self, peer: int | None, error: RuntimeError) -> ExchangeFailed:
+    def _failed(
+        self, peer: int | None, error: RuntimeError, step: int | None = None
+    ) -> ExchangeFailed:
+        step = self.step if step is None else step
         if self._reason is not None:
-            return ExchangeFailed(self.rank, self.step, self._reason)
+            return ExchangeFailed(self.rank, step, self._reason)
         text = str(error).split("\n")[0]
         late = "imed out" in text
         cause = f"did not answer within {self.timeout_s:g} s" if late else text
-        return ExchangeFailed(peer, self.step, cause)
+        return ExchangeFailed(peer, step, cause)
 
 
 def cut(group: Any) -> None:

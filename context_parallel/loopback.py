@@ -39,7 +39,7 @@ class LoopbackExchange:
         self.bytes_sent += x.nbytes // self.ranks * (self.ranks - 1)
         return self._meet(x, self.rank)
 
-    def settle(self) -> None:
+    def settle(self, step: int | None = None) -> None:
         """Every call has ended when it returns."""
 
     def abort(self, reason: str) -> None:

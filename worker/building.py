@@ -15,7 +15,7 @@ from kvpaging.attention import accumulator
 from kvpaging.pool import BlockPool
 from kvpaging.store import Layout
 from worker.engine import Engine
-from worker.gang import Follower, Gang, GangRunner, RankRunner
+from worker.gang import Ends, Follower, GangRunner, RankRunner
 from worker.gang_plan import GangBuilder
 from worker.model import ModelShape, PagedModel
 from worker.plan import BatchBuilder
@@ -37,7 +37,7 @@ def build_engine(
     cpu_clock: Callable[[], float] | None = None,
     *,
     identity: Identity = UNNAMED,
-    gang: Gang | None = None,
+    gang: Ends | None = None,
     policy: ShardPolicy | None = None,
 ) -> Engine:
     """The engine around a loaded model, of this process alone or of a whole gang; `policy` says
@@ -85,7 +85,7 @@ def _policy(launch: Launch, ranks: int) -> ShardPolicy:
 def build_follower(
     launch: Launch,
     model: PagedModel,
-    gang: Gang,
+    gang: Ends,
     clock: Callable[[], float],
     cpu_clock: Callable[[], float] | None = None,
 ) -> Follower:
@@ -110,7 +110,7 @@ def _sizes(launch: Launch) -> dict[str, Any]:
     }
 
 
-def _gang_builder(launch: Launch, gang: Gang) -> GangBuilder:
+def _gang_builder(launch: Launch, gang: Ends) -> GangBuilder:
     pages = launch.layout
     return GangBuilder(
         pages,

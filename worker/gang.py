@@ -46,7 +46,7 @@ FATAL = (GangBroken, ExchangeFailed, WrongMessage, torch.AcceleratorError)
 
 
 @dataclass(frozen=True, slots=True)
-class Gang:
+class Ends:
     """One rank's ends of what connects it to the others, in one epoch."""
 
     exchange: Exchange
@@ -75,7 +75,7 @@ class RankRunner(Runner):
 
     def __init__(
         self,
-        gang: Gang,
+        gang: Ends,
         model: PagedModel,
         builder: GangBuilder,
         sampler: Sampler,
@@ -101,7 +101,7 @@ class RankRunner(Runner):
 
     def collect(self, flight: InFlight) -> StepResult:
         if any(row.sharded for row in flight.plan.rows):
-            self.gang.exchange.settle()
+            self.gang.exchange.settle(flight.plan.step)
         return super().collect(flight)
 
     def _prepare(self, plan: StepPlan) -> Batch:
@@ -170,7 +170,7 @@ class RankRunner(Runner):
 class GangRunner(RankRunner):
     """Rank 0's runner: what an engine asks of it all ranks do."""
 
-    def __init__(self, gang: Gang, *parts: Any, depth: int, **options: Any) -> None:
+    def __init__(self, gang: Ends, *parts: Any, depth: int, **options: Any) -> None:
         """`depth` steps may be under way, as in the engine; the rest is of `RankRunner`."""
         super().__init__(gang, *parts, **options)
         self.depth = depth
@@ -311,7 +311,7 @@ class Follower:
             self._end(step, error)
             raise EngineDead(f"the gang stopped: {error}") from error
 
-    def _launch(self, told: gang_wire.Step) -> None:
+    def _launch(self, told: gang_wire.Told) -> None:
         self._check(told)
         try:
             self._flying.append((told.step, self.runner.launch(told.plan)))
@@ -320,7 +320,7 @@ class Follower:
         except Exception as error:
             self._flying.append((told.step, error))
 
-    def _check(self, told: gang_wire.Step) -> None:
+    def _check(self, told: gang_wire.Told) -> None:
         """Raises GangBroken unless this rank is where rank 0 thinks it is."""
         rank = self.gang.rank
         if told.epoch != self.gang.epoch:

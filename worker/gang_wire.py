@@ -39,7 +39,7 @@ class Change(NamedTuple):
     ids: tuple[list[int], ...]
 
 
-class Step(NamedTuple):
+class Told(NamedTuple):
     """What every rank is to do next. `digest` is of the tables after the changes."""
 
     epoch: int
@@ -117,7 +117,7 @@ class Listener:
     def __init__(self) -> None:
         self._seated: dict[int, Sequence] = {}
 
-    def step(self, body: list[Any]) -> Step:
+    def step(self, body: list[Any]) -> Told:
         """What `read` gave for a message of rank 0. Raises WrongMessage."""
         try:
             epoch, step, digest, packed, copies, rows = body
@@ -126,7 +126,7 @@ class Listener:
             plan = StepPlan(step, tuple(self._row(*row) for row in rows), made)
         except (TypeError, ValueError, KeyError) as error:
             raise WrongMessage(f"a step that cannot be read: {error}") from error
-        return Step(epoch, step, digest, plan, changes)
+        return Told(epoch, step, digest, plan, changes)
 
     def _row(
         self,

@@ -19,7 +19,7 @@ from configs.schema import ClusterConfig, Config
 from context_parallel.exchange import TorchExchange
 from context_parallel.group import Meeting, TorchChannel
 from kvpaging.store import BlockStore
-from worker.gang import Gang
+from worker.gang import Ends
 from worker.memory import DoesNotFit
 from worker.runner import Runner
 from worker.startup import Launch, agreed, resolve
@@ -78,7 +78,7 @@ class Seat:
         said = self.meeting.meet("sizes", str(launch.memory.slices).encode())
         return agreed(launch, [int(slices) for slices in said])
 
-    def connect(self, device: torch.device, pull_timeout_s: float) -> tuple[Gang, TorchChannel]:
+    def connect(self, device: torch.device, pull_timeout_s: float) -> tuple[Ends, TorchChannel]:
         """The ways to the other ranks for steps, and one for blocks, which notices a rank that
         hangs before pulls run out. Raises MeetingFailed, ExchangeFailed."""
         channel = self._channel("steps", self.timeout_s)
@@ -88,7 +88,7 @@ class Seat:
         exchange.gather(torch.zeros(1, device=device))
         exchange.settle()
         exchange.calls = exchange.bytes_sent = 0
-        return Gang(exchange, channel, self.epoch), blocks
+        return Ends(exchange, channel, self.epoch), blocks
 
     def _channel(self, name: str, timeout_s: float) -> TorchChannel:
         return TorchChannel(
@@ -127,7 +127,7 @@ def told(seat: Seat | None, work: Callable[[], _T]) -> _T:
 
 def launched(
     config: Config, directory: Path, seat: Seat | None
-) -> tuple[Launch, tuple[Gang, TorchChannel] | None]:
+) -> tuple[Launch, tuple[Ends, TorchChannel] | None]:
     """What is decided before weights are loaded, by all ranks of a gang together; and the ways
     between them."""
     torch.set_num_threads(threads_of(config.cluster, os.cpu_count() or 1))

@@ -23,7 +23,7 @@ from kvpaging.store import BlockStore, Layout, layout
 from worker.building import build_engine, build_follower, geometries
 from worker.device import choose_device, free_memory_bytes, has_fast_bfloat16
 from worker.engine import Engine
-from worker.gang import Follower, Gang
+from worker.gang import Ends, Follower
 from worker.memory import DoesNotFit, MemoryPlan, plan_memory, with_slices
 from worker.model import ModelShape, PagedModel, UnsupportedModel, fix_rotary, probe
 from worker.params import MAX_BEAM_WIDTH, ParamLimits, SamplingParams
@@ -217,7 +217,7 @@ def start(
     clock: Callable[[], float],
     cpu_clock: Callable[[], float] | None = None,
     key: bytes = b"",
-    gang: Gang | None = None,
+    gang: Ends | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Engine:
     """Load, check, build; rank 0 of a gang. Raises UnsupportedModel where the check fails."""
@@ -230,7 +230,7 @@ def start(
 
 def start_follower(
     launch: Launch,
-    gang: Gang,
+    gang: Ends,
     *,
     clock: Callable[[], float],
     cpu_clock: Callable[[], float] | None = None,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from context_parallel.exchange import ExchangeFailed
+from context_parallel.exchange import ExchangeFailed, TorchExchange
 from tests.context_parallel.gang import Case, Row
 from tests.context_parallel.processes import DEADLINE_S, Processes, attended, fail, moved
 
@@ -74,3 +76,55 @@ def test_a_rank_at_fault_is_named(
 def test_an_error_says_what_is_known() -> None:
     assert str(ExchangeFailed(3, 12, "gone")) == "step 12: rank 3: gone"
     assert str(ExchangeFailed(None, None, "gone")) == "a rank: gone"
+
+
+class Group:
+    """A process group whose calls are queued, as those of NCCL are; notes what a host waits for."""
+
+    def __init__(self) -> None:
+        self.waited: list[int] = []
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+    def call(self, number: int, error: RuntimeError | None = None) -> Callable[[], Any]:
+        def wait(timeout_s: float | None = None) -> None:
+            if timeout_s is not None:
+                self.waited.append(number)
+                if error is not None:
+                    raise error
+
+        return lambda: SimpleNamespace(wait=wait)
+
+
+def test_only_the_exchanges_of_the_steps_asked_for_are_waited_for() -> None:
+    """The next step may be under way already: it is not waited for, or two would not overlap."""
+    group = Group()
+    exchange = TorchExchange(group, 1.0)
+    for step, number in ((1, 10), (1, 11), (2, 20), (3, 30), (3, 31)):
+        exchange.step = step
+        exchange._queue(group.call(number))
+    exchange.settle(1)
+    assert group.waited == [11]
+    exchange.settle(2)
+    exchange.settle(2)
+    assert group.waited == [11, 20]
+    exchange.step = 4
+    exchange._queue(group.call(40))
+    exchange.settle()
+    exchange.settle()
+    assert group.waited == [11, 20, 40]
+
+
+def test_a_deadline_names_the_step_that_is_waited_for() -> None:
+    group = Group()
+    exchange = TorchExchange(group, 1.0)
+    exchange.step = 1
+    exchange._queue(group.call(10, RuntimeError("Timed out")))
+    exchange.step = 2
+    exchange._queue(group.call(20))
+    with pytest.raises(ExchangeFailed, match=r"^step 1: a rank: did not answer within 1 s"):
+        exchange.settle(1)

@@ -16,7 +16,7 @@ from tests.context_parallel import ranks as processes
 from tests.worker.gangs import InTurn, fresh_pages, leader, widened
 from tests.worker.served import Models
 from worker.building import build_follower
-from worker.gang import Gang
+from worker.gang import Ends
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -68,7 +68,7 @@ class ProcessGang:
         self.gang = _connected(meeting)
 
     @contextmanager
-    def engine(self, job: Job, *, sharded_from: int) -> Iterator[tuple[Engine, Gang]]:
+    def engine(self, job: Job, *, sharded_from: int) -> Iterator[tuple[Engine, Ends]]:
         """An engine whose other ranks serve it until the block ends."""
         launch, model = job.launch(self.models, self.ranks)
         for pipe in self._pipes:
@@ -93,9 +93,9 @@ class ProcessGang:
             process.join()
 
 
-def _connected(meeting: Meeting) -> Gang:
+def _connected(meeting: Meeting) -> Ends:
     channel = processes.channel(meeting, TIMEOUT_S)
-    return Gang(processes.exchange(meeting, TIMEOUT_S), channel, EPOCH)
+    return Ends(processes.exchange(meeting, TIMEOUT_S), channel, EPOCH)
 
 
 def _serve(pipe: Connection, home: Path, address: Address, rank: int, ranks: int) -> None:

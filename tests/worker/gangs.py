@@ -14,7 +14,7 @@ from context_parallel.loopback import channels, loopback
 from context_parallel.policy import ShardPolicy, Start
 from kvpaging.store import BlockStore
 from worker.building import build_engine, build_follower
-from worker.gang import Gang
+from worker.gang import Ends
 from worker.model import PagedModel
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class InTurn(ShardPolicy):
 class Ranks:
     """The followers of a gang in threads, and how each of them ended."""
 
-    def __init__(self, gangs: list[Gang]) -> None:
+    def __init__(self, gangs: list[Ends]) -> None:
         self.gangs = gangs
         self.followers: list[Follower] = []
         self.ends: dict[int, Exception | None] = {}
@@ -67,10 +67,10 @@ class Ranks:
             self.ends[follower.gang.rank] = None
 
 
-def gangs(ranks: int, *, epoch: int = 1, timeout_s: float = TIMEOUT_S) -> list[Gang]:
+def gangs(ranks: int, *, epoch: int = 1, timeout_s: float = TIMEOUT_S) -> list[Ends]:
     """The ends of all ranks of a gang."""
     pairs = zip(loopback(ranks, timeout_s), channels(ranks, timeout_s), strict=True)
-    return [Gang(exchange, channel, epoch) for exchange, channel in pairs]
+    return [Ends(exchange, channel, epoch) for exchange, channel in pairs]
 
 
 def twin(hf: PreTrainedModel) -> PreTrainedModel:
@@ -94,7 +94,7 @@ def fresh_pages(launch: Launch, hf: PreTrainedModel) -> PagedModel:
 
 
 def leader(
-    launch: Launch, model: PagedModel, gang: Gang, depth: int, policy: ShardPolicy
+    launch: Launch, model: PagedModel, gang: Ends, depth: int, policy: ShardPolicy
 ) -> Engine:
     """Rank 0's engine."""
     engine = build_engine(launch, model, lambda: 0.0, gang=gang, policy=policy)

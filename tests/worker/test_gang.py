@@ -311,6 +311,19 @@ def test_reads_that_any_rank_saved_are_counted_once(models):
         assert engine.stats.saved_reads == 12
 
 
+def test_to_collect_a_step_is_to_wait_for_its_own_exchanges(models):
+    with gang_engine(*launched(models, "llama"), 2, depth=2, sharded_from=EVERYTHING) as (
+        engine,
+        members,
+    ):
+        settled = []
+        members.gangs[0].exchange.settle = settled.append
+        submit(engine, 1)
+        run_out(engine)
+        assert settled == list(range(engine.stats.steps))
+        assert len(settled) > NEW_TOKENS // 2
+
+
 class OnGPU:
     """A tensor of which a test looks only where it is."""
 

@@ -47,7 +47,7 @@ def row(sequence, start: int, count: int, changed_from: int = 0, **options) -> R
     )
 
 
-def sent(teller: Teller, listener: Listener, plan: StepPlan, digest: int = 0) -> gang_wire.Step:
+def sent(teller: Teller, listener: Listener, plan: StepPlan, digest: int = 0) -> gang_wire.Told:
     kind, body = gang_wire.read(teller.step(plan, gang_wire.changes_of(plan), digest))
     assert kind == STEP
     return listener.step(body)
