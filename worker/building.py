@@ -24,6 +24,7 @@ from worker.prefix import Identity, PrefixCache
 from worker.runner import Runner
 from worker.sampler import Sampler
 from worker.scheduler import Scheduler
+from worker.speculation import Speculation
 
 if TYPE_CHECKING:
     from worker.startup import Launch
@@ -66,7 +67,12 @@ def build_engine(
     )
     return Engine(
         Scheduler(
-            pools, launch.layout.block_size, limits, prefix, policy or _policy(launch, ranks)
+            pools,
+            launch.layout.block_size,
+            limits,
+            prefix,
+            policy or _policy(launch, ranks),
+            speculation(launch),
         ),
         runner,
         end_tokens=frozenset(ends),
@@ -81,6 +87,18 @@ def _policy(launch: Launch, ranks: int) -> ShardPolicy:
     held = launch.memory.slices * launch.layout.block_size
     threshold = launch.config.pool.shard_from_tokens
     return ShardPolicy(ranks, shard_from_tokens=threshold or held)
+
+
+def speculation(launch: Launch) -> Speculation:
+    """As configured; on a CPU a step of more than a few tokens takes a time for each."""
+    asked = launch.config.speculation
+    most = 16 if launch.device.type == "cpu" else 128
+    return Speculation(
+        asked.method,
+        k=asked.k_max,
+        step_tokens=most if asked.step_tokens is None else asked.step_tokens,
+        max_model_len=launch.memory.max_model_len,
+    )
 
 
 def build_follower(

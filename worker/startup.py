@@ -26,7 +26,7 @@ from worker.engine import Engine
 from worker.gang import Follower, Gang
 from worker.memory import DoesNotFit, MemoryPlan, plan_memory, with_slices
 from worker.model import ModelShape, PagedModel, UnsupportedModel, fix_rotary, probe
-from worker.params import MAX_BEAM_WIDTH, ParamLimits, SamplingParams
+from worker.params import MAX_BEAM_WIDTH, MAX_GUESSES, ParamLimits, SamplingParams
 from worker.plan import BatchBuilder
 from worker.prefix import Identity
 from worker.request import Request
@@ -112,7 +112,7 @@ def resolve(
     limits = Limits(
         max_num_seqs=seqs,
         max_batch_tokens=config.scheduler.max_batch_tokens or (512 if on_cpu else 8192),
-        max_logit_rows=2 * seqs,
+        max_logit_rows=seqs + max(seqs, MAX_GUESSES + 1),
         max_waiting=config.scheduler.max_waiting,
     )
     params = ParamLimits(
@@ -201,6 +201,7 @@ def _workspace_bytes(
         dtype,
         max_logit_bias=params.max_logit_bias,
         device=device,
+        samples=limits.max_logit_rows,
     )
     exchange = 0
     if ranks > 1:
