@@ -21,7 +21,7 @@ from tests.worker.guessing import Told, guessing
 from tests.worker.sampling import make
 from tests.worker.test_engine import NOW, assert_empty, run
 from tests.worker.test_gang_schedule import IGNORE, scheduler_plans, storm
-from worker import speculation
+from worker import speculation, wire
 from worker.params import SamplingParams
 from worker.request import Request
 from worker.sampler import SampleRow
@@ -315,3 +315,24 @@ def test_guesses_preempt_nobody():
     assert engine.scheduler.preemptions == 0
     for i in range(2):
         assert tokens_of(outputs, f"r{i}") == expected(range(i, i + 6), 6)
+
+
+def test_a_resubmission_with_guesses_goes_on_where_it_was():
+    engine = make_engine(batch_tokens=64, speculation=guessing(knowing(0.3)))
+    whole = expected(range(10), 30)
+    options = {"generated": (tuple(whole[:11]),), "attempt": 1, "options": IGNORE}
+    engine.submit(make_request("r", range(10), 30, **options))
+    assert tokens_of(run(engine), "r") == whole[11:]
+    assert engine.scheduler.speculation.stats.accepted_tokens > 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_scored_prompt_is_scored_once_and_guessed_on(depth):
+    engine = make_engine(depth=depth, batch_tokens=7, speculation=guessing(knowing(0.3)))
+    options = {"prompt_logprobs": 0} | IGNORE
+    engine.submit(make_request("r", range(20), 20, options=options))
+    outputs = run(engine)
+    scores = [e for _, e in outputs if isinstance(e, wire.PromptLogprobs)]
+    assert sum(len(e.entries) for e in scores) == 19
+    assert tokens_of(outputs, "r") == expected(range(20), 20)
+    assert engine.scheduler.speculation.stats.accepted_tokens > 0
