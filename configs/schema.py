@@ -360,6 +360,8 @@ class Config:
             max_workers=self.scaling.max_workers,
             block_size=self.kv.block_size,
         )
+        if self.speculation.method == "draft_model" and self.speculation.draft_model is None:
+            yield "speculation.method=draft_model needs a model directory: speculation.draft_model"
         if cluster.collective_timeout_s >= cluster.step_timeout_s:
             yield (
                 f"cluster.collective_timeout_s={cluster.collective_timeout_s:g} must be less than "

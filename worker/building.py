@@ -15,6 +15,7 @@ from kvpaging.attention import accumulator
 from kvpaging.pool import BlockPool
 from kvpaging.store import Layout
 from worker.device import free_memory_bytes
+from worker.drafting import DraftModel
 from worker.engine import Engine
 from worker.gang import Follower, Gang, GangRunner, RankRunner
 from worker.gang_plan import GangBuilder
@@ -41,6 +42,7 @@ def build_engine(
     identity: Identity = UNNAMED,
     gang: Gang | None = None,
     policy: ShardPolicy | None = None,
+    draft: DraftModel | None = None,
 ) -> Engine:
     """The engine around a loaded model, of this process alone or of a whole gang; `policy` says
     when sequences are spread over it, None what is configured."""
@@ -72,7 +74,7 @@ def build_engine(
             limits,
             prefix,
             policy or _policy(launch, ranks),
-            speculation(launch),
+            speculation(launch, draft),
         ),
         runner,
         end_tokens=frozenset(ends),
@@ -89,7 +91,17 @@ def _policy(launch: Launch, ranks: int) -> ShardPolicy:
     return ShardPolicy(ranks, shard_from_tokens=threshold or held)
 
 
-def speculation(launch: Launch) -> Speculation:
+def build_draft(launch: Launch, model: PagedModel) -> DraftModel:
+    """A draft model that is loaded, with the sizes of its own launch."""
+    return DraftModel(
+        model,
+        BatchBuilder(launch.layout, **_sizes(launch)),
+        max_model_len=launch.memory.max_model_len,
+        chunk=launch.limits.max_batch_tokens,
+    )
+
+
+def speculation(launch: Launch, draft: DraftModel | None = None) -> Speculation:
     """As configured; on a CPU a step of more than a few tokens takes a time for each."""
     asked = launch.config.speculation
     most = 16 if launch.device.type == "cpu" else 128
@@ -98,6 +110,7 @@ def speculation(launch: Launch) -> Speculation:
         k=asked.k_max,
         step_tokens=most if asked.step_tokens is None else asked.step_tokens,
         max_model_len=launch.memory.max_model_len,
+        draft=None if draft is None else draft.proposer,
     )
 
 

@@ -16,8 +16,8 @@ MAX_TEMPERATURE = 2.0
 MAX_BEAM_WIDTH = 128
 """Each beam takes a slot, a row of logits, and blocks of its own after the prompt."""
 
-NO_SPECULATION, PROMPT_LOOKUP = "none", "prompt_lookup"
-SPECULATIONS = (NO_SPECULATION, PROMPT_LOOKUP)
+NO_SPECULATION, PROMPT_LOOKUP, DRAFT_MODEL = "none", "prompt_lookup", "draft_model"
+SPECULATIONS = (NO_SPECULATION, PROMPT_LOOKUP, DRAFT_MODEL)
 MAX_GUESSES = 31
 """Tokens guessed at a time: with the one before them they stay a short row in a gang."""
 

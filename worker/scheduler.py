@@ -80,13 +80,14 @@ class Scheduler:
         self._orders, self._turns = 0, Turns()
 
     def submit(self, request: Request) -> None:
-        """Queue a request; raises QueueFull at the bound. Re-submissions are always let in."""
+        """Queue a request. Raises QueueFull at the bound, re-submissions are always let in, and
+        ParamError where it asks for guesses of a kind that is not here."""
         waiting = sum(s is s.request.sequences[0] for s in self.waiting)
         if waiting >= self.limits.max_waiting and request.attempt == 0:
             raise QueueFull(waiting)
+        self.speculation.equip(request)
         self._orders += 1
         request.order = self._orders
-        self.speculation.equip(request)
         request.turn = self._turns.take(request.tenant, len(request.prompt))
         for sequence in request.sequences:
             if sequence.finish_reason is None:
@@ -201,6 +202,8 @@ class Scheduler:
         self.running.remove(sequence)
         self.slots.append(sequence.slot)
         sequence.slot = NO_SLOT
+        if sequence.speculator is not None:
+            sequence.speculator.proposer.close()
         assert sequence.table is not None
         sequence.table.release(sequence.last_step if sequence.planned else None)
         sequence.table = None

@@ -14,7 +14,7 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from worker.params import NO_SPECULATION, PROMPT_LOOKUP
+from worker.params import DRAFT_MODEL, NO_SPECULATION, PROMPT_LOOKUP, ParamError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
@@ -41,6 +41,9 @@ class Proposer(Protocol):
     def propose(self, tokens: Seq[int], k: int) -> list[int]:
         """At most `k` token ids, likeliest continuation; none where there is no idea."""
 
+    def close(self) -> None:
+        """Give back what is kept for the sequence, which has left its slot; it may return."""
+
 
 class PromptLookup:
     """Guesses that what followed the last tokens before follows them again."""
@@ -58,6 +61,9 @@ class PromptLookup:
             if place is not None:
                 return _copied(tokens, place, k)
         return []
+
+    def close(self) -> None:
+        """The places stay: they are true for as long as the sequence is."""
 
     def _learn(self, tokens: Seq[int]) -> None:
         stop = min(len(tokens), self._learned + LEARNED_AT_ONCE)
@@ -142,23 +148,32 @@ class Speculation:
         step_tokens: int = 0,
         max_model_len: int = 1 << 31,
         make: Callable[[], Proposer] = PromptLookup,
+        draft: Callable[[], Proposer] | None = None,
     ) -> None:
         self.method, self.k, self.step_tokens = method, k, step_tokens
-        self.max_model_len, self.make = max_model_len, make
+        self.max_model_len, self.makers = max_model_len, {PROMPT_LOOKUP: make}
+        if draft is not None:
+            self.makers[DRAFT_MODEL] = draft
         self.stats = SpeculationStats()
 
     def equip(self, request: Request) -> None:
-        """Give each choice a speculator where the request wants one and can have it."""
+        """Give each choice a speculator where the request wants one and can have it. Raises
+        ParamError where it asks for a method that is not here."""
         params = request.params
-        if (params.speculation or self.method) != PROMPT_LOOKUP:
+        method = params.speculation or self.method
+        if method == NO_SPECULATION:
             return
+        make = self.makers.get(method)
+        if make is None:
+            allowed = f"one of {', '.join((NO_SPECULATION, *self.makers))}"
+            raise ParamError("speculation.method", method, allowed, "speculation.draft_model")
         # Penalties need the counts of every guess; a search samples nothing.
         reason = "beams" if request.beams is not None else "penalties" * params.penalised
         if reason:
             self.stats.off[reason] = self.stats.off.get(reason, 0) + 1
             return
         for sequence in request.sequences:
-            sequence.speculator = Speculator(self.make(), params.speculation_k or self.k)
+            sequence.speculator = Speculator(make(), params.speculation_k or self.k)
 
     def room(self, sequence: Sequence) -> int:
         """Guesses that a sequence can still use: the token sampled after them is its last."""

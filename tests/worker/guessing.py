@@ -24,6 +24,9 @@ class Told:
                         else token)  # fmt: skip
         return said[len(tokens) :]
 
+    def close(self) -> None:
+        pass
+
 
 def guessing(make: Callable[[], Proposer] = PromptLookup, *, k: int = 8) -> Speculation:
     """Speculation for all requests, whatever the load."""
