@@ -10,7 +10,9 @@ import pytest
 
 from configs.loading import load
 from tests.families import PROMPT_LENGTHS, reference
+from tests.worker.gang_processes import Job
 from tests.worker.served import FREE_BYTES, GREEDY, MAX_NUM_SEQS, answer, request_of
+from tests.worker.test_gang_equality import threads
 from worker.building import build_draft
 from worker.drafting import DraftModel
 from worker.model import UnsupportedModel
@@ -60,6 +62,20 @@ def test_the_output_is_that_without_a_draft_model(
     assert stats.drafts > 0
     if small == "llama":  # it knows what it will say
         assert stats.accepted_tokens == stats.draft_tokens
+
+
+def test_a_gang_of_two_drafts_on_its_first_rank(models: Models) -> None:
+    job = Job("llama", 16, "float64", 64, 2)
+    with threads(models, 2, job, 30) as (engine, _):
+        speculation = engine.scheduler.speculation
+        speculation.makers[DRAFT_MODEL], speculation.step_tokens = (
+            draft_of(models, "qwen2").proposer,
+            999,
+        )
+        said = answer(engine, [asking(index) for index in ALL[::-1]])
+        assert engine.runner.gang.exchange.calls > 0
+    assert said == [[reference("llama", index)] for index in ALL[::-1]]
+    assert speculation.stats.drafts > 0
 
 
 def test_a_proposer_says_what_its_model_says_whatever_was_taken_before(models: Models) -> None:
