@@ -88,7 +88,8 @@ class Speculator:
     """How many tokens of one sequence to guess, as its guesses have fared.
 
     Twice as many after a step that took all, one more than were right after others; where none is
-    right several times in a row, a pause, each twice as long as the last.
+    right several times in a row, a pause, each twice as long as the last; so too where a step was
+    let pass to know the last token and nothing came to mind.
     """
 
     __slots__ = ("_misses", "_resumes_at", "held", "k", "k_max", "proposer")
@@ -106,7 +107,8 @@ class Speculator:
     def propose(self, tokens: Seq[int], k: int) -> tuple[int, ...]:
         drafts = tuple(self.proposer.propose(tokens, k)[:k])
         if self.held and not drafts:  # a step was lost for nothing
-            self._resumes_at = len(tokens) + 4
+            self._misses += 1
+            self._resumes_at = len(tokens) + 2 ** min(self._misses + 1, LONGEST_PAUSE)
         self.held = False
         return drafts
 

@@ -97,6 +97,27 @@ def test_one_that_is_never_right_is_asked_less_and_less():
     assert speculator.ready(1001)
 
 
+def test_steps_that_were_let_pass_for_nothing_become_rare():
+    engine = make_engine(depth=2, batch_tokens=64, speculation=guessing(Silent), max_model_len=400)
+    engine.scheduler.speculation.max_model_len = 400
+    plans = scheduler_plans(engine)
+    engine.submit(make_request("r", range(10), 150, options=IGNORE))
+    turns = 0
+    while not engine.idle:
+        engine.step(NOW)
+        turns += 1
+    assert len(plans) in (150, 151)  # one may be computed beyond the end
+    assert turns - len(plans) < 12
+
+
+class Silent:
+    def propose(self, tokens, k):
+        return []
+
+    def close(self):
+        pass
+
+
 def samples(*tokens, bad=()):
     return [(token, place in bad, None) for place, token in enumerate(tokens)]
 
