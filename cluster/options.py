@@ -22,4 +22,4 @@ class SpeculationOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     method: Literal["none", "prompt_lookup", "draft_model"] | None = None
-    k: int | None = Field(None, ge=1, le=MAX_GUESSES)
+    k: int | None = Field(default=None, ge=1, le=MAX_GUESSES)

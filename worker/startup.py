@@ -193,12 +193,13 @@ def resolve(
 
 def _read(directory: Path, setting: str) -> PretrainedConfig:
     try:
-        return AutoConfig.from_pretrained(directory)
+        found: PretrainedConfig = AutoConfig.from_pretrained(directory)
     except (ValueError, OSError, KeyError) as error:
         reason = str(error).strip().split("\n")[0]
         raise UnsupportedModel(
             f"{setting}: its config.json is not one that this transformers can read: {reason}"
         ) from error
+    return found
 
 
 def _draft(
