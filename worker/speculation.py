@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from worker import wire
     from worker.request import Request, Sequence
 
-SIZES = (4, 2)
+SIZES = (5, 3)
 """Tokens that must recur for their continuation to be guessed; the longer is looked for first."""
 
 KNOWN_MAX = 1 << 16

@@ -55,9 +55,9 @@ def test_lookup_says_what_a_rescan_finds(seed):
 
 
 def test_lookup_prefers_the_longer_run_and_the_later_place():
-    tokens = [1, 2, 3, 4, 50, 9, 3, 4, 60, 9, 3, 4, 70, 1, 2, 3, 4]
+    tokens = [1, 2, 3, 4, 5, 50, 9, 3, 4, 5, 60, 9, 3, 4, 5, 70, 1, 2, 3, 4, 5]
     assert PromptLookup().propose(tokens, 1) == [50]
-    assert PromptLookup().propose([*tokens[:-3], 9, 3, 4], 1) == [70]
+    assert PromptLookup().propose([*tokens[:-4], 8, 3, 4, 5], 1) == [70]
     assert PromptLookup().propose([5, 6, 7], 4) == []
 
 
