@@ -177,10 +177,21 @@ class Speculation:
         for sequence in request.sequences:
             sequence.speculator = Speculator(make(), params.speculation_k or self.k)
 
-    def room(self, sequence: Sequence) -> int:
-        """Guesses that a sequence can still use: the token sampled after them is its last."""
-        limit = min(sequence.request.params.max_tokens + sequence.prompt_tokens, self.max_model_len)
-        return limit - len(sequence.tokens) - sequence.pending - 1
+    def guess(
+        self, sequence: Sequence, speculator: Speculator, room: int
+    ) -> tuple[int, ...] | None:
+        """At most `room` tokens that may follow a sequence. None where it should let this step
+        pass to know its last token, which a step under way is to say."""
+        length = len(sequence.tokens) + sequence.pending
+        most = min(sequence.request.params.max_tokens + sequence.prompt_tokens, self.max_model_len)
+        # The token that is sampled after the guesses is the last there can be.
+        k = min(speculator.k, room, most - length - 1)
+        if k < 1 or not speculator.ready(length):
+            return ()
+        if sequence.pending:
+            speculator.held = True
+            return None
+        return speculator.propose(sequence.tokens, k)
 
     def note(self, sequence: Sequence, guessed: int, right: int) -> None:
         """A step has said that the first `right` of `guessed` tokens are right."""

@@ -141,27 +141,14 @@ class Step:
             self._admit()
 
     def _guess(self, sequence: Sequence, singles: int) -> tuple[int, ...] | None:
-        """What is guessed to follow a sequence, with room left for so many `singles`. None where
-        it waits for the last token, which a step under way is to say."""
-        speculator, table = sequence.speculator, sequence.table
-        if speculator is None or table is None or self.spare < 1 or self.only is not None:
+        """What is guessed to follow, with room left for so many `singles`; None where it waits."""
+        table, scheduler = sequence.table, self.scheduler
+        if sequence.speculator is None or table is None or self.only is not None:
             return ()
-        length = len(sequence.tokens) + sequence.pending
-        k = min(
-            speculator.k,
-            self.spare,
-            self.policy.tile - 1,
-            self._left(table) - singles,
-            self.logits_left[table.ranks[0]] - len(self.scheduler.running),
-            self.scheduler.speculation.room(sequence),
-        )
-        if k < 1 or not speculator.ready(length):
-            return ()
-        if sequence.pending:
-            speculator.held = True
-            return None
-        drafts = speculator.propose(sequence.tokens, k)
-        self.spare -= len(drafts)
+        logits = self.logits_left[table.ranks[0]] - len(scheduler.running)
+        room = min(self.spare, self.policy.tile - 1, self._left(table) - singles, logits)
+        drafts = scheduler.speculation.guess(sequence, sequence.speculator, room)
+        self.spare -= len(drafts or ())
         return drafts
 
     def _beside(self, sequence: Sequence, singles: Seq[Sequence]) -> int:
