@@ -126,7 +126,8 @@ class Speculator:
 @dataclass(slots=True)
 class SpeculationStats:
     """Counters since start. `right_at[i]` counts guesses number i of a row that were right;
-    `off` the requests, by reason, that asked for speculation and go on without."""
+    `off` what goes on without guesses, by reason: requests that wanted some and cannot have them,
+    choices whose proposer failed ("error")."""
 
     drafts: int = 0
     draft_tokens: int = 0
@@ -157,6 +158,7 @@ class Speculation:
         if draft is not None:
             self.makers[DRAFT_MODEL] = draft
         self.stats = SpeculationStats()
+        self.on_error: Callable[[Exception], None] = lambda error: None
 
     def equip(self, request: Request) -> None:
         """Give each choice a speculator where the request wants one and can have it. Raises
@@ -172,7 +174,7 @@ class Speculation:
         # Penalties need the counts of every guess; a search samples nothing.
         reason = "beams" if request.beams is not None else "penalties" * params.penalised
         if reason:
-            self.stats.off[reason] = self.stats.off.get(reason, 0) + 1
+            self._switched_off(reason)
             return
         for sequence in request.sequences:
             sequence.speculator = Speculator(make(), params.speculation_k or self.k)
@@ -191,7 +193,18 @@ class Speculation:
         if sequence.pending:
             speculator.held = True
             return None
-        return speculator.propose(sequence.tokens, k)
+        try:
+            return speculator.propose(sequence.tokens, k)
+        except Exception as error:
+            # It goes on without guesses. Where the device itself failed, so does the next step.
+            speculator.proposer.close()
+            sequence.speculator = None
+            self._switched_off("error")
+            self.on_error(error)
+            return ()
+
+    def _switched_off(self, reason: str) -> None:
+        self.stats.off[reason] = self.stats.off.get(reason, 0) + 1
 
     def note(self, sequence: Sequence, guessed: int, right: int) -> None:
         """A step has said that the first `right` of `guessed` tokens are right."""

@@ -357,3 +357,24 @@ def test_a_scored_prompt_is_scored_once_and_guessed_on(depth):
     assert sum(len(e.entries) for e in scores) == 19
     assert tokens_of(outputs, "r") == expected(range(20), 20)
     assert engine.scheduler.speculation.stats.accepted_tokens > 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_proposer_that_fails_is_left_out_and_told(depth):
+    class Failing(Silent):
+        closed = 0
+
+        def propose(self, tokens, k):
+            raise RuntimeError("injected")
+
+        def close(self):
+            Failing.closed += 1
+
+    scheme, told = guessing(Failing), []
+    scheme.on_error = told.append
+    engine = make_engine(depth=depth, batch_tokens=64, speculation=scheme)
+    engine.submit(make_request("r", range(10), 30, options=IGNORE))
+    assert tokens_of(run(engine), "r") == expected(range(10), 30)
+    assert [str(error) for error in told] == ["injected"]
+    assert (Failing.closed, scheme.stats.off) == (1, {"error": 1})
+    assert_empty(engine)
