@@ -224,6 +224,7 @@ class Metrics:
                 blocks.add_metric((self._model, gang, state), float(count))
         yield blocks
         yield from self._transfers(snapshots)
+        yield from self._speculation(snapshots)
         config = GaugeMetricFamily(
             "vllm:cache_config_info",
             "The KV cache, as labels",
@@ -239,6 +240,25 @@ class Metrics:
         peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         memory.add_metric((self._labels["ingress"],), peak_kib * 1024.0)
         yield memory
+
+    def _speculation(self, snapshots: Mapping[str, Snapshot]) -> Iterator[Metric]:
+        labels = ("model_name", "engine")
+        right = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Guesses that were right, by place",
+            labels=(*labels, "position"),
+        )
+        off = CounterMetricFamily(
+            "kvatlas:speculation_off", "Requests without guesses", labels=(*labels, "reason")
+        )
+        for gang, snapshot in snapshots.items():
+            guesses = snapshot["speculation"]
+            for place, count in enumerate(guesses["right_at"]):
+                right.add_metric((self._model, gang, str(place)), float(count))
+            for reason, count in guesses["off"].items():
+                off.add_metric((self._model, gang, reason), float(count))
+        yield right
+        yield off
 
     def _transfers(self, snapshots: Mapping[str, Snapshot]) -> Iterator[Metric]:
         labels = ("model_name", "engine")
@@ -290,6 +310,10 @@ def _transfer(key: str) -> Callable[[Snapshot], float]:
     return lambda snapshot: float(snapshot["transfers"][key])
 
 
+def _guesses(key: str) -> Callable[[Snapshot], float]:
+    return lambda snapshot: float(snapshot["speculation"][key])
+
+
 _ENGINE_METRICS: tuple[tuple[str, str, str, Callable[[Snapshot], float]], ...] = (
     ("vllm:num_requests_running", "Sequences in steps", "gauge", _of("running")),
     ("vllm:num_requests_waiting", "Sequences in the queue", "gauge", _of("waiting")),
@@ -318,6 +342,19 @@ _ENGINE_METRICS: tuple[tuple[str, str, str, Callable[[Snapshot], float]], ...] =
     ("kvatlas:exchange_bytes", "Bytes sent in them", "counter", _of("exchange_bytes")),
     ("kvatlas:kv_swapped_blocks", "Duplicates given up", "counter", _prefix("swapped_blocks")),
     ("kvatlas:kv_evictions", "Cached blocks reused", "counter", _of("evictions")),
+    ("vllm:spec_decode_num_drafts", "Rows with guesses", "counter", _guesses("drafts")),
+    (
+        "vllm:spec_decode_num_draft_tokens",
+        "Tokens guessed",
+        "counter",
+        _guesses("draft_tokens"),
+    ),
+    (
+        "vllm:spec_decode_num_accepted_tokens",
+        "Guesses that were right",
+        "counter",
+        _guesses("accepted_tokens"),
+    ),
     ("kvatlas:pulls", "Requests that asked another engine", "counter", _transfer("pulls")),
     ("kvatlas:pulling", "Requests that wait for blocks", "gauge", _transfer("pulling")),
     ("kvatlas:pulled_blocks", "Blocks that came", "counter", _transfer("pulled_blocks")),

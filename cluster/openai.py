@@ -16,6 +16,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from cluster.errors import ApiError, invalid
+from cluster.options import SpeculationOptions, StreamOptions
 from configs.schema import LimitsConfig
 from worker.params import ParamError, ParamLimits, SamplingParams, check
 
@@ -83,13 +84,6 @@ class Served:
         )
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
-
-
 class Common(BaseModel):
     """What both kinds of completion take."""
 
@@ -123,6 +117,7 @@ class Common(BaseModel):
     cache_salt: str = ""
     priority: int = 0
     timeout: float | None = None
+    speculation: SpeculationOptions = SpeculationOptions()
 
     @property
     def width(self) -> int:
@@ -348,6 +343,8 @@ def _params(request: Common, served: Served, max_tokens: int | None) -> Sampling
         beam_width=request.width if request.use_beam_search else 0,
         length_penalty=request.length_penalty,
         early_stopping=str(request.early_stopping).lower(),
+        speculation=request.speculation.method or "",
+        speculation_k=request.speculation.k or 0,
     )
     try:
         check(params, served.params())

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from configs import pools as gang_pools
 from configs import rules
+from configs import speculation as guesses
 from configs.pools import PoolConfig, ScalingConfig
 from configs.rules import setting as _setting
+from configs.speculation import SpeculationConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -313,6 +315,7 @@ class Config:
     routing: RoutingConfig = RoutingConfig()
     cluster: ClusterConfig = ClusterConfig()
     scaling: ScalingConfig = gang_pools.NO_SCALING
+    speculation: SpeculationConfig = guesses.DEFAULT
 
     @property
     def pools(self) -> tuple[PoolConfig, ...]:
@@ -357,6 +360,8 @@ class Config:
             max_workers=self.scaling.max_workers,
             block_size=self.kv.block_size,
         )
+        if self.speculation.method == "draft_model" and self.speculation.draft_model is None:
+            yield "speculation.method=draft_model needs a model directory: speculation.draft_model"
         if cluster.collective_timeout_s >= cluster.step_timeout_s:
             yield (
                 f"cluster.collective_timeout_s={cluster.collective_timeout_s:g} must be less than "

@@ -14,6 +14,7 @@ from context_parallel.shard import Geometry
 from kvpaging.attention import accumulator
 from kvpaging.pool import BlockPool
 from kvpaging.store import Layout
+from worker.drafting import DraftModel
 from worker.engine import Engine
 from worker.gang import Ends, Follower, GangRunner, RankRunner
 from worker.gang_plan import GangBuilder
@@ -23,6 +24,7 @@ from worker.prefix import Identity, PrefixCache
 from worker.runner import Runner
 from worker.sampler import Sampler
 from worker.scheduler import Scheduler
+from worker.speculation import Speculation
 
 if TYPE_CHECKING:
     from worker.startup import Launch
@@ -39,6 +41,7 @@ def build_engine(
     identity: Identity = UNNAMED,
     gang: Ends | None = None,
     policy: ShardPolicy | None = None,
+    draft: DraftModel | None = None,
 ) -> Engine:
     """The engine around a loaded model, of this process alone or of a whole gang; `policy` says
     when sequences are spread over it, None what is configured."""
@@ -65,7 +68,12 @@ def build_engine(
     )
     return Engine(
         Scheduler(
-            pools, launch.layout.block_size, limits, prefix, policy or _policy(launch, ranks)
+            pools,
+            launch.layout.block_size,
+            limits,
+            prefix,
+            policy or _policy(launch, ranks),
+            speculation(launch, draft),
         ),
         runner,
         end_tokens=frozenset(ends),
@@ -80,6 +88,29 @@ def _policy(launch: Launch, ranks: int) -> ShardPolicy:
     held = launch.memory.slices * launch.layout.block_size
     threshold = launch.config.pool.shard_from_tokens
     return ShardPolicy(ranks, shard_from_tokens=threshold or held)
+
+
+def build_draft(launch: Launch, model: PagedModel) -> DraftModel:
+    """A draft model that is loaded, with the sizes of its own launch."""
+    return DraftModel(
+        model,
+        BatchBuilder(launch.layout, **_sizes(launch)),
+        max_model_len=launch.memory.max_model_len,
+        chunk=launch.limits.max_batch_tokens,
+    )
+
+
+def speculation(launch: Launch, draft: DraftModel | None = None) -> Speculation:
+    """As configured; on a CPU a step of more than a few tokens takes a time for each."""
+    asked = launch.config.speculation
+    most = 16 if launch.device.type == "cpu" else 128
+    return Speculation(
+        asked.method,
+        k=asked.k_max,
+        step_tokens=most if asked.step_tokens is None else asked.step_tokens,
+        max_model_len=launch.memory.max_model_len,
+        draft=None if draft is None else draft.proposer,
+    )
 
 
 def build_follower(

@@ -8,17 +8,19 @@ in the end each alone, so that only a request that itself fails is lost.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from worker import decoding, wire
+from worker.ending import ending, ending_of_beam, started
 from worker.load import Rates, blocks_in_use
 from worker.params import ParamError
 from worker.philox import derive
 from worker.request import Request, Sequence
 from worker.runner import InFlight, Runner, StepResult
 from worker.scheduler import QueueFull, Row, Scheduler, StepPlan
+from worker.speculation import Said, judge
 
 Output = tuple[Request, wire.Event]
 
@@ -98,7 +100,7 @@ class Engine:
         for sequence in request.sequences:
             if sequence.target <= 0:
                 sequence.finish_reason = "length"
-                events.append(self._finish_event(sequence, [], None))
+                events.append(ending(sequence, [], None))
                 self._forget_if_finished(request)
         return events
 
@@ -121,7 +123,7 @@ class Engine:
         for sequence in sequences:
             if sequence.finish_reason is None:
                 self.scheduler.finish(sequence, reason)
-                out.append((sequence.request, self._finish_event(sequence, [], None)))
+                out.append((sequence.request, ending(sequence, [], None)))
                 self._forget_if_finished(sequence.request)
         return out
 
@@ -208,23 +210,29 @@ class Engine:
         stats.build_s, stats.execute_s = self.runner.build_s, self.runner.execute_s
         stats.saved_reads = self.runner.saved_reads
         out: list[Output] = []
-        sampled = zip(result.tokens, result.bad, result.logprobs, strict=True)
+        samples = zip(result.tokens, result.bad, result.logprobs, strict=True)
+        said = {
+            row.slot: judge(row.drafts, [*islice(samples, row.samples)], self._ends(row.sequence))
+            for row in plan.rows
+            if row.sampled
+        }
+        guessed = {row.slot: said[row.slot].tokens for row in plan.rows if row.drafts}
         scores, offers = iter(result.scores), iter(result.offers)
-        for row, valid in zip(plan.rows, self.scheduler.commit(plan), strict=True):
+        for row, valid in zip(plan.rows, self.scheduler.commit(plan, guessed), strict=True):
             scored = next(scores) if row.scored_from is not None else None
-            token, bad, logprob = next(sampled) if row.sampled else (None, False, None)
             offer = next(offers) if row.candidates else None
             if not valid or row.sequence.finish_reason is not None:
                 continue
             sequence, request = row.sequence, row.sequence.request
             if scored is not None:
                 out += self._report_scores(row, scored)
+            tokens, logprobs, bad = said.get(row.slot, SILENT)
             if bad or (row.candidates and offer is None):
                 out += self._fail(request, ArithmeticError(BAD_LOGITS))
-            elif token is not None:
-                event = self._append(sequence, token, logprob)
+            elif tokens:
+                event = self._append(sequence, tokens, logprobs)
                 if self._mark_first_token(request, now):
-                    event = replace(event, started=_started(sequence))
+                    event = replace(event, started=started(sequence))
                 out.append((request, event))
             elif offer is not None:
                 self._mark_first_token(request, now)
@@ -262,22 +270,29 @@ class Engine:
         if reason is not None:
             best = [None] * request.choices
         assert len(best) == request.choices
-        events = [_finish_of_beam(first, i, ended, reason) for i, ended in enumerate(best)]
+        events = [ending_of_beam(first, i, ended, reason) for i, ended in enumerate(best)]
         if reason is None:
-            events[0] = replace(events[0], started=_started(first))
+            events[0] = replace(events[0], started=started(first))
         self.stats.generated_tokens += sum(event.generated_tokens for event in events)
         self._end(request, events[0].reason)
         return [(request, event) for event in events]
 
+    def _ends(self, sequence: Sequence) -> Set[int]:
+        """The tokens that end a sequence."""
+        params = sequence.request.params
+        ends = frozenset() if params.ignore_eos else self.end_tokens
+        return ends.union(params.stop_token_ids) if params.stop_token_ids else ends
+
     def _append(
-        self, sequence: Sequence, token: int, logprob: wire.TokenLogprob | None
+        self, sequence: Sequence, tokens: list[int], entries: list[wire.TokenLogprob | None]
     ) -> wire.Delta | wire.Finish:
-        request, params = sequence.request, sequence.request.params
+        """The last of `tokens` is new; those before it were guessed and are appended already."""
+        request, params, token = sequence.request, sequence.request.params, tokens[-1]
         sequence.tokens.append(token)
-        self.stats.generated_tokens += 1
-        logprobs = None if logprob is None else [logprob]
-        ends = token in self.end_tokens and not params.ignore_eos
-        if ends or token in params.stop_token_ids:
+        self.stats.generated_tokens += len(tokens)
+        known = [entry for entry in entries if entry is not None]
+        logprobs = None if params.logprobs is None else known
+        if token in self._ends(sequence):
             reason, sequence.stop_token = "stop", token
         elif (
             sequence.generated_tokens >= params.max_tokens
@@ -285,26 +300,11 @@ class Engine:
         ):
             reason = "length"
         else:
-            return wire.Delta(sequence.choice, [token], logprobs)
+            return wire.Delta(sequence.choice, tokens, logprobs)
         self.scheduler.finish(sequence, reason)
-        event = self._finish_event(sequence, [token], logprobs)
+        event = ending(sequence, tokens, logprobs)
         self._forget_if_finished(request)
         return event
-
-    def _finish_event(
-        self, sequence: Sequence, tokens: list[int], logprobs: list[wire.TokenLogprob] | None
-    ) -> wire.Finish:
-        assert sequence.finish_reason is not None
-        return wire.Finish(
-            choice=sequence.choice,
-            reason=sequence.finish_reason,
-            prompt_tokens=sequence.prompt_tokens,
-            cached_tokens=sequence.cached_tokens,
-            generated_tokens=sequence.generated_tokens,
-            stop_token=sequence.stop_token,
-            tokens=tokens,
-            logprobs=logprobs,
-        )
 
     def _report_scores(self, row: Row, entries: list[wire.PromptLogprob]) -> list[Output]:
         assert row.scored_from is not None
@@ -370,29 +370,5 @@ class Engine:
         return max(1.0, step_s * min(left, default=0))
 
 
-def _started(sequence: Sequence) -> wire.Started:
-    request = sequence.request
-    assert request.admitted_s is not None
-    return wire.Started(
-        queue_s=request.admitted_s - request.arrival_s, cached_tokens=sequence.cached_tokens
-    )
-
-
-def _finish_of_beam(
-    beam: Sequence, choice: int, ended: decoding.Ended | None, reason: str | None
-) -> wire.Finish:
-    stop_token = None if ended is None else ended.stop_token
-    tokens = [] if ended is None else ended.tokens
-    return wire.Finish(
-        choice=choice,
-        reason=reason or ("length" if stop_token is None else "stop"),
-        prompt_tokens=beam.prompt_tokens,
-        cached_tokens=beam.cached_tokens,
-        generated_tokens=len(tokens),
-        stop_token=stop_token,
-        tokens=tokens,
-        score=None if ended is None else ended.score,
-    )
-
-
 BAD_LOGITS = "its logits are not finite numbers; model.dtype=float32 has the widest range"
+SILENT = Said([], [], False)

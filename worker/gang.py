@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -125,7 +126,7 @@ class RankRunner(Runner):
         """
         if error is not None and self.last_token.is_cuda:
             raise GangBroken(f"step {step}: rank {self.gang.rank}: {error}") from error
-        unknown = [row for row in rows if len(row.sequence.tokens) < row.start + row.count]
+        unknown = [row for row in rows if len(row.sequence.tokens) < row.start + row.known]
         if self.last_token.is_cuda and not unknown:
             return
         slots, homes = (
@@ -375,8 +376,7 @@ def _joined(plan: StepPlan, results: Sequence[StepResult]) -> StepResult:
     for row in plan.rows:
         if row.scored_from is not None:
             joined.scores.append(next(scores[row.home]))
-        if row.sampled:
-            token, bad, logprob = next(sampled[row.home])
+        for token, bad, logprob in islice(sampled[row.home], row.samples):
             joined.tokens.append(token)
             joined.bad.append(bad)
             joined.logprobs.append(logprob)

@@ -22,7 +22,7 @@ from worker.request import Request, Sequence
 from worker.runner import StepResult
 from worker.scheduler import Row, StepPlan
 
-VERSION = 1
+VERSION = 2
 STEP, SETTLE, BEAT, STOP, RESULT = range(5)
 _PARAMETERS = tuple(field.name for field in fields(SamplingParams))
 
@@ -105,6 +105,7 @@ class Teller:
             row.candidates,
             row.home,
             row.sharded,
+            _pack_ints(row.drafts),
             _pack_ints(sequence.tokens[told:]),
             (sequence.prompt_tokens, _parameters(sequence.params)) if first else None,
         )
@@ -139,6 +140,7 @@ class Listener:
         candidates: int,
         home: int,
         sharded: bool,
+        drafts: bytes,
         tokens: bytes,
         first: tuple[int, Mapping[str, Any]] | None,
     ) -> Row:
@@ -165,6 +167,7 @@ class Listener:
             candidates=candidates,
             home=home,
             sharded=sharded,
+            drafts=tuple(_ints(drafts)),
         )
 
 
@@ -223,7 +226,7 @@ def _top(pairs: list[list[Any]]) -> list[tuple[int, float]]:
     return [(token, logprob) for token, logprob in pairs]
 
 
-def _pack_ints(numbers: list[int]) -> bytes:
+def _pack_ints(numbers: Iterable[int]) -> bytes:
     return array("i", numbers).tobytes()
 
 

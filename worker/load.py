@@ -38,8 +38,8 @@ class Rates:
 
     def note(self, plan: StepPlan, took_s: float, blocks: int) -> None:
         """A step was computed in that time with so many blocks in use."""
-        singles = sum(row.count == 1 for row in plan.rows)
-        prompt = plan.tokens - singles
+        singles = sum(row.known == 1 for row in plan.rows)
+        prompt = sum(row.known for row in plan.rows) - singles
         if not prompt:
             self._fit(took_s, float(blocks))
             return

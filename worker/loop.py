@@ -224,6 +224,7 @@ class EngineLoop:
             made.set_exception(error)
             return
         engine.on_step_error = _log_step_error
+        engine.scheduler.speculation.on_error = _log_guess_error
         self.engine = engine
         made.set_result(engine)
         try:
@@ -306,6 +307,10 @@ class EngineLoop:
             box = self._boxes.get(request.id)
             if box is not None:
                 box.put(event)
+
+
+def _log_guess_error(error: Exception) -> None:
+    log.error("a proposer failed, its sequence goes on without guesses: %s", error, exc_info=error)
 
 
 def _log_step_error(error: BaseException, retried: bool) -> None:

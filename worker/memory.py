@@ -43,16 +43,19 @@ def plan_memory(
     blocks: int | None,
     on_cpu: bool,
     ranks: int = 1,
+    draft_bytes: int = 0,
 ) -> MemoryPlan:
     """Size the KV budget of one rank. Raises DoesNotFit before anything is loaded.
 
     An explicit `blocks` or `memory` wins over the automatic size: on a GPU `memory_fraction` of
     what is free, less weights and workspaces; on a CPU a quarter of the rest, at most 2 GiB.
+    A draft model takes `draft_bytes` of it for each slice.
     Without an explicit `max_model_len` the longest sequence is what model and pages both allow.
     """
     usable = free_bytes if on_cpu else int(free_bytes * memory_fraction)
     left = usable - weight_bytes - workspace_bytes
-    if left < layout.slice_bytes:
+    slice_bytes = layout.slice_bytes + draft_bytes
+    if left < slice_bytes:
         raise DoesNotFit(
             f"the model does not fit: its weights need {gib(weight_bytes)} and its workspaces "
             f"{gib(workspace_bytes)}, but {gib(usable)} are free. Use a smaller model or "
@@ -60,7 +63,7 @@ def plan_memory(
             + ("" if on_cpu else " (kv.memory_fraction is the share of it that is used)")
         )
     if blocks is not None:
-        budget = blocks * layout.slice_bytes
+        budget = blocks * slice_bytes
     elif memory is not None:
         budget = memory
     else:
@@ -76,7 +79,7 @@ def plan_memory(
         weight_bytes=weight_bytes,
         workspace_bytes=workspace_bytes,
         kv_bytes=budget,
-        slices=budget // layout.slice_bytes,
+        slices=budget // slice_bytes,
         tokens=0,
         max_model_len=max_model_len or model_limit,
         ranks=ranks,

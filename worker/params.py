@@ -16,6 +16,11 @@ MAX_TEMPERATURE = 2.0
 MAX_BEAM_WIDTH = 128
 """Each beam takes a slot, a row of logits, and blocks of its own after the prompt."""
 
+NO_SPECULATION, PROMPT_LOOKUP, DRAFT_MODEL = "none", "prompt_lookup", "draft_model"
+SPECULATIONS = (NO_SPECULATION, PROMPT_LOOKUP, DRAFT_MODEL)
+MAX_GUESSES = 31
+"""Tokens guessed at a time: with the one before them they stay a short row in a gang."""
+
 MAX_COUNT = 2**31 - 1
 """Positions are one 32-bit word of the random number generator's counter."""
 
@@ -39,6 +44,8 @@ class SamplingParams:
     the request. `logprobs` and `prompt_logprobs` are how many alternatives to report beside the
     chosen token: 0 reports the chosen one alone, None reports nothing. A positive `beam_width` asks
     for beam search, whose `n` best are returned; the two fields after it mean something only there.
+    `speculation` is one of SPECULATIONS, "" where the server decides, and `speculation_k` how many
+    tokens are guessed at most, 0 where the server decides.
     """
 
     max_tokens: int = 16
@@ -60,6 +67,8 @@ class SamplingParams:
     beam_width: int = 0
     length_penalty: float = 1.0
     early_stopping: str = "false"
+    speculation: str = ""
+    speculation_k: int = 0
 
     @property
     def greedy(self) -> bool:
@@ -123,6 +132,10 @@ def check(params: SamplingParams, limits: ParamLimits) -> None:
             _whole(name, asked, 0, limits.max_logprobs, setting="limits.max_logprobs")
     if not isinstance(params.ignore_eos, bool):
         raise ParamError("ignore_eos", params.ignore_eos, "true or false")
+    if params.speculation not in ("", *SPECULATIONS):
+        allowed = f"one of {', '.join(SPECULATIONS)}"
+        raise ParamError("speculation.method", params.speculation, allowed)
+    _whole("speculation.k", params.speculation_k, 0, MAX_GUESSES)
     _stop_token_ids(params.stop_token_ids, limits)
     _logit_bias(params.logit_bias, limits)
 
@@ -140,6 +153,7 @@ _NOT_WITH_BEAMS: dict[str, tuple[object, ...]] = {
     "logit_bias": ({},),
     "logprobs": (None,),
     "prompt_logprobs": (None,),
+    "speculation": ("", NO_SPECULATION),
 }
 """What beam search does not do, and the values that ask for nothing."""
 

@@ -40,7 +40,7 @@ class Batch:
     positions: Tensor  # int64 [T]
     rows: tuple[Rows, ...]  # one per layer group
     logits_at: Tensor  # int64 [n]: the scored tokens row by row, the sampled ones, last of beams
-    slots: Tensor  # int64 [sampled rows]: slot of each sampled row, in order
+    slots: Tensor  # int64 [samples]: slot of each token to be sampled, in order
     scored: int  # how many of `logits_at` are scored
     local: int = 0
     sharded: tuple[ShardedBatch, ...] = ()  # one per layer group, where there are such tokens
@@ -87,7 +87,7 @@ class BatchBuilder:
         self.tables = torch.from_numpy(self.host)
         if device.type != "cpu":
             self.tables = self.tables.to(device)
-        tokens = max_batch_tokens * (2 + groups) + max_logit_rows + 6 * max_num_seqs + 1
+        tokens = max_batch_tokens * (2 + groups) + 2 * max_logit_rows + 5 * max_num_seqs + 1
         pinned = device.type == "cuda"
         self._ring = [
             torch.zeros(tokens, dtype=torch.int64, pin_memory=pinned) for _ in range(RING)
@@ -221,10 +221,12 @@ class BatchBuilder:
 
 
 def tokens_of(row: Row) -> list[int]:
-    """The input of a row: token ids, the last one -1 - slot where the host does not know it yet."""
-    tokens = row.sequence.tokens
-    known = tokens[row.start : row.start + row.count]
-    return known if len(known) == row.count else [*known, -1 - row.slot]
+    """The input of a row: token ids, the last one -1 - slot where the host does not know it yet,
+    then its guesses."""
+    known = row.sequence.tokens[row.start : row.start + row.known]
+    if len(known) < row.known:
+        known.append(-1 - row.slot)
+    return [*known, *row.drafts] if row.drafts else known
 
 
 def _logit_rows(ends: Iterable[tuple[Row, int]]) -> tuple[Ints, Ints, Ints]:
@@ -239,8 +241,8 @@ def _logit_rows(ends: Iterable[tuple[Row, int]]) -> tuple[Ints, Ints, Ints]:
             first = end - row.count + row.scored_from - row.start
             scored.extend(range(first, first + row.scored_count))
         if row.sampled:
-            sampled.append(end - 1)
-            slots.append(row.slot)
+            sampled.extend(range(end - row.samples, end))
+            slots.extend([row.slot] * row.samples)
         elif row.candidates:
             beams.append(end - 1)
     return (

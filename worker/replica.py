@@ -269,6 +269,7 @@ class GPUWorker:
             "waiting": len(scheduler.waiting),
             "preemptions": scheduler.preemptions,
             "prefix": asdict(scheduler.prefix.stats),
+            "speculation": asdict(scheduler.speculation.stats),
             "violations": self.loop.violations,
             "transfers": self._transfers(),
             "blocks": {name: sum(getattr(c, name) for c in counts) for name in states},

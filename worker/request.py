@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from kvpaging.table import BlockTable
     from worker.decoding import BeamSearch, Offer
     from worker.params import SamplingParams
+    from worker.speculation import Speculator
 
 NO_SLOT = -1
 
@@ -40,6 +41,7 @@ class Sequence:
         "scored",
         "seated",
         "slot",
+        "speculator",
         "stop_token",
         "stored",
         "synced",
@@ -65,6 +67,7 @@ class Sequence:
         self.synced = 0  # table entries that the device has been told
         self.scored = 0  # prompt log-probabilities reported: entries below this token index
         self.offer: Offer | None = None  # of a beam: what may follow, until all beams know
+        self.speculator: Speculator | None = None
         self.finish_reason: str | None = None
         self.stop_token: int | None = None
 

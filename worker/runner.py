@@ -34,7 +34,7 @@ class InFlight:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step made: one entry per sampled row, one list per row that scores its prompt, one
+    """What a step made: one entry per sampled token, one list per row that scores its prompt, one
     offer per row of a beam, None where its logits are not finite."""
 
     tokens: list[int]
@@ -98,15 +98,17 @@ class Runner:
         cpu_started = self.cpu_clock()
         sampled_rows = [row for row in plan.rows if row.sampled]
         self._seat(sampled_rows)
-        sample_plan = self.sampler.plan([_sample_row(row) for row in sampled_rows])
+        samples = [one for row in sampled_rows for one in _sample_rows(row)]
+        sample_plan = self.sampler.plan(samples)
         self.build_s += self.cpu_clock() - cpu_started
         scores = self._score(plan, batch, logits)
         sampled = None
         if sampled_rows:
-            end = batch.scored + len(sampled_rows)
+            end = batch.scored + len(samples)
             sampled = self.sampler.sample(logits[batch.scored : end], sample_plan)
+            # After a row with guesses the host knows which of its tokens is the last.
             self.last_token[batch.slots] = sampled.tokens
-        offers = self._offers(plan, logits[batch.scored + len(sampled_rows) :])
+        offers = self._offers(plan, logits[batch.scored + len(samples) :])
         return InFlight(plan, sampled, scores, offers, plan.rows)
 
     def collect(self, flight: InFlight) -> StepResult:
@@ -191,10 +193,9 @@ class Runner:
         return parts
 
 
-def _sample_row(row: Row) -> SampleRow:
-    sequence = row.sequence
-    position = row.start + row.count - sequence.prompt_tokens
-    return SampleRow(row.slot, sequence.params, position)
+def _sample_rows(row: Row) -> list[SampleRow]:
+    params, first = row.sequence.params, row.start + row.known - row.sequence.prompt_tokens
+    return [SampleRow(row.slot, params, first + i) for i in range(row.samples)]
 
 
 def _host_offers(part: tuple[Tensor, Tensor, Tensor]) -> list[Offer | None]:
@@ -205,7 +206,7 @@ def _host_offers(part: tuple[Tensor, Tensor, Tensor]) -> list[Offer | None]:
 def _host_logprobs(flight: InFlight) -> list[wire.TokenLogprob | None]:
     sampled = flight.sampled
     assert sampled is not None
-    rows = [row for row in flight.rows if row.sampled]
+    rows = [row for row in flight.rows for _ in range(row.samples)]
     if sampled.logprobs is None or sampled.top_ids is None or sampled.top_logprobs is None:
         return [None] * len(rows)
     chosen, ids = sampled.logprobs.tolist(), sampled.top_ids.tolist()

@@ -300,8 +300,10 @@ def workspace_bytes(
     *,
     max_logit_bias: int = 1024,
     device: torch.device | None = None,
+    samples: int | None = None,
 ) -> int:
-    """Device bytes that sampling up to `rows` rows can take beside the logits themselves.
+    """Device bytes that `rows` sequences with up to `samples` rows (None: as many) can take beside
+    the logits themselves.
 
     State, one slice's temporaries, and what the options of each row may cost. Without a device it
     is the most that any needs. Reducing prompt logits takes no more while `logits` makes at most
@@ -309,8 +311,9 @@ def workspace_bytes(
     """
     limits = ParamLimits(vocab, max_logprobs=max_logprobs, max_logit_bias=max_logit_bias)
     state = rows * (vocab * 4 + 16) + _SEATING * 12
-    at_once = min(rows, slice_rows(vocab, dtype, device or torch.device("cuda")))
-    return state + at_once * _working_bytes(vocab, dtype) + rows * row_bytes(limits)
+    samples = samples or rows
+    at_once = min(samples, slice_rows(vocab, dtype, device or torch.device("cuda")))
+    return state + at_once * _working_bytes(vocab, dtype) + samples * row_bytes(limits)
 
 
 def _working_bytes(vocab: int, dtype: torch.dtype) -> int:

@@ -7,7 +7,7 @@ may run ahead of the device. No torch, no clock.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import compress
 
@@ -18,7 +18,10 @@ from kvpaging.table import BlockTable, Copy
 from worker.fairness import Turns
 from worker.prefix import PrefixCache
 from worker.request import NO_SLOT, Request, Sequence
+from worker.speculation import Speculation
 from worker.step import Row, Step, StepPlan
+
+NOTHING: Mapping[int, list[int]] = {}
 
 __all__ = ["Limits", "QueueFull", "Row", "Scheduler", "StepPlan"]
 
@@ -56,6 +59,7 @@ class Scheduler:
         limits: Limits,
         prefix: PrefixCache,
         policy: ShardPolicy | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         assert limits.max_logit_rows >= limits.max_num_seqs > 0 < limits.max_batch_tokens
         self.pools, self.block_size, self.limits = tuple(pools), block_size, limits
@@ -73,13 +77,16 @@ class Scheduler:
         self.copies = 0  # copies-on-write done
         self.copies_due: list[Copy] = []
         self.prefix = prefix
+        self.speculation = speculation or Speculation()
         self._orders, self._turns = 0, Turns()
 
     def submit(self, request: Request) -> None:
-        """Queue a request; raises QueueFull at the bound. Re-submissions are always let in."""
+        """Queue a request. Raises QueueFull at the bound, re-submissions are always let in, and
+        ParamError where it asks for guesses of a kind that is not here."""
         waiting = sum(s is s.request.sequences[0] for s in self.waiting)
         if waiting >= self.limits.max_waiting and request.attempt == 0:
             raise QueueFull(waiting)
+        self.speculation.equip(request)
         self._orders += 1
         request.order = self._orders
         request.turn = self._turns.take(request.tenant, len(request.prompt))
@@ -128,20 +135,38 @@ class Scheduler:
             sequence.last_step = plan.step
         return plan
 
-    def commit(self, plan: StepPlan) -> list[bool]:
-        """The step has ended. Which rows still count: others were preempted or are finished."""
+    def commit(self, plan: StepPlan, said: Mapping[int, list[int]] = NOTHING) -> list[bool]:
+        """The step has ended. Which rows still count: others were preempted or are finished.
+
+        `said` are the tokens, by slot, that rows with guesses go on with; of those all but the
+        last were guessed, and are known from now on.
+        """
         valid = [_valid(row) for row in plan.rows]
         for row in compress(plan.rows, valid):
             sequence = row.sequence
-            sequence.computed += row.count
             sequence.planned -= row.count
             sequence.pending -= row.sampled
+            if row.drafts:
+                self._keep(row, said.get(row.slot, []))
+            else:
+                sequence.computed += row.count
             self.prefix.publish(sequence)
         for copy in plan.copies:
             self.pools[copy.group].unhold(copy.src)
         self.copies += len(plan.copies)
         self._ended(plan.step)
         return valid
+
+    def _keep(self, row: Row, said: list[int]) -> None:
+        """Go on after the guesses that were right; blocks that only others needed go back."""
+        sequence, table = row.sequence, row.sequence.table
+        assert table is not None
+        right = said[:-1]
+        sequence.tokens += right
+        sequence.computed += row.count - len(row.drafts) + len(right)
+        table.truncate(sequence.computed)
+        sequence.synced = min(sequence.synced, len(table.blocks[0]))
+        self.speculation.note(sequence, len(row.drafts), len(right))
 
     def rollback(self, plan: StepPlan) -> list[Row]:
         """The step has failed: all is as before it, with its copies still to be done.
@@ -183,6 +208,8 @@ class Scheduler:
         self.running.remove(sequence)
         self.slots.append(sequence.slot)
         sequence.slot = NO_SLOT
+        if sequence.speculator is not None:
+            sequence.speculator.proposer.close()
         assert sequence.table is not None
         sequence.table.release(sequence.last_step if sequence.planned else None)
         sequence.table = None

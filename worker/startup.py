@@ -17,16 +17,17 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from configs.schema import Config
+from configs.speculation import SpeculationConfig
 from context_parallel import attention as sharded_attention
 from kvpaging import attention
 from kvpaging.store import BlockStore, Layout, layout
-from worker.building import build_engine, build_follower, geometries
+from worker.building import build_draft, build_engine, build_follower, geometries
 from worker.device import choose_device, free_memory_bytes, has_fast_bfloat16
 from worker.engine import Engine
 from worker.gang import Ends, Follower
 from worker.memory import DoesNotFit, MemoryPlan, plan_memory, with_slices
 from worker.model import ModelShape, PagedModel, UnsupportedModel, fix_rotary, probe
-from worker.params import MAX_BEAM_WIDTH, ParamLimits, SamplingParams
+from worker.params import MAX_BEAM_WIDTH, MAX_GUESSES, ParamLimits, SamplingParams
 from worker.plan import BatchBuilder
 from worker.prefix import Identity
 from worker.request import Request
@@ -48,6 +49,18 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
+class Draft:
+    """A draft model before its weights are loaded."""
+
+    directory: Path
+    hf_config: PretrainedConfig
+    shape: ModelShape
+    layout: Layout
+    weight_bytes: int
+    workspace_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
     """Everything decided before the weights are loaded."""
 
@@ -61,6 +74,7 @@ class Launch:
     params: ParamLimits
     dtype: torch.dtype
     device: torch.device
+    draft: Draft | None = None
 
     @property
     def name(self) -> str:
@@ -77,6 +91,7 @@ class Launch:
             "weights_bytes": memory.weight_bytes,
             "workspace_bytes": memory.workspace_bytes,
             "kv_bytes": memory.kv_bytes,
+            **self._drafting(),
             "kv_bytes_per_token": self.layout.bytes_per_token,
             "layer_groups": len(self.layout.groups),
             "block_size": self.layout.block_size,
@@ -86,6 +101,36 @@ class Launch:
             "max_num_seqs": self.limits.max_num_seqs,
         }
 
+    def _drafting(self) -> dict[str, int | str]:
+        """The rows of a draft model."""
+        if self.draft is None:
+            return {}
+        return {
+            "draft_model": self.draft.directory.name,
+            "draft_kv_bytes": self.memory.slices * self.draft.layout.slice_bytes,
+        }
+
+    def drafting(self) -> Launch:
+        """The launch of the draft model, beside the same number of tokens."""
+        draft = self.draft
+        assert draft is not None
+        longest = _positions(draft.hf_config.get_text_config(decoder=True))
+        longest = min(self.memory.max_model_len, longest)
+        return replace(
+            self,
+            config=replace(
+                self.config,
+                model=replace(self.config.model, name=draft.directory.name),
+                speculation=SpeculationConfig(),
+            ),
+            directory=draft.directory,
+            hf_config=draft.hf_config,
+            shape=draft.shape,
+            layout=draft.layout,
+            memory=replace(self.memory, max_model_len=longest, ranks=1),
+            draft=None,
+        )
+
 
 def resolve(
     config: Config, directory: Path, *, free_bytes: int | None = None, ranks: int = 1
@@ -94,14 +139,7 @@ def resolve(
 
     Raises UnsupportedModel or DoesNotFit, both one message.
     """
-    try:
-        hf_config = AutoConfig.from_pretrained(directory)
-    except (ValueError, OSError, KeyError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise UnsupportedModel(
-            f"model.path={config.model.path}: its config.json is not one that this transformers "
-            f"can read: {reason}"
-        ) from error
+    hf_config = _read(directory, f"model.path={config.model.path}")
     text = hf_config.get_text_config(decoder=True)
     device = choose_device(config.model.device)
     dtype = _dtype(config, text, device)
@@ -112,7 +150,7 @@ def resolve(
     limits = Limits(
         max_num_seqs=seqs,
         max_batch_tokens=config.scheduler.max_batch_tokens or (512 if on_cpu else 8192),
-        max_logit_rows=2 * seqs,
+        max_logit_rows=seqs + max(seqs, MAX_GUESSES + 1),
         max_waiting=config.scheduler.max_waiting,
     )
     params = ParamLimits(
@@ -129,13 +167,16 @@ def resolve(
             f"model.max_model_len={asked} is more than the {model_limit} positions that "
             f"{shape.family} model {config.model.path} was made for; lower it or leave it out"
         )
+    weights = shape.weight_count * dtype.itemsize
+    workspace = _workspace_bytes(
+        pages, shape, text, limits, params, asked or model_limit, dtype, device, ranks
+    )
+    draft = _draft(config, shape, pages, limits, params, dtype, device)
     memory = plan_memory(
         pages,
         free_bytes=free_memory_bytes(device) if free_bytes is None else free_bytes,
-        weight_bytes=shape.weight_count * dtype.itemsize,
-        workspace_bytes=_workspace_bytes(
-            pages, shape, text, limits, params, asked or model_limit, dtype, device, ranks
-        ),
+        weight_bytes=weights + (0 if draft is None else draft.weight_bytes),
+        workspace_bytes=workspace + (0 if draft is None else draft.workspace_bytes),
         model_limit=model_limit,
         max_model_len=asked,
         memory=None if config.kv.memory == "auto" else config.kv.memory,
@@ -143,8 +184,53 @@ def resolve(
         blocks=config.kv.blocks,
         on_cpu=on_cpu,
         ranks=ranks,
+        draft_bytes=0 if draft is None else draft.layout.slice_bytes,
     )
-    return Launch(config, directory, hf_config, shape, pages, memory, limits, params, dtype, device)
+    return Launch(
+        config, directory, hf_config, shape, pages, memory, limits, params, dtype, device, draft
+    )
+
+
+def _read(directory: Path, setting: str) -> PretrainedConfig:
+    try:
+        found: PretrainedConfig = AutoConfig.from_pretrained(directory)
+    except (ValueError, OSError, KeyError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise UnsupportedModel(
+            f"{setting}: its config.json is not one that this transformers can read: {reason}"
+        ) from error
+    return found
+
+
+def _draft(
+    config: Config,
+    shape: ModelShape,
+    pages: Layout,
+    limits: Limits,
+    params: ParamLimits,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Draft | None:
+    """The draft model for a model of this shape, where one is configured."""
+    if config.speculation.draft_model is None:
+        return None
+    directory = Path(config.speculation.draft_model).expanduser()
+    setting = f"speculation.draft_model={config.speculation.draft_model}"
+    if not (directory / "config.json").is_file():
+        raise UnsupportedModel(f"{setting} is no directory of a model on this machine")
+    hf_config = _read(directory, setting)
+    text, small = hf_config.get_text_config(decoder=True), probe(hf_config)
+    if small.vocab_size != shape.vocab_size:
+        raise UnsupportedModel(
+            f"{setting} has a vocabulary of {small.vocab_size} tokens, {config.model.path} one of "
+            f"{shape.vocab_size}: a draft model needs the same"
+        )
+    small_pages = layout(small.layers, pages.block_size, dtype.itemsize)
+    workspace = _workspace_bytes(
+        small_pages, small, text, limits, params, _positions(text), dtype, device, 1
+    )
+    weights = small.weight_count * dtype.itemsize
+    return Draft(directory, hf_config, small, small_pages, weights, workspace)
 
 
 def agreed(launch: Launch, slices: Sequence[int]) -> Launch:
@@ -201,6 +287,7 @@ def _workspace_bytes(
         dtype,
         max_logit_bias=params.max_logit_bias,
         device=device,
+        samples=limits.max_logit_rows,
     )
     exchange = 0
     if ranks > 1:
@@ -225,7 +312,11 @@ def start(
     identity = Identity(
         fingerprint(launch.directory, rotary), str(launch.dtype).removeprefix("torch."), key
     )
-    return build_engine(launch, model, clock, cpu_clock, identity=identity, gang=gang)
+    draft = None
+    if launch.draft is not None:
+        small = launch.drafting()
+        draft = build_draft(small, load(small, clock, progress)[0])
+    return build_engine(launch, model, clock, cpu_clock, identity=identity, gang=gang, draft=draft)
 
 
 def start_follower(

@@ -36,6 +36,9 @@ class Row(NamedTuple):
     position `stored` have their K,V in the pages already. `candidates`, of a beam at its last
     token: how many of the tokens that may follow are wanted.
 
+    `drafts` are guesses for the tokens after the last known one, which come at the end of `count`;
+    the row is sampled before and after each.
+
     `home` is the rank that samples. The table of a `sharded` row may have blocks on all ranks, that
     of others has them on `home`.
     """
@@ -54,10 +57,21 @@ class Row(NamedTuple):
     candidates: int = 0
     home: int = 0
     sharded: bool = False
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def samples(self) -> int:
+        """How many tokens are sampled."""
+        return 1 + len(self.drafts) if self.sampled else 0
+
+    @property
+    def known(self) -> int:
+        """How many of its tokens are no guesses."""
+        return self.count - len(self.drafts)
 
     @property
     def logit_rows(self) -> int:
-        return self.scored_count + (self.sampled or self.candidates > 0)
+        return self.scored_count + (self.samples or self.candidates > 0)
 
     @property
     def scored_count(self) -> int:
@@ -91,6 +105,7 @@ class Step:
         self.tokens_left = [scheduler.limits.max_batch_tokens] * ranks
         self.logits_left = [scheduler.limits.max_logit_rows] * ranks
         self.rows: dict[int, Row] = {}
+        self.spare = 0  # tokens more that may be guessed
         self.preempted = False
 
     def rows_to_compute(self) -> tuple[Row, ...]:
@@ -117,12 +132,28 @@ class Step:
             # The oldest always gets a token, whatever the rest would take of the budget.
             oldest = chunks.pop(0)
             self._take(oldest, max(1, self._beside(oldest, singles)))
-        for sequence in singles:
-            self._take(sequence, 1)
+        speculation = self.scheduler.speculation
+        wanted = (s.target - s.computed - s.planned for s in chunks)
+        self.spare = speculation.step_tokens - len(singles) - sum(wanted)
+        for left, sequence in zip(range(len(singles), 0, -1), singles, strict=True):
+            drafts = self._guess(sequence, left)
+            if drafts is not None:
+                self._take(sequence, 1, drafts=drafts)
         for sequence in chunks:
             self._take(sequence, most)
         if self.only is None:
             self._admit()
+
+    def _guess(self, sequence: Sequence, singles: int) -> tuple[int, ...] | None:
+        """What is guessed to follow, with room left for so many `singles`; None where it waits."""
+        table, scheduler = sequence.table, self.scheduler
+        if sequence.speculator is None or table is None or self.only is not None:
+            return ()
+        logits = self.logits_left[table.ranks[0]] - len(scheduler.running)
+        room = min(self.spare, self.policy.tile - 1, self._left(table) - singles, logits)
+        drafts = scheduler.speculation.guess(sequence, sequence.speculator, room)
+        self.spare -= len(drafts or ())
+        return drafts
 
     def _beside(self, sequence: Sequence, singles: Seq[Sequence]) -> int:
         """Tokens left on each of a sequence's ranks when these others have had one."""
@@ -140,8 +171,15 @@ class Step:
             return self.tokens_left[table.ranks[0]]
         return min(self.tokens_left)
 
-    def _take(self, sequence: Sequence, most: int, admitted: bool = False) -> None:
-        """Plan what `most` tokens of each of its ranks' budgets let a sequence compute."""
+    def _take(
+        self,
+        sequence: Sequence,
+        most: int,
+        admitted: bool = False,
+        drafts: tuple[int, ...] = (),
+    ) -> None:
+        """Plan what `most` tokens of each of its ranks' budgets let a sequence compute, and the
+        guesses that follow them."""
         if sequence.slot == NO_SLOT:
             return  # preempted a moment ago by an older one
         table, scheduler = sequence.table, self.scheduler
@@ -159,9 +197,12 @@ class Step:
                 return
             before = len(table.blocks[0])
             try:
-                copies = table.append(max(0, start + count - table.length))
+                copies = table.append(max(0, start + count + len(drafts) - table.length))
                 break
             except OutOfBlocks as lack:
+                if drafts:  # guesses take nobody's room
+                    drafts = ()
+                    continue
                 if not self._make_room(sequence, table, lack, start + count - table.length):
                     return
                 most = min(most, self._left(table))  # it may be on all ranks now
@@ -172,7 +213,7 @@ class Step:
             sequence.slot,
             sequence.epoch,
             start,
-            count,
+            count + len(drafts),
             last and beams is None,
             admitted,
             min(sequence.synced, before - bool(copies)),
@@ -182,6 +223,7 @@ class Step:
             beams.candidates if last and beams is not None else 0,
             table.ranks[0],
             len(table.ranks) > 1,
+            drafts,
         )
         sequence.synced = len(table.blocks[0])
         self.rows[id(sequence)] = row
@@ -189,7 +231,7 @@ class Step:
         if self.gang:
             self._charge(row, 1)
         else:
-            self.tokens_left[0] -= count
+            self.tokens_left[0] -= row.count
             self.logits_left[0] -= row.logit_rows
 
     def _count(

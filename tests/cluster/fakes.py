@@ -28,6 +28,7 @@ from tests.cluster import tokens
 from worker import wire
 from worker.load import Pressure
 from worker.prefix import Identity, PrefixCache, PrefixStats
+from worker.speculation import SpeculationStats
 from worker.transfer import TransferStats
 
 MODEL = "fake"
@@ -185,6 +186,7 @@ class FakeWorker:
             "model": MODEL,
             "running": len(self.active),
             "prefix": asdict(PrefixStats()),
+            "speculation": asdict(SpeculationStats()),
             "blocks": {"free": 6, "owned": 3, "idle": 1, "leased": 0, "quarantined": 0},
             "index": {"seq": self.announcer.seq, **self.announcer.digest.shown()},
             "transfers": self.transfers,

@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cluster.metrics import Metrics, Record, Times
 from tests.cluster.fakes import FakeWorker
 from worker.prefix import PrefixStats
+from worker.speculation import SpeculationStats
 
 
 async def snapshot() -> dict[str, object]:
@@ -96,6 +97,7 @@ async def _engines() -> Metrics:
     stats = await snapshot()
     stats["running"], stats["steps"] = 3, 12
     stats["prefix"] = asdict(PrefixStats(40, 32, 1, hash_s=0.5, match_s=0.25, publish_s=0.125))
+    stats["speculation"] = asdict(SpeculationStats(4, 9, 5, [4, 1], {"penalties": 2}))
     stats |= {"saved_blocks": 5, "unshared_blocks": 9, "wasted_slots": 4, "copies": 2}
     stats["evictions"], stats["saved_reads"] = 6, 2048
     stats["exchange_calls"], stats["exchange_bytes"] = 33, 4096
@@ -124,10 +126,16 @@ def test_engines_are_shown_from_their_snapshots() -> None:
         ("kvatlas:kv_saved_reads_total", 2048),
         ("kvatlas:exchange_calls_total", 33),
         ("kvatlas:exchange_bytes_total", 4096),
+        ("vllm:spec_decode_num_drafts_total", 4),
+        ("vllm:spec_decode_num_draft_tokens_total", 9),
+        ("vllm:spec_decode_num_accepted_tokens_total", 5),
         ("kvatlas:queued_seconds", 1.5),
         ("kvatlas:filled_ratio", 0.75),
     ):
         assert value(metrics, name, engine="g1") == wanted
+    per_place = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    assert [value(metrics, per_place, engine="g1", position=str(p)) for p in range(2)] == [4, 1]
+    assert value(metrics, "kvatlas:speculation_off_total", engine="g1", reason="penalties") == 2
     assert value(metrics, "kvatlas:blocks", engine="g1", state="free") == 6
     assert abs(value(metrics, "vllm:kv_cache_usage_perc", engine="g1") - 0.3) < 1e-9
     assert value(metrics, "vllm:cache_config_info", engine="g1", num_gpu_blocks="10") == 1

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 EQUALITY = Path(__file__).with_name("equality_cases.json")
 SHARING = Path(__file__).with_name("sharing_cases.json")
 GANGS = Path(__file__).with_name("gang_cases.json")
+SPECULATION = Path(__file__).with_name("speculation_cases.json")
 UNBOUNDED = 4096
 """A token budget that no step of these tests fills."""
 
@@ -47,6 +48,17 @@ PARAMETERS = {
         "chunk": [1, 7, 64, 1000],
         "batch": ["alone", "mixed", "forked", "beams"],
         "change": ["none", "preempted", "grown", "hit"],
+        "depth": [1, 2],
+    },
+    SPECULATION: {
+        "family": ["llama", "qwen3", "gemma2", "gpt_oss", "deepseek_v3"],
+        "ranks": [1, 2, 4],
+        "guesses": ["lookup", "most", "nonsense"],
+        "k": [1, 3, 8],
+        "block_size": [8, 16],
+        "chunk": [7, 64, UNBOUNDED],
+        "batch": ["mixed", "forked", "lasting"],
+        "change": ["none", "preempted", "hit"],
         "depth": [1, 2],
     },
 }

@@ -25,6 +25,7 @@ from worker.prefix import Identity, PrefixCache
 from worker.request import Request, Sequence
 from worker.runner import InFlight, StepResult
 from worker.scheduler import Limits, Scheduler, StepPlan
+from worker.speculation import Speculation
 
 VOCAB = 97
 UNLIKELY = wire.PromptLogprob(-9.0, 9, [])
@@ -107,8 +108,8 @@ class FakeRunner:
         for row in plan.rows:
             written = self._write(row)
             self.fault("forward", plan)
-            if row.sampled:
-                token = next_token(self._read(row, written))
+            for last in range(written - row.samples, written):
+                token = next_token(self._read(row, last + 1))
                 for rank in range(self.policy.ranks):
                     if row.sharded or rank == row.home:
                         self.last_token[rank][row.slot] = token
@@ -145,14 +146,14 @@ class FakeRunner:
 
     def _known(self, row) -> list[int]:  # type: ignore[no-untyped-def]
         """The tokens of a row, as every rank that computes it knows them."""
-        known = row.sequence.tokens[row.start : row.start + row.count]
-        if len(known) < row.count:
+        known = row.sequence.tokens[row.start : row.start + row.known]
+        if len(known) < row.known:
             ranks = range(self.policy.ranks) if row.sharded else [row.home]
             last = {self.last_token[rank].get(row.slot) for rank in ranks}
             assert len(last) == 1, "a rank does not know the last token"
             known = [*known, last.pop()]
-        assert len(known) == row.count
-        return known
+        assert len(known) == row.known
+        return [*known, *row.drafts]
 
     def _locate(self, row, position: int, group: int) -> tuple[int, int]:  # type: ignore[no-untyped-def]
         """Where a token is; a row of one rank finds it there."""
@@ -226,6 +227,7 @@ def make_engine(
     fault: Fault | None = None,
     prefix_cache: bool = True,
     policy: ShardPolicy | None = None,
+    speculation: Speculation | None = None,
 ) -> Engine:
     policy = policy or ShardPolicy()
     arenas = [
@@ -241,7 +243,7 @@ def make_engine(
 
     prefix = PrefixCache(pools, block_size, identity, enabled=prefix_cache, cpu_clock=clock)
     limits = Limits(seqs, batch_tokens, 2 * seqs, max_waiting)
-    scheduler = Scheduler(pools, block_size, limits, prefix, policy)
+    scheduler = Scheduler(pools, block_size, limits, prefix, policy, speculation)
     runner = FakeRunner(block_size, groups, fault, policy, limits)
     runner.running = scheduler.running
     engine = Engine(

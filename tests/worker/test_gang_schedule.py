@@ -38,9 +38,9 @@ def said(outputs, name, choice):
     return [t for e in events for t in getattr(e, "tokens", ())]
 
 
-def storm(seed, ranks):
+def storm(seed, ranks, speculation=None):
     """Arrivals, forks, beams, aborts, failures, preemptions, growth, small pools: nobody's output
-    changes, nothing leaks."""
+    changes, nothing leaks, and none keeps a block that it does not need."""
     rng, flaky = random.Random(seed), random.Random(seed)
 
     def fault(where, plan):
@@ -60,6 +60,7 @@ def storm(seed, ranks):
         fault=fault,
         prefix_cache=rng.random() < 0.8,
         policy=gang(ranks, shard_from_tokens=rng.choice([8, 24, 1000])),
+        speculation=speculation,
     )
     stems = [[rng.randrange(90) for _ in range(rng.randint(1, 40))] for _ in range(3)]
     made, gone, outputs, count = {}, set(), [], 0
@@ -91,6 +92,10 @@ def storm(seed, ranks):
             engine.scheduler.preempt(rng.choice(running))
         outputs += engine.step(NOW)
         check(engine)
+        for sequence in engine.scheduler.running:
+            if sequence.planned == 0:
+                stored = max(sequence.computed, sequence.stored)
+                assert len(sequence.table.blocks[0]) == -(-stored // 4)
     assert not [e for _, e in outputs if isinstance(e, wire.Error)]
     for name, request in made.items():
         if request.params.beam_width and name not in gone:

@@ -10,7 +10,7 @@ from worker.load import LARGE_TOKENS, Pressure, Rates, load_of, pressure_of
 
 class Row:
     def __init__(self, count: int) -> None:
-        self.count = count
+        self.count = self.known = count
 
 
 class Plan:

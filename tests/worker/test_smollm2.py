@@ -68,7 +68,9 @@ def prompts(directory: Path) -> list[list[int]]:
     return chats + [tokenizer(text).input_ids for text in TEXT]
 
 
-def served(directory: Path, prompts: list[list[int]], dtype: str) -> list[list[int]]:
+def served(
+    directory: Path, prompts: list[list[int]], dtype: str, **more: object
+) -> list[list[int]]:
     """All prompts in one engine at once, in chunks that share steps with single tokens."""
     settings = {
         "model.path": directory,
@@ -78,6 +80,8 @@ def served(directory: Path, prompts: list[list[int]], dtype: str) -> list[list[i
         "kv.block_size": 16,
         "kv.blocks": 256,
         "scheduler.max_batch_tokens": 96,
+        "speculation.step_tokens": 96,
+        **{f"speculation.{name}": value for name, value in more.items()},
     }
     config = load(None, [f"{name}={value}" for name, value in settings.items()])
     engine = start(resolve(config, directory, free_bytes=1 << 34), clock=lambda: 0.0)
@@ -163,3 +167,10 @@ def test_bfloat16_agreement_is_reported(
             f"{sequences} of {len(prompts)} outputs are equal throughout"
         )
     assert equal > 0.9 * total
+
+
+def test_guesses_change_no_token(directory: Path, prompts: list[list[int]]) -> None:
+    """Prompts whose answers repeat something, so that some guesses are right and others not."""
+    some = [prompts[i] for i in (1, 12, 16)]
+    guessed = served(directory, some, "float32", method="prompt_lookup")
+    assert guessed == served(directory, some, "float32")

@@ -1,0 +1,158 @@
+"""A draft model over pages of its own: what it says, and that the output does not depend on it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from configs.loading import load
+from tests.families import PROMPT_LENGTHS, reference
+from tests.worker.gang_processes import Job
+from tests.worker.served import FREE_BYTES, GREEDY, MAX_NUM_SEQS, answer, request_of
+from tests.worker.test_gang_equality import threads
+from worker.building import build_draft
+from worker.drafting import DraftModel
+from worker.model import UnsupportedModel
+from worker.params import DRAFT_MODEL
+from worker.request import Request
+from worker.startup import resolve, start
+from worker.wire import Rejected
+
+if TYPE_CHECKING:
+    from tests.worker.served import Models
+    from worker.engine import Engine
+
+ALL = range(len(PROMPT_LENGTHS))
+
+
+def drafted(models: Models, small: str, *, tokens: int = 512, **options: Any) -> Engine:
+    """An engine of llama whose drafts are of the family `small`, which has room for `tokens`."""
+    engine = models.engine("llama", 16, chunk=64, **options)
+    draft = draft_of(models, small, tokens)
+    engine.scheduler.speculation.makers[DRAFT_MODEL] = draft.proposer
+    engine.scheduler.speculation.step_tokens = 999
+    return engine
+
+
+def draft_of(models: Models, name: str, tokens: int = 512) -> DraftModel:
+    launch, model = models.load(name, 8, tokens=tokens)
+    launch = replace(launch, limits=replace(launch.limits, max_batch_tokens=50))
+    return build_draft(launch, model)
+
+
+def asking(index: int) -> Request:
+    params = replace(GREEDY, speculation=DRAFT_MODEL, speculation_k=3)
+    return replace(request_of(index), params=params)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("preempted", [False, True])
+@pytest.mark.parametrize("small", ["llama", "qwen2", "gemma2"])
+def test_the_output_is_that_without_a_draft_model(
+    models: Models, small: str, preempted: bool, depth: int
+) -> None:
+    engine = drafted(models, small, depth=depth)
+    random = Random(small) if preempted else None
+    said = answer(engine, [asking(index) for index in ALL[::-1]], random=random)
+    assert said == [[reference("llama", index)] for index in ALL[::-1]]
+    stats = engine.scheduler.speculation.stats
+    assert stats.drafts > 0
+    if small == "llama":  # it knows what it will say
+        assert stats.accepted_tokens == stats.draft_tokens
+
+
+def test_a_gang_of_two_drafts_on_its_first_rank(models: Models) -> None:
+    job = Job("llama", 16, "float64", 64, 2)
+    with threads(models, 2, job, 30) as (engine, _):
+        speculation = engine.scheduler.speculation
+        speculation.makers[DRAFT_MODEL], speculation.step_tokens = (
+            draft_of(models, "qwen2").proposer,
+            999,
+        )
+        said = answer(engine, [asking(index) for index in ALL[::-1]])
+        assert engine.runner.gang.exchange.calls > 0
+    assert said == [[reference("llama", index)] for index in ALL[::-1]]
+    assert speculation.stats.drafts > 0
+
+
+def test_a_proposer_says_what_its_model_says_whatever_was_taken_before(models: Models) -> None:
+    draft = draft_of(models, "llama")
+    proposer = draft.proposer()
+    prompt, wanted = request_of(2).prompt, list(reference("llama", 2))
+    assert proposer.propose(prompt, 4) == wanted[:4]
+    assert proposer.propose([*prompt, *wanted[:2]], 3) == wanted[2:5]
+    other = [*prompt, *wanted[:2], (wanted[2] + 1) % 128]
+    assert proposer.propose(other, 2) == draft.proposer().propose(other, 2)
+
+
+def test_pages_and_seats_come_back_and_long_prompts_take_several_calls(models: Models) -> None:
+    draft = draft_of(models, "llama")
+    proposer = draft.proposer()
+    prompt = request_of(3).prompt
+    assert len(prompt) > draft.chunk
+    assert proposer.propose(prompt, 2) == []
+    assert proposer.propose(prompt, 2) == list(reference("llama", 3)[:2])
+    proposer.close()
+    proposer.close()
+    assert draft.pools[0].counts().free == draft.pools[0].blocks
+    assert len(draft.slots) == MAX_NUM_SEQS
+    seated = [draft.proposer() for _ in range(MAX_NUM_SEQS)]
+    assert all(one.propose(prompt[:5], 1) for one in seated)
+    assert proposer.propose(prompt[:5], 1) == []
+    seated[0].close()
+    assert proposer.propose(prompt[:5], 1)
+
+
+def test_a_draft_without_room_guesses_less_and_harms_nobody(models: Models) -> None:
+    engine = drafted(models, "qwen3", tokens=48)
+    said = answer(engine, [asking(index) for index in ALL[::-1]])
+    assert said == [[reference("llama", index)] for index in ALL[::-1]]
+
+
+def settings(models: Models, small: str, **more: Any) -> list[str]:
+    values = {
+        "model.path": models.directory("llama"),
+        "model.dtype": "float64",
+        "model.device": "cpu",
+        "kv.block_size": 8,
+        "scheduler.max_num_seqs": MAX_NUM_SEQS,
+        "speculation.draft_model": models.directory(small),
+        "speculation.method": "draft_model",
+        **more,
+    }
+    return [f"{name}={value}" for name, value in values.items()]
+
+
+def test_a_server_starts_with_one_and_both_hold_the_same_number_of_tokens(models: Models) -> None:
+    config = load(None, settings(models, "qwen3", **{"kv.memory": "1MiB"}))
+    launch = resolve(config, models.directory("llama"), free_bytes=FREE_BYTES)
+    assert launch.draft is not None
+    taken = launch.memory.slices * (launch.layout.slice_bytes + launch.draft.layout.slice_bytes)
+    assert 0.9 * 2**20 < taken <= 2**20
+    assert launch.table()["draft_kv_bytes"] == taken - launch.memory.kv_bytes
+    engine = start(launch, clock=lambda: 0.0)
+    assert answer(engine, [request_of(1)]) == [[reference("llama", 1)]]
+    assert engine.scheduler.speculation.stats.drafts > 0
+
+
+@pytest.mark.parametrize("what", ["nothing", "another vocabulary"])
+def test_what_cannot_draft_is_refused_by_name(models: Models, tmp_path: Any, what: str) -> None:
+    if what != "nothing":
+        hf = models.load("llama", 16)[1].hf.config
+        small = type(hf)(**{**hf.to_dict(), "vocab_size": 99})
+        small.save_pretrained(tmp_path)
+    config = load(None, [*settings(models, "llama"), f"speculation.draft_model={tmp_path}"])
+    with pytest.raises(UnsupportedModel, match=r"speculation\.draft_model") as refused:
+        resolve(config, models.directory("llama"), free_bytes=FREE_BYTES)
+    assert ("99 tokens" in str(refused.value)) == (what != "nothing")
+
+
+def test_a_request_for_one_where_there_is_none_is_invalid(models: Models) -> None:
+    engine = models.engine("llama", 16, chunk=64)
+    (event,) = engine.submit(asking(0))
+    assert isinstance(event, Rejected)
+    assert (event.reason, "speculation.draft_model" in event.message) == ("invalid", True)
+    assert engine.idle
