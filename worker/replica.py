@@ -26,7 +26,7 @@ from worker.load import Pressure, load_of, pressure_of
 from worker.loop import EngineLoop
 from worker.params import ParamError, check
 from worker.pull import Answer, Fetch, Puller, no_peers
-from worker.request import NO_SLOT, Request
+from worker.request import Request
 from worker.seat import BEATS, Facts, Seat, facts_of, launched, repeat, told
 from worker.startup import start
 from worker.transfer import Transfers, TransferStats
@@ -339,24 +339,8 @@ class GPUWorker:
         return await self.loop.call(self._look_at_requests)
 
     def _look_at_requests(self) -> list[dict[str, Any]]:
-        now = time.monotonic()
-        return [
-            {
-                "request": request.id,
-                "gang": self.gang,
-                "choice": sequence.choice,
-                "state": "waiting" if sequence.slot == NO_SLOT else "running",
-                "prompt_tokens": sequence.prompt_tokens,
-                "generated_tokens": sequence.generated_tokens,
-                "computed_tokens": sequence.computed,
-                "blocks": 0 if sequence.table is None else sum(map(len, sequence.table.blocks)),
-                "preemptions": request.preemptions,
-                "age_s": round(now - request.arrival_s, 3),
-            }
-            for request in self.loop.requests()
-            for sequence in request.sequences
-            if sequence.finish_reason is None
-        ]
+        now, found = time.monotonic(), self.loop.requests()
+        return [{"gang": self.gang, **one} for request in found for one in request.shown(now)]
 
     async def where(self, request_id: str, token: int, choice: int = 0) -> dict[str, Any] | None:
         """Where the keys of a request's token lie; None when the request is not here.

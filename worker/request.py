@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
@@ -139,3 +139,21 @@ class Request:
     @property
     def finished(self) -> bool:
         return all(s.finish_reason is not None for s in self.sequences)
+
+    def shown(self, now: float) -> list[dict[str, Any]]:
+        """Each sequence that waits or runs, for people; `now` is in the clock of `arrival_s`."""
+        return [
+            {
+                "request": self.id,
+                "choice": sequence.choice,
+                "state": "waiting" if sequence.slot == NO_SLOT else "running",
+                "prompt_tokens": sequence.prompt_tokens,
+                "generated_tokens": sequence.generated_tokens,
+                "computed_tokens": sequence.computed,
+                "blocks": 0 if sequence.table is None else sum(map(len, sequence.table.blocks)),
+                "preemptions": self.preemptions,
+                "age_s": round(now - self.arrival_s, 3),
+            }
+            for sequence in self.sequences
+            if sequence.finish_reason is None
+        ]
