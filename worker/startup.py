@@ -18,10 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from configs.schema import Config
 from context_parallel import attention as sharded_attention
-from kvpaging import attention
+from kvpaging import attention, quant
 from kvpaging.store import BlockStore, Layout, layout
 from worker.building import build_engine, build_follower, geometries
-from worker.device import choose_device, free_memory_bytes, has_fast_bfloat16
+from worker.device import choose_device, free_memory_bytes, has_fast_bfloat16, has_fp8
 from worker.engine import Engine
 from worker.gang import Follower, Gang
 from worker.memory import DoesNotFit, MemoryPlan, plan_memory, with_slices
@@ -63,6 +63,16 @@ class Launch:
     device: torch.device
 
     @property
+    def page_dtype(self) -> torch.dtype:
+        """Of the numbers in pages."""
+        return quant.FORMATS.get(self.config.kv.dtype, self.dtype)
+
+    @property
+    def kv_dtype(self) -> str:
+        """Its name, part of what identifies a block."""
+        return quant.NAMES.get(self.page_dtype) or str(self.dtype).removeprefix("torch.")
+
+    @property
     def name(self) -> str:
         return self.config.model.name or Path(self.config.model.path).name
 
@@ -74,6 +84,7 @@ class Launch:
             "family": self.shape.family,
             "device": str(self.device),
             "dtype": str(self.dtype).removeprefix("torch."),
+            "kv_dtype": self.kv_dtype,
             "weights_bytes": memory.weight_bytes,
             "workspace_bytes": memory.workspace_bytes,
             "kv_bytes": memory.kv_bytes,
@@ -107,7 +118,7 @@ def resolve(
     dtype = _dtype(config, text, device)
     on_cpu = device.type == "cpu"
     shape = probe(hf_config)
-    pages = layout(shape.layers, config.kv.block_size or (16 if on_cpu else 64), dtype.itemsize)
+    pages = _layout(config, shape, dtype, device)
     seqs = config.scheduler.max_num_seqs or (64 if on_cpu else 256)
     limits = Limits(
         max_num_seqs=seqs,
@@ -153,6 +164,20 @@ def agreed(launch: Launch, slices: Sequence[int]) -> Launch:
     asked = launch.config.model.max_model_len
     memory = with_slices(launch.memory, launch.layout, min(slices), asked)
     return replace(launch, memory=memory)
+
+
+def _layout(config: Config, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> Layout:
+    """The pages' layout. Raises UnsupportedModel where the device lacks their numbers."""
+    asked = config.kv.dtype
+    if asked == "fp8" and not has_fp8(device):
+        raise UnsupportedModel(
+            "kv.dtype=fp8 needs a GPU of compute capability 8.9 or more, and this one has "
+            f"{'.'.join(map(str, torch.cuda.get_device_capability(device)))}; use kv.dtype=int8, "
+            "which takes as little memory and runs on any, or kv.dtype=auto"
+        )
+    size = config.kv.block_size or (16 if device.type == "cpu" else 64)
+    stored = quant.FORMATS.get(asked, dtype)
+    return layout(shape.layers, size, stored.itemsize, quantised=asked in quant.FORMATS)
 
 
 def _positions(text: PretrainedConfig) -> int:
@@ -222,9 +247,7 @@ def start(
 ) -> Engine:
     """Load, check, build; rank 0 of a gang. Raises UnsupportedModel where the check fails."""
     model, rotary = load(launch, clock, progress)
-    identity = Identity(
-        fingerprint(launch.directory, rotary), str(launch.dtype).removeprefix("torch."), key
-    )
+    identity = Identity(fingerprint(launch.directory, rotary), launch.kv_dtype, key)
     return build_engine(launch, model, clock, cpu_clock, identity=identity, gang=gang)
 
 
@@ -251,10 +274,10 @@ def load(
     if launch.dtype == torch.float64:
         hf.set_experts_implementation("batched_mm")  # grouped_mm, the default, has no float64
     rotary = fix_rotary(hf, launch.memory.max_model_len)
-    store = BlockStore(launch.layout, launch.memory.slices, launch.dtype, launch.device)
+    store = BlockStore(launch.layout, launch.memory.slices, launch.page_dtype, launch.device)
     progress("checking paged attention against the model's own")
     model = checked_model(hf, store, launch.shape)
-    warm_up(store, launch.shape, partials=launch.memory.ranks > 1)
+    warm_up(store, launch.shape, launch.dtype, partials=launch.memory.ranks > 1)
     if launch.config.model.compile:
         progress("compiling the model")
         model.compile(fullgraph=True, dynamic=True)
@@ -278,9 +301,11 @@ def _run_alone_and_together(engine: Engine) -> None:
             engine.step(0.0)
 
 
-def warm_up(store: BlockStore, shape: ModelShape, *, partials: bool = False) -> None:
-    """Compile and run every attention kernel this model can reach, so that no request waits; with
-    `partials` those of sequences that span ranks too."""
+def warm_up(
+    store: BlockStore, shape: ModelShape, dtype: torch.dtype, *, partials: bool = False
+) -> None:
+    """Compile and run every attention kernel that this model, computing in `dtype`, can reach, so
+    that no request waits; with `partials` those of sequences that span ranks too."""
     kinds = list(zip(shape.layers, shape.calls, strict=True))
     for stored, call in set(kinds):
         layer = kinds.index((stored, call))
@@ -289,10 +314,11 @@ def warm_up(store: BlockStore, shape: ModelShape, *, partials: bool = False) -> 
                 store.k(layer),
                 store.v(layer),
                 call.heads,
-                store.dtype,
+                dtype,
                 window=stored.window,
                 softcap=call.softcap,
                 sink=torch.zeros(call.heads, device=store.device) if call.sink else None,
+                scales=store.scales(layer),
                 partials=some,
             )
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from context_parallel.loopback import channels, loopback
 from context_parallel.policy import Place, ShardPolicy
 from kvpaging.store import BlockStore
+from tests.worker.served import fill
 from worker.building import build_engine, build_follower
 from worker.gang import Gang
 from worker.model import PagedModel
@@ -100,15 +101,10 @@ def gang_engine(
     tokens = memory.slices * launch.layout.block_size * ranks
     launch = replace(launch, memory=replace(memory, ranks=ranks, tokens=tokens))
     members = Ranks(gangs(ranks, timeout_s=timeout_s))
-    paged = [
-        PagedModel(
-            twin(model.hf), BlockStore(launch.layout, memory.slices, launch.dtype, launch.device)
-        )
-        for _ in range(ranks)
-    ]
+    sizes = memory.slices, launch.page_dtype, launch.device
+    paged = [PagedModel(twin(model.hf), BlockStore(launch.layout, *sizes)) for _ in range(ranks)]
     for one in paged:
-        for arena in one.store.arenas:
-            arena.view(launch.dtype).fill_(1e4)
+        fill(one.store)
     policy = InTurn(ranks, shard_from_tokens=sharded_from, hit_tokens=hit_tokens)
     gang = members.gangs[0]
     engine = build_engine(launch, paged[0], lambda: 0.0, gang=gang, policy=policy)
