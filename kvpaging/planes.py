@@ -22,7 +22,8 @@ def write(
     slots: Tensor,
     scales: Scales | None = None,
 ) -> None:
-    """Store k [T, Hkv, Dk] and v [T, Hkv, Dv] at `slots` int64 [T]; slot -1 is not written.
+    """Store k [T, Hkv, Dk] and v [T, Hkv, Dv], cast or quantised, at `slots` int64 [T]; slot -1 is
+    not written.
 
     Numbers that are not finite become zero: a page outlives the request that wrote it, and a masked
     NaN would reach whoever gets the block next.
@@ -35,8 +36,8 @@ def write(
     if scales is not None:
         write_quantised((k, v), (k_pages, v_pages), scales, block, offset)
         return
-    k_pages[block, :, offset] = torch.nan_to_num(k, 0.0, 0.0, 0.0)
-    v_pages[block, :, offset] = torch.nan_to_num(v, 0.0, 0.0, 0.0)
+    k_pages[block, :, offset] = torch.nan_to_num(k.to(k_pages.dtype), 0.0, 0.0, 0.0)
+    v_pages[block, :, offset] = torch.nan_to_num(v.to(v_pages.dtype), 0.0, 0.0, 0.0)
 
 
 def write_quantised(

@@ -7,7 +7,7 @@ keys are summed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -89,17 +89,35 @@ def chip(device: torch.device) -> str:
     return {9: "sm_90", 10: "sm_100"}.get(major, "sm_80")
 
 
-def shapes(chip: str, item_bytes: int, head_dim: int) -> tuple[Shape, Shape]:
+def shapes(
+    chip: str, item_bytes: int, head_dim: int, quantised: bool = False
+) -> tuple[Shape, Shape]:
     """Narrow and wide tile for queries of `item_bytes` an element and heads of at most `head_dim`.
 
     Raises:
         ValueError: there are none, as for float64 or heads of more than 512.
     """
     sizes = _SHAPES[chip].get(item_bytes, {})
-    for size, pair in sizes.items():
-        if head_dim <= size:
-            return pair
+    for size, (narrow, wide) in sizes.items():
+        if head_dim > size:
+            continue
+        if quantised:
+            return _converting(narrow, item_bytes, size), _converting(wide, item_bytes, size)
+        return narrow, wide
     raise ValueError(
         f"the GPU kernels take 16 and 32 bit queries and head sizes up to 512, not {head_dim} at "
         f"{8 * item_bytes} bit; model.device=cpu serves any"
+    )
+
+
+def _converting(shape: Shape, item_bytes: int, size: int) -> Shape:
+    """The shape for 8-bit pages, whose numbers are converted in registers: large heads need those
+    of more threads and fewer keys, and products in float32 must read them from shared memory
+    afterwards, which a pipeline of loads prevents."""
+    large = size > (128 if item_bytes == 4 else 256)
+    return replace(
+        shape,
+        keys=min(shape.keys, 16) if size > 256 else shape.keys,
+        warps=8 if large else shape.warps,
+        stages=1 if item_bytes == 4 else shape.stages,
     )
