@@ -102,7 +102,7 @@ def _paged_logits(model: PagedModel, prompts: list[Tensor]) -> Tensor:
             tables[g, row, :n] = blocks.flip(0).int()
 
     def run(spans: list[tuple[int, int, int]]) -> Tensor:
-        rows = tuple(_rows(table, spans, size) for table in tables)
+        rows = tuple(rows_of(table, spans, size) for table in tables)
         ids = torch.cat([prompts[r][a:b] for r, a, b in spans])
         positions = torch.cat([torch.arange(a, b, device=device) for _, a, b in spans])
         last = torch.tensor([b - a for _, a, b in spans], device=device).cumsum(0) - 1
@@ -113,7 +113,8 @@ def _paged_logits(model: PagedModel, prompts: list[Tensor]) -> Tensor:
     return run([(0, half, len(prompts[0])), (1, 0, len(prompts[1]))])
 
 
-def _rows(table: Tensor, spans: list[tuple[int, int, int]], size: int) -> Rows:
+def rows_of(table: Tensor, spans: list[tuple[int, int, int]], size: int) -> Rows:
+    """Rows for tokens (row of the table, first position, end), blocks of `size` tokens."""
     device = table.device
     lens = tuple(b - a for _, a, b in spans)
     firsts = tuple(a for _, a, _ in spans)
