@@ -45,4 +45,10 @@ def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def dequantise(q: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """q `[..., D]` times scales `[...]`, taken in float32 at least and rounded to `dtype` once."""
     wide = torch.promote_types(dtype, torch.float32)
-    return q.to(wide).mul_(scales.to(wide)[..., None]).to(dtype)
+    factors = scales.to(wide)[..., None]
+    if q.dtype == torch.int8:
+        return q.to(wide).mul_(factors).to(dtype)
+    # torch converts fp8 one number at a time. Moved by 7, its bits are those of the float16 that is
+    # 256 times smaller; the upper one of the two sign bits stays.
+    bits = q.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
+    return bits.view(torch.float16).to(wide).mul_(factors * 256).to(dtype)

@@ -83,3 +83,13 @@ def test_products_are_rounded_once_to_the_dtype_asked_for(
     q, scale = quantise(torch.randn(5, 16, generator=torch.Generator().manual_seed(3)), dtype)
     exact = q.double() * scale.double()[:, None]
     assert torch.equal(dequantise(q, scale, wide), exact.to(wide))
+
+
+def test_every_fp8_number_is_read_as_what_it_is() -> None:
+    q = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    q = q[q.float().isfinite()]
+    for scale in (1.0, SMALLEST, 2.0**119):
+        scales = torch.full((len(q),), scale, dtype=torch.bfloat16)
+        for wide in (torch.float64, torch.float32):
+            want = q.to(wide) * scale
+            assert torch.equal(dequantise(q[:, None], scales, wide)[:, 0], want)

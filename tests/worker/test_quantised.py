@@ -24,7 +24,7 @@ from worker import startup
 from worker.model import UnsupportedModel
 from worker.request import Request
 from worker.selfcheck import TOLERANCE_QUANTISED, checked_model
-from worker.startup import resolve
+from worker.startup import resolve, start
 
 if TYPE_CHECKING:
     from tests.worker.served import Models
@@ -148,6 +148,16 @@ def test_pages_and_their_name_follow_the_setting(models: Models) -> None:
     layers = launch.shape.layers
     size = sum(x.kv_heads * (x.k_dim + x.v_dim + 4) for x in layers)
     assert tables["int8"]["kv_bytes_per_token"] == tables["fp8"]["kv_bytes_per_token"] == size
+
+
+def test_a_block_in_8_bits_is_not_one_in_all_bits(models: Models) -> None:
+    identities = {}
+    for kind in ("auto", *quant.FORMATS):
+        launch, _ = models.load("llama", 16, kv_dtype=kind)
+        prefix = start(launch, clock=lambda: 0.0).scheduler.prefix
+        assert prefix.identity.kv_dtype == launch.kv_dtype
+        identities[kind] = str(prefix.shown())
+    assert len(set(identities.values())) == 3
 
 
 def test_fp8_is_refused_by_name_where_the_gpu_lacks_it(
