@@ -112,11 +112,12 @@ def shapes(
 
 def _converting(shape: Shape, item_bytes: int, size: int) -> Shape:
     """The shape for 8-bit pages, whose numbers are converted in registers: large heads need those
-    of more threads and fewer keys, and products in float32 must read them from shared memory
+    of more threads, fewer rows and keys, and products in float32 must read them from shared memory
     afterwards, which a pipeline of loads prevents."""
-    large = size > (128 if item_bytes == 4 else 256)
+    large = size > 256 or (size > 128 and (shape.rows > 16 or item_bytes == 4))
     return replace(
         shape,
+        rows=min(shape.rows, 16 if size > 256 else 32) if large else shape.rows,
         keys=min(shape.keys, 16) if size > 256 else shape.keys,
         warps=8 if large else shape.warps,
         stages=1 if item_bytes == 4 else shape.stages,

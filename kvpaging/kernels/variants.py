@@ -61,6 +61,8 @@ wide    fp32  64   192/128  1  window  softcap  sink  logical  output   int8
 wide    fp32  16   256      8  window  -        -     -        partial  int8
 narrow  fp32  8    512      8  window  -        -     logical  partial  -
 wide    fp32  256  512      1  window  -        -     logical  output   -
+wide    bf16  64   128      4  -       -        -     -        output   fp8
+wide    bf16  64   256      4  -       -        -     -        output   int8
 """
 OTHERS = """
 write   bf16  128
