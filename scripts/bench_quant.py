@@ -2,9 +2,9 @@
 
 Capacity is arithmetic of the layout. Quality is of one model that computes in float32 over pages of
 16 bits (bfloat16), int8 and fp8: perplexity of the language reference that comes with Python, how
-often the choice of the next token is that over 16-bit pages, and whether numbers planted in a long
-text are found again. Figures kept in a file (`--keep`) are not measured twice, so that a run may be
-made in pieces. The last line is one JSON object.
+often the choice of the next token is that over 16-bit pages, and whether sentences planted in a
+long text are found again. Figures kept in a file (`--keep`) are not measured twice, so that a run
+may be made in pieces. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cluster.quickstart import QUICK
 from cluster.quickstart import resolve as find
 from kvpaging import quant
 from kvpaging.store import BlockStore, LayerShape, layout
-from worker.model import PagedModel, probe
+from worker.model import PagedModel
 from worker.selfcheck import rows_of
 
 WIDE = "16 bit"
@@ -39,7 +39,11 @@ PROMPT, ANSWER = 64, 32  # tokens of each prompt and of what follows it
 MEMORY, SEQUENCE = 16 << 30, 4096  # bytes, tokens
 SHAPES = {128: LayerShape(8, 128, 128), 64: LayerShape(8, 64, 64)}
 LAYERS = 32
-PLANTED = {"Lisbon": 7421, "Nairobi": 3856, "Quito": 9173}
+PLANTED = {
+    "The magic number of Lisbon is": " 7421",
+    "The colour of the old lighthouse is": " turquoise",
+    "Doctor Weber was born in the village of": " Kelmora",
+}
 DEPTHS = (0.1, 0.5, 0.9)
 Progress = Callable[[str], None]
 
@@ -58,9 +62,11 @@ class Paged:
     """The model over pages of one kind, `sequences` of at most `tokens` each."""
 
     def __init__(self, model: Any, kind: str, sequences: int, tokens: int):
-        shape = probe(model.config)
+        config = model.config
+        head = config.hidden_size // config.num_attention_heads
+        shapes = [LayerShape(config.num_key_value_heads, head, head)] * config.num_hidden_layers
         dtype = quant.FORMATS.get(kind, torch.bfloat16)
-        place = layout(shape.layers, BLOCK, dtype.itemsize, quantised=kind in quant.FORMATS)
+        place = layout(shapes, BLOCK, dtype.itemsize, quantised=kind in quant.FORMATS)
         width = -(-tokens // BLOCK)
         store = BlockStore(place, sequences * width, dtype, model.device)
         self.table = torch.arange(sequences * width, dtype=torch.int32).view(sequences, width)
@@ -83,6 +89,23 @@ class Paged:
         self.model.pages.close()
 
 
+class Kept:
+    """Figures by name, measured once and kept in a file if there is one."""
+
+    def __init__(self, path: Path | None):
+        self.path = path
+        self.figures: dict[str, Any] = {}
+        if path is not None and path.exists():
+            self.figures = json.loads(path.read_text())
+
+    def get(self, name: str, measure: Callable[[], Any]) -> Any:
+        if name not in self.figures:
+            self.figures[name] = measure()
+            if self.path is not None:
+                self.path.write_text(json.dumps(self.figures))
+        return self.figures[name]
+
+
 def text_ids(tokenizer: Any, count: int) -> Tensor:
     """The first `count` tokens of Python's language reference. Raises ValueError for too many."""
     from pydoc_data.topics import topics
@@ -97,20 +120,27 @@ def text_ids(tokenizer: Any, count: int) -> Tensor:
     return torch.tensor(ids[:count])
 
 
-def perplexity(model: Any, kind: str, ids: Tensor, progress: Progress) -> float:
+def loss(model: Any, kind: str, window: Tensor) -> float:
+    """Of all tokens of a window but the first, in all."""
+    paged, total = Paged(model, kind, 1, len(window)), 0.0
+    for first in range(0, len(window), CHUNK):
+        some = window[first : first + CHUNK]
+        follow = window[first + 1 : first + 1 + len(some)]
+        logits = paged.logits([Span(0, first, some, len(some))])[: len(follow)]
+        total += float(torch.nn.functional.cross_entropy(logits, follow, reduction="sum"))
+    paged.close()
+    return total
+
+
+def perplexity(model: Any, kind: str, ids: Tensor, kept: Kept, progress: Progress) -> float:
     """Of windows of 1,024 tokens, each by itself."""
-    paged = Paged(model, kind, 1, WINDOW)
     total, scored = 0.0, 0
     for start in range(0, len(ids) - 1, WINDOW):
         progress(f"{kind}: perplexity, token {start:,} of {len(ids):,}")
         window = ids[start : start + WINDOW]
-        for first in range(0, len(window), CHUNK):
-            some = window[first : first + CHUNK]
-            follow = window[first + 1 : first + 1 + len(some)]
-            logits = paged.logits([Span(0, first, some, len(some))])[: len(follow)]
-            loss = torch.nn.functional.cross_entropy(logits, follow, reduction="sum")
-            total, scored = total + float(loss), scored + len(follow)
-    paged.close()
+        name = f"loss {kind} {start} {len(window)}"
+        total += kept.get(name, partial(loss, model, kind, window))
+        scored += len(window) - 1
     return math.exp(total / scored)
 
 
@@ -141,29 +171,27 @@ def agreement(model: Any, kind: str, prompts: Tensor, said: Tensor, progress: Pr
 
 
 def planted(tokenizer: Any, length: int, ids: Tensor) -> Tensor:
-    """About `length` tokens of text with a number for each city, at several depths."""
+    """`length` tokens of text and, at several depths, sentences that have nothing to do there."""
     pieces, at = [], 0
-    for (city, number), depth in zip(PLANTED.items(), DEPTHS, strict=True):
+    for (start, end), depth in zip(PLANTED.items(), DEPTHS, strict=True):
         pieces.append(ids[at : int(length * depth)])
         at = int(length * depth)
-        said = f"\n\nThe magic number of {city} is {number}.\n\n"
-        pieces.append(torch.tensor(tokenizer(said).input_ids))
+        pieces.append(torch.tensor(tokenizer(f"\n\n{start}{end}.\n\n").input_ids))
     return torch.cat([*pieces, ids[at:length]])
 
 
 def needles(
     model: Any, tokenizer: Any, kind: str, length: int, ids: Tensor, progress: Progress
 ) -> int:
-    """How many of the planted numbers are found: greedy decoding after a question says them."""
+    """How many planted sentences are found: greedy decoding goes on with them once they begin."""
     hay = planted(tokenizer, length - 128, ids)
     paged = Paged(model, kind, 1, length)
     for first in range(0, len(hay), CHUNK):
         progress(f"{kind}: needles, token {first:,} of {len(hay):,}")
         paged.logits([Span(0, first, hay[first : first + CHUNK], 1)])
     found = 0
-    for city, number in PLANTED.items():
-        asked = tokenizer(f"\n\nThe magic number of {city} is").input_ids
-        said = tokenizer(f" {number}").input_ids
+    for start, end in PLANTED.items():
+        asked, said = tokenizer(f"\n\n{start}").input_ids, tokenizer(end).input_ids
         span = Span(0, len(hay), torch.tensor(asked + said[:-1]), len(said))
         found += paged.logits([span]).argmax(1).tolist() == said
     paged.close()
@@ -185,23 +213,6 @@ def capacity() -> dict[str, dict[str, float]]:
     return found
 
 
-class Kept:
-    """Figures by name, measured once and kept in a file if there is one."""
-
-    def __init__(self, path: Path | None):
-        self.path = path
-        self.figures: dict[str, Any] = {}
-        if path is not None and path.exists():
-            self.figures = json.loads(path.read_text())
-
-    def get(self, name: str, measure: Callable[[], Any]) -> Any:
-        if name not in self.figures:
-            self.figures[name] = measure()
-            if self.path is not None:
-                self.path.write_text(json.dumps(self.figures))
-        return self.figures[name]
-
-
 def quality(asked: argparse.Namespace, kept: Kept, progress: Progress) -> dict[str, dict[str, Any]]:
     """The measured figures of each kind of pages."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -214,26 +225,20 @@ def quality(asked: argparse.Namespace, kept: Kept, progress: Progress) -> dict[s
     prompts = ids[: asked.prompts * PROMPT].view(-1, PROMPT)
     name = f"{asked.prompts} prompts"
     said = torch.tensor(kept.get(name, lambda: answers(model, prompts, progress).tolist()))
-    found: dict[str, dict[str, Any]] = {}
-    for kind in asked.pages:
-        hits = {
-            length: kept.get(
+    found: dict[str, dict[str, Any]] = {kind: {} for kind in asked.pages}
+    for kind, figures in found.items():
+        figures["perplexity"] = perplexity(model, kind, ids[: asked.tokens], kept, progress)
+    for kind, figures in found.items():
+        figures["agreement"] = kept.get(
+            f"agreement {kind} {name}",
+            partial(agreement, model, kind, prompts, said, progress),
+        )
+    for length in asked.needles:
+        for kind, figures in found.items():
+            figures.setdefault("needles", {})[length] = kept.get(
                 f"needles {kind} {length}",
                 partial(needles, model, tokenizer, kind, length, ids, progress),
             )
-            for length in asked.needles
-        }
-        found[kind] = {
-            "perplexity": kept.get(
-                f"perplexity {kind} {asked.tokens}",
-                partial(perplexity, model, kind, ids[: asked.tokens], progress),
-            ),
-            "agreement": kept.get(
-                f"agreement {kind} {name}",
-                partial(agreement, model, kind, prompts, said, progress),
-            ),
-            "needles": hits,
-        }
     return found
 
 

@@ -41,7 +41,7 @@ def test_all_is_measured_once(
     assert set(figures["holds"]) == {"capacity", "perplexity int8"}
     assert code == (not all(figures["holds"].values()))
     assert "pydoc_data.topics" in said[0]
-    for name in ("perplexity", "agreement", "needles", "answers"):
+    for name in ("loss", "agreement", "needles", "answers"):
         monkeypatch.setattr(bench_quant, name, lambda *_: pytest.fail("measured again"))
     assert bench_quant.main([*arguments, "--keep", str(kept)]) == code
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == figures
@@ -53,7 +53,7 @@ def test_capacity_grows_by_more_than_what_is_promised() -> None:
     assert found["64"]["ratio"] < found["128"]["ratio"]
 
 
-def test_planted_numbers_are_in_the_text_at_their_depths() -> None:
+def test_planted_sentences_are_in_the_text_at_their_depths() -> None:
     class Tokenizer:
         def __call__(self, text: str) -> object:
             return type("Ids", (), {"input_ids": [1000 + ord(c) for c in text]})()
@@ -62,4 +62,4 @@ def test_planted_numbers_are_in_the_text_at_their_depths() -> None:
     hay = bench_quant.planted(Tokenizer(), 900, ids)
     assert torch.equal(hay[hay < 1000], ids)
     text = "".join(chr(int(i) - 1000) for i in hay[hay >= 1000])
-    assert all(f"of {city} is {number}." in text for city, number in bench_quant.PLANTED.items())
+    assert all(f"{start}{end}." in text for start, end in bench_quant.PLANTED.items())
