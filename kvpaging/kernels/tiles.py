@@ -98,27 +98,24 @@ def shapes(
         ValueError: there are none, as for float64 or heads of more than 512.
     """
     sizes = _SHAPES[chip].get(item_bytes, {})
-    for size, (narrow, wide) in sizes.items():
-        if head_dim > size:
-            continue
-        if quantised:
-            return _converting(narrow, item_bytes, size), _converting(wide, item_bytes, size)
-        return narrow, wide
+    for size, pair in sizes.items():
+        if head_dim <= size:
+            return _converting(chip, pair, size, item_bytes) if quantised else pair
     raise ValueError(
         f"the GPU kernels take 16 and 32 bit queries and head sizes up to 512, not {head_dim} at "
         f"{8 * item_bytes} bit; model.device=cpu serves any"
     )
 
 
-def _converting(shape: Shape, item_bytes: int, size: int) -> Shape:
-    """The shape for 8-bit pages, whose numbers are converted in registers: large heads need those
-    of more threads, fewer rows and keys, and products in float32 must read them from shared memory
-    afterwards, which a pipeline of loads prevents."""
-    large = size > 256 or (size > 128 and (shape.rows > 16 or item_bytes == 4))
-    return replace(
-        shape,
-        rows=min(shape.rows, 16 if size > 256 else 32) if large else shape.rows,
-        keys=min(shape.keys, 16) if size > 256 else shape.keys,
-        warps=8 if large else shape.warps,
-        stages=1 if item_bytes == 4 else shape.stages,
-    )
+def _converting(chip: str, pair: tuple[Shape, Shape], size: int, item: int) -> tuple[Shape, Shape]:
+    """A pair for 8-bit pages, whose numbers are converted in registers: of these large heads leave
+    less for rows and keys. Products in float32 must read converted numbers from shared memory,
+    which a pipeline of loads prevents."""
+    narrow, wide = pair
+    if item == 4:
+        narrow = replace(narrow, stages=1, warps=8 if size > 128 else narrow.warps)
+    if size > 256:
+        narrow = replace(narrow, rows=16, keys=16, warps=8)
+    if item == 4 or size > 256 or (size > 128 and chip == "gfx942"):
+        return narrow, narrow
+    return narrow, replace(wide, rows=min(wide.rows, 64 if size <= 128 else 32))

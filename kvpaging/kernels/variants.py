@@ -33,20 +33,20 @@ PARAMETERS = {
 }
 
 ATTEND = """
-wide    bf16  16   64       1  -       softcap  -     -        partial  -
+wide    bf16  16   64       1  -       softcap  -     -        partial  fp8
 wide    bf16  64   80       3  window  -        -     -        partial  fp8
 narrow  bf16  256  96       8  -       softcap  -     logical  partial  -
-wide    bf16  8    128      3  window  -        sink  -        output   -
+wide    bf16  8    128      3  window  -        sink  -        output   fp8
 wide    bf16  256  192/128  4  window  -        sink  logical  output   -
 narrow  bf16  64   256      3  -       softcap  sink  logical  output   -
 narrow  bf16  256  256      4  window  softcap  sink  -        output   fp8
 narrow  bf16  16   512      3  window  softcap  sink  -        output   int8
-narrow  fp16  256  64       3  window  softcap  -     -        output   fp8
+narrow  fp16  256  64       3  window  softcap  -     -        output   -
 narrow  fp16  256  80       1  -       softcap  sink  -        output   int8
 wide    fp16  16   96       4  window  -        sink  -        output   fp8
 narrow  fp16  64   128      8  window  -        -     logical  partial  int8
 narrow  fp16  8    192/128  8  -       softcap  -     -        partial  fp8
-wide    fp16  8    256      1  window  softcap  sink  logical  output   -
+wide    fp16  8    256      1  window  softcap  sink  logical  output   int8
 narrow  fp16  64   512      4  -       -        -     logical  partial  fp8
 narrow  fp32  8    64       8  window  -        sink  logical  output   -
 narrow  fp32  64   64       4  -       softcap  -     logical  partial  int8
@@ -61,8 +61,6 @@ wide    fp32  64   192/128  1  window  softcap  sink  logical  output   int8
 wide    fp32  16   256      8  window  -        -     -        partial  int8
 narrow  fp32  8    512      8  window  -        -     logical  partial  -
 wide    fp32  256  512      1  window  -        -     logical  output   -
-wide    bf16  64   128      4  -       -        -     -        output   fp8
-wide    bf16  64   256      4  -       -        -     -        output   int8
 """
 OTHERS = """
 write   bf16  128
