@@ -69,6 +69,11 @@ class KVConfig:
     block_size: int | None = _setting(
         None, rules.power_of_two(8, 256), "Tokens in one block; null is 16 on a CPU, 64 on a GPU."
     )
+    dtype: Literal["auto", "int8", "fp8"] = _setting(
+        "auto",
+        rules.choice("auto", "int8", "fp8"),
+        "Numbers in pages; auto is those of the model, 8 bits hold nearly twice as many tokens.",
+    )
     memory: int | Literal["auto"] = _setting(
         "auto", rules.size(auto=True), "Memory for all blocks; auto follows `kv.memory_fraction`."
     )

@@ -26,6 +26,7 @@ from context_parallel.planning import (
 from context_parallel.shard import HISTORY_BYTES_MAX, Geometry
 from kvpaging import attention
 from kvpaging.attention import Partial
+from kvpaging.quant import Scales
 
 if TYPE_CHECKING:
     from typing import Any
@@ -46,6 +47,7 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
     sink: Tensor | None = None,
+    scales: Scales | None = None,
 ) -> Tensor:
     """Store what this rank owns and attend: `[n, Hq, Dv]` in q's dtype.
 
@@ -54,11 +56,11 @@ def attend(
     call this with batches of one step. Raises ExchangeFailed.
     """
     assert batch.window == window
-    layer = _Layer(k_pages, v_pages, exchange, scale, window, softcap, sink)
+    layer = _Layer(k_pages, v_pages, scales, exchange, scale, window, softcap, sink)
     out = q.new_zeros(len(q), q.shape[1], v.shape[2])
     if batch.short:
         stop = batch.short_tokens
-        attention.write(k[:stop], v[:stop], k_pages, v_pages, batch.short_slots)
+        attention.write(k[:stop], v[:stop], k_pages, v_pages, batch.short_slots, scales)
     for part in batch.short:
         some = slice(part.start, part.stop)
         everywhere = exchange.gather(layer.packed(q[some], part.rows))
@@ -75,6 +77,7 @@ class _Layer:
 
     k_pages: Tensor
     v_pages: Tensor
+    scales: Scales | None
     exchange: Exchange
     scale: float
     window: int | None
@@ -87,7 +90,9 @@ class _Layer:
 
     def packed(self, q: Tensor, rows: attention.Rows) -> Tensor:
         """This rank's partial, acc, m and l side by side: `[T, Hq, Dv + 2]`."""
-        partial = attention.attend(q, self.k_pages, self.v_pages, rows, **self.options)
+        partial = attention.attend(
+            q, self.k_pages, self.v_pages, rows, **self.options, scales=self.scales
+        )
         return torch.cat([partial.acc, partial.m[..., None], partial.l[..., None]], 2)
 
     def finished(self, parts: Tensor, dtype: torch.dtype) -> Tensor:
@@ -104,7 +109,7 @@ class _Layer:
         *queries, all_k, all_v = (
             some.unflatten(1, x.shape[1:]) for some, x in zip(flat, moved, strict=True)
         )
-        attention.write(all_k, all_v, self.k_pages, self.v_pages, plan.slots)
+        attention.write(all_k, all_v, self.k_pages, self.v_pages, plan.slots, self.scales)
         if isinstance(way, Queries):
             out = self._by_queries(queries[0], way, q.dtype)
         else:
@@ -123,25 +128,28 @@ class _Layer:
 
     def _by_history(self, q: Tensor, k: Tensor, v: Tensor, way: History) -> Tensor:
         """q of this rank without padding; k, v `[ranks * n, Hkv, D*]` of all, with it."""
-        k_pages, v_pages = (
-            pages.new_zeros(way.blocks, *pages.shape[1:]) for pages in (self.k_pages, self.v_pages)
-        )
+        there = self._planes
+        here = [plane.new_zeros(way.blocks, *plane.shape[1:]) for plane in there]
         if len(way.send):
-            stored = torch.cat([pages[way.send].flatten(1) for pages in self._pages], 1)
-            found = self.exchange.gather(stored).flatten(0, 1)
-            sizes = [pages[0].numel() for pages in self._pages]
-            for pages, some in zip((k_pages, v_pages), found.split(sizes, 1), strict=True):
-                pages.index_copy_(0, way.put, some[way.take].unflatten(1, pages.shape[1:]))
-        attention.write(k, v, k_pages, v_pages, way.slots)
+            stored = [plane.view(torch.uint8)[way.send].flatten(1) for plane in there]
+            found = self.exchange.gather(torch.cat(stored, 1)).flatten(0, 1)
+            sizes = [some.shape[1] for some in stored]
+            for plane, some in zip(here, found.split(sizes, 1), strict=True):
+                into = plane.view(torch.uint8)
+                into.index_copy_(0, way.put, some[way.take].unflatten(1, into.shape[1:]))
+        k_pages, v_pages, *rest = here
+        scales = (rest[0], rest[1]) if rest else None
+        attention.write(k, v, k_pages, v_pages, way.slots, scales)
         if way.rows is None:
             return q.new_zeros(0, q.shape[1], v.shape[2])
         return attention.attend_finish(
-            q, k_pages, v_pages, way.rows, **self.options, sink=self.sink
+            q, k_pages, v_pages, way.rows, **self.options, sink=self.sink, scales=scales
         )
 
     @property
-    def _pages(self) -> tuple[Tensor, Tensor]:
-        return self.k_pages, self.v_pages
+    def _planes(self) -> tuple[Tensor, ...]:
+        """What a block has for this layer, moved as the bytes that they are."""
+        return self.k_pages, self.v_pages, *(self.scales or ())
 
 
 def workspace_bytes(geometry: Geometry, ranks: int, max_batch_tokens: int, block_size: int) -> int:

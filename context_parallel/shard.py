@@ -116,11 +116,13 @@ class Geometry:
     q_bytes: int  # of an element of queries, and of new keys and values
     kv_bytes: int  # of an element of the pages
     sum_bytes: int = 4  # of an element of partial sums
+    scale_bytes: int = 0  # of a head's keys, and of its values, in quantised pages
 
     @property
     def kv_token_bytes(self) -> int:
         """Keys and values of one token, as stored."""
-        return self.kv_heads * (self.k_dim + self.v_dim) * self.kv_bytes
+        head = (self.k_dim + self.v_dim) * self.kv_bytes + 2 * self.scale_bytes
+        return self.kv_heads * head
 
     @property
     def q_token_bytes(self) -> int:

@@ -1,7 +1,8 @@
 """Attention over pages: the public ops, each beside the plain formula it must equal.
 
 Shapes: T tokens of the step, R rows, Hq and Hkv query and KV heads, G = Hq / Hkv, Dk and Dv head
-sizes of keys and values, B slots of a block, W entries of a table.  Pages: `[blocks, Hkv, B, D]`.
+sizes of keys and values, B slots of a block, W entries of a table.  Pages: `[blocks, Hkv, B, D]`;
+quantised ones (`kvpaging.quant`) have `scales`, and every op reads them as `pages * scales`.
 Partial sums are float32, or float64 for float64 queries; exponentials are base e.
 """
 
@@ -13,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpaging import batched
+from kvpaging import batched, planes, quant
 from kvpaging.groups import Run
 from kvpaging.partials import Partial as Partial
 from kvpaging.partials import finish_reference as finish_reference
 from kvpaging.partials import finite_maximum
 from kvpaging.partials import merge_reference as merge_reference
+from kvpaging.quant import Scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +50,25 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
+def write(
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    slots: Tensor,
+    scales: Scales | None = None,
+) -> None:
     """Store the step's keys and values in their slots.
 
-    k `[T, Hkv, Dk]` and v `[T, Hkv, Dv]` are cast to the pages' dtype; slots int64 `[T]`, where -1
-    stores nothing.  No slot may occur twice.  Numbers that are not finite become zero: a page
-    outlives the request that wrote it, and a masked NaN would reach whoever gets the block next.
+    k `[T, Hkv, Dk]` and v `[T, Hkv, Dv]` are cast to the pages' dtype, or quantised where there are
+    `scales`, which are stored too; slots int64 `[T]`, where -1 stores nothing.  No slot may occur
+    twice.  Numbers that are not finite become zero: a page outlives the request that wrote it, and
+    a masked NaN would reach whoever gets the block next.
     """
     if k.is_cuda:
-        _kernels().write(k, v, k_pages, v_pages, slots)
+        _kernels().write(k, v, k_pages, v_pages, slots, scales)
     else:
-        batched.write(k, v, k_pages, v_pages, slots)
+        batched.write(k, v, k_pages, v_pages, slots, scales)
 
 
 def attend(
@@ -70,6 +80,7 @@ def attend(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    scales: Scales | None = None,
 ) -> Partial:
     """Attend with q `[T, Hq, Dk]` over the rows' blocks; Partial of `[T, Hq, Dv]`.
 
@@ -78,9 +89,8 @@ def attend(
     `t - p < window`.  Query head h reads KV head `h // G`.
     """
     backend = _kernels() if q.is_cuda else batched
-    return Partial(
-        *backend.attend(q, k_pages, v_pages, rows, scale=scale, window=window, softcap=softcap)
-    )
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+    return Partial(*backend.attend(q, k_pages, v_pages, rows, **options, scales=scales))
 
 
 def attend_finish(
@@ -93,12 +103,14 @@ def attend_finish(
     window: int | None = None,
     softcap: float | None = None,
     sink: Tensor | None = None,
+    scales: Scales | None = None,
 ) -> Tensor:
     """`finish(attend(q, ...), sink, q.dtype)` where all keys are here: no partial is written."""
     backend = _kernels() if q.is_cuda else batched
     out: Tensor = backend.attend_finish(
-        q, k_pages, v_pages, rows, scale=scale, window=window, softcap=softcap, sink=sink
-    )
+        q, k_pages, v_pages, rows, scale=scale, window=window, softcap=softcap, sink=sink,
+        scales=scales,
+    )  # fmt: skip
     return out
 
 
@@ -140,6 +152,7 @@ def warm_up(
     window: int | None = None,
     softcap: float | None = None,
     sink: Tensor | None = None,
+    scales: Scales | None = None,
     partials: bool = False,
 ) -> None:
     """Compile and run every kernel that a layer's pages can reach; nothing is stored.
@@ -150,7 +163,7 @@ def warm_up(
     if k_pages.is_cuda:
         _kernels().warm_up(
             k_pages, v_pages, heads, dtype, window=window, softcap=softcap, sink=sink,
-            partials=partials,
+            scales=scales, partials=partials,
         )  # fmt: skip
 
 
@@ -161,11 +174,21 @@ def _kernels() -> Any:
     return launch
 
 
-def write_reference(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
+def write_reference(
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    slots: Tensor,
+    scales: Scales | None = None,
+) -> None:
     """`pages[slot // B, :, slot % B] = x` for every token with a slot, where x is finite."""
     size = k_pages.shape[2]
     kept = slots >= 0
     block, offset = slots[kept] // size, slots[kept] % size
+    if scales is not None:
+        planes.write_quantised((k[kept], v[kept]), (k_pages, v_pages), scales, block, offset)
+        return
     for x, pages in ((k, k_pages), (v, v_pages)):
         stored = x[kept].to(pages.dtype)
         pages[block, :, offset] = torch.where(stored.isfinite(), stored, 0)
@@ -180,6 +203,7 @@ def attend_reference(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    scales: Scales | None = None,
 ) -> Partial:
     """The formula of `attend`, a row at a time, all keys at once."""
     dtype = accumulator(q.dtype)
@@ -194,8 +218,12 @@ def attend_reference(
         keys = logical[:used, None] * size + torch.arange(size, device=q.device)
         ahead = first + torch.arange(len(query), device=q.device)[:, None] - keys.flatten()
         visible = (ahead >= 0) if window is None else (ahead >= 0) & (ahead < window)
-        k = k_pages[entries].to(dtype).transpose(1, 2).flatten(0, 1)  # [keys, Hkv, Dk]
-        v = v_pages[entries].to(dtype).transpose(1, 2).flatten(0, 1)
+        k, v = (
+            (pages[entries].to(dtype) if some is None else _read(pages, some, entries, dtype))
+            .transpose(1, 2)
+            .flatten(0, 1)  # [keys, Hkv, D]
+            for pages, some in zip((k_pages, v_pages), scales or (None, None), strict=True)
+        )
         v = torch.where(visible.any(0)[:, None, None], v, 0)  # unwritten slots may hold NaN
         x = torch.einsum("thgd,khd->thgk", query, k) * scale
         if softcap is not None:
@@ -208,6 +236,11 @@ def attend_reference(
         maxima.append(m.flatten(1, 2))
         sums.append(p.sum(-1).flatten(1, 2))
     return Partial(torch.cat(acc), torch.cat(maxima), torch.cat(sums))
+
+
+def _read(pages: Tensor, scales: Tensor, entries: Tensor, dtype: torch.dtype) -> Tensor:
+    numbers = pages.view(torch.uint8)[entries].view(pages.dtype)  # torch indexes no fp8
+    return quant.dequantise(numbers, scales[entries], dtype)
 
 
 def copy_reference(arena: Tensor, src: Tensor, dst: Tensor) -> None:

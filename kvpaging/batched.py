@@ -19,6 +19,9 @@ import torch
 from torch import Tensor
 
 from kvpaging.partials import Partial, finish_reference, merge_reference
+from kvpaging.planes import Planes
+from kvpaging.planes import write as write
+from kvpaging.quant import Scales
 
 if TYPE_CHECKING:
     from kvpaging.attention import Rows
@@ -162,21 +165,6 @@ def _bucket(
     )
 
 
-def write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
-    """Store k [T, Hkv, Dk] and v [T, Hkv, Dv] at `slots` int64 [T]; slot -1 is not written.
-
-    Numbers that are not finite become zero: a page outlives the request that wrote it, and a masked
-    NaN would reach whoever gets the block next.
-    """
-    block_size = k_pages.shape[2]
-    if bool((slots < 0).any()):
-        keep = slots >= 0
-        k, v, slots = k[keep], v[keep], slots[keep]
-    block, offset = slots // block_size, slots % block_size
-    k_pages[block, :, offset] = torch.nan_to_num(k, 0.0, 0.0, 0.0)
-    v_pages[block, :, offset] = torch.nan_to_num(v, 0.0, 0.0, 0.0)
-
-
 def attend(
     q: Tensor,
     k_pages: Tensor,
@@ -186,13 +174,14 @@ def attend(
     scale: float,
     window: int | None,
     softcap: float | None,
+    scales: Scales | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The partial of q [T, Hq, Dk] over the pages of `rows`, already normalised: l is 1.
 
     Returns acc [T, Hq, Dv], m [T, Hq], l [T, Hq] in float32 (float64 for float64 q); (0, -inf, 0)
     where no key is visible.
     """
-    out, lse = _attend(q, k_pages, v_pages, rows, scale, window, softcap)
+    out, lse = _attend(q, k_pages, v_pages, rows, scale, window, softcap, scales)
     return out, lse, (lse > float("-inf")).to(lse.dtype)
 
 
@@ -206,12 +195,13 @@ def attend_finish(
     window: int | None,
     softcap: float | None,
     sink: Tensor | None,
+    scales: Scales | None = None,
 ) -> Tensor:
     """`finish(attend(...))` without the partial in between: [T, Hq, Dv] in q's dtype.
 
     A sink takes `e^sink / (e^lse + e^sink)` of the weight, so the rest keeps `sigmoid(lse - sink)`.
     """
-    out, lse = _attend(q, k_pages, v_pages, rows, scale, window, softcap, narrow=True)
+    out, lse = _attend(q, k_pages, v_pages, rows, scale, window, softcap, scales, narrow=True)
     if sink is not None:
         out = out * torch.sigmoid(lse - sink.to(lse.dtype)).unsqueeze(2).to(out.dtype)
     return out.to(q.dtype)
@@ -225,6 +215,7 @@ def _attend(
     scale: float,
     window: int | None,
     softcap: float | None,
+    scales: Scales | None,
     narrow: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Normalised output [T, Hq, Dv] and log-sum-exp [T, Hq] of every query.
@@ -237,14 +228,15 @@ def _attend(
         buckets = rows.cache[key] = plan(rows, k_pages.shape[2], window)
     values_dtype = q.dtype if narrow else torch.float32
     q = q.to(torch.promote_types(q.dtype, torch.float32))
+    pages = Planes(k_pages, v_pages, scales)
     if len(buckets) == 1 and buckets[0].tokens is None:
-        return _attend_bucket(q, k_pages, v_pages, buckets[0], scale, softcap, values_dtype)
+        return _attend_bucket(q, pages, buckets[0], scale, softcap, values_dtype)
     out = q.new_zeros(*q.shape[:2], v_pages.shape[3])
     lse = q.new_full(q.shape[:2], float("-inf"))
     for bucket in buckets:
         tokens = bucket.tokens
         some = q if tokens is None else q[tokens]
-        parts = _attend_bucket(some, k_pages, v_pages, bucket, scale, softcap, values_dtype)
+        parts = _attend_bucket(some, pages, bucket, scale, softcap, values_dtype)
         if bucket.keep is not None and tokens is not None:
             tokens = tokens[bucket.keep]
             parts = (parts[0][bucket.keep], parts[1][bucket.keep])
@@ -265,8 +257,7 @@ def _join(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Ten
 
 def _attend_bucket(
     q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    pages: Planes,
     bucket: Bucket,
     scale: float,
     softcap: float | None,
@@ -276,7 +267,7 @@ def _attend_bucket(
 
     The query heads that read one KV head stand side by side as if they were more queries.
     """
-    kv_heads, heads, count = k_pages.shape[1], q.shape[1], bucket.queries
+    kv_heads, heads, count = pages.k.shape[1], q.shape[1], bucket.queries
     group = heads // kv_heads
     packed = q.view(bucket.rows, count, kv_heads, group, -1)
     packed = packed.permute(0, 2, 3, 1, 4).reshape(bucket.rows, kv_heads, group * count, -1)
@@ -287,8 +278,7 @@ def _attend_bucket(
     def some(rows: slice, some_heads: slice) -> tuple[Tensor, Tensor]:
         query, table = packed[rows, some_heads], bucket.table[rows]
         hide = None if bias is None else bias[rows]
-        k = _gather(k_pages[:, some_heads], table, q.dtype)
-        v = _gather(v_pages[:, some_heads], table, values_dtype if narrow else q.dtype)
+        k, v = pages.gather(some_heads, table, q.dtype, values_dtype if narrow else q.dtype)
         if narrow:
             return _singles(query, k, v, hide, scale)
         if softcap is None and k.shape[3] == v.shape[3]:
@@ -296,14 +286,14 @@ def _attend_bucket(
             return out, lse
         return _plain(query, k, v, hide, scale, softcap)
 
-    keys = bucket.table.shape[1] * k_pages.shape[2]
+    keys = bucket.table.shape[1] * pages.k.shape[2]
     slices = _slices(
-        bucket.rows, kv_heads, keys * (k_pages.shape[3] + v_pages.shape[3]) * q.element_size()
+        bucket.rows, kv_heads, keys * (pages.k.shape[3] + pages.v.shape[3]) * q.element_size()
     )
     if len(slices) == 1:
         out, lse = some(*slices[0])
     else:
-        out = q.new_empty(*packed.shape[:3], v_pages.shape[3])
+        out = q.new_empty(*packed.shape[:3], pages.v.shape[3])
         lse = q.new_empty(packed.shape[:3])
         for one in slices:
             out[one], lse[one] = some(*one)
@@ -313,7 +303,7 @@ def _attend_bucket(
         lse = torch.where(seen, lse, float("-inf"))
     out = out.reshape(bucket.rows, heads, count, -1).transpose(1, 2)
     lse = lse.reshape(bucket.rows, heads, count).transpose(1, 2)
-    return out.reshape(-1, heads, v_pages.shape[3]), lse.reshape(-1, heads)
+    return out.reshape(-1, heads, pages.v.shape[3]), lse.reshape(-1, heads)
 
 
 def _slices(rows: int, heads: int, head_bytes: int) -> list[tuple[slice, slice]]:
@@ -340,24 +330,6 @@ def _singles(
     scores = torch.baddbmm(hide, q, k.transpose(1, 2), alpha=scale)
     out = torch.bmm(scores.softmax(2).to(v.dtype), v)
     return out.view(*shape, -1), scores.logsumexp(2).view(shape)
-
-
-def _gather(pages: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
-    """The pages [blocks, H, B, D] named by table [S, W], as [S, H, W*B, D] of `dtype`.
-
-    Where a plane's rows of B*D elements tile the arena evenly, one row lookup puts every head's
-    keys in place; otherwise blocks are gathered and then turned.
-    """
-    _, heads, block_size, dim = pages.shape
-    unit, (stride, *_), offset = block_size * dim, pages.stride(), pages.storage_offset()
-    if stride % unit == 0 and offset % unit == 0:
-        flat = pages.as_strided((pages.shape[0] * (stride // unit), unit), (unit, 1), 0)
-        first = table * (stride // unit) + offset // unit
-        index = first[:, None, :] + torch.arange(heads)[:, None]
-        found = torch.nn.functional.embedding(index, flat)
-        return found.view(len(table), heads, -1, dim).to(dtype)
-    found = pages[table.flatten()].view(*table.shape, heads, block_size, dim)
-    return found.transpose(1, 2).to(dtype).reshape(len(table), heads, -1, dim)
 
 
 def _plain(

@@ -2,12 +2,14 @@
 
 Layers with the same KV shape and window form a *layer group*. A block belongs to one group and is
 `block_bytes` raw bytes: for each layer of the group a K plane `(kv_heads, B, k_dim)`, then a V
-plane `(kv_heads, B, v_dim)`, every plane on a 16-byte border. So moving a block is one copy.
-Groups whose blocks have equal bytes share one arena; others have one each.
+plane `(kv_heads, B, v_dim)`, and where pages are quantised the scales of both, `(kv_heads, B)`
+each; every plane on a 16-byte border. So moving a block is one copy, and nothing outside it is
+needed to read it. Groups whose blocks have equal bytes share one arena; others have one each.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
+from kvpaging.quant import LARGEST, SCALE_BYTES, Scales
 
 ALIGN_BYTES = 16
 
@@ -47,6 +51,7 @@ class Layout:
     itemsize: int
     groups: tuple[Group, ...]
     arena_block_bytes: tuple[int, ...]
+    quantised: bool = False
 
     @property
     def slice_bytes(self) -> int:
@@ -74,32 +79,38 @@ class Layout:
     def group_of(self, layer: int) -> int:
         return next(i for i, group in enumerate(self.groups) if layer in group.layers)
 
-    def plane_bytes(self, group: Group) -> tuple[int, int]:
-        """Bytes of one layer's K plane and V plane in `group`, padding included."""
-        shape, tokens = group.shape, self.block_size * group.shape.kv_heads
-        return (
-            _aligned(tokens * shape.k_dim * self.itemsize),
-            _aligned(tokens * shape.v_dim * self.itemsize),
-        )
+    def plane_bytes(self, group: Group) -> tuple[int, int, int, int]:
+        """Bytes of one layer's K plane, V plane and scales of both, padding included."""
+        return _planes(group.shape, self.block_size, self.itemsize, self.quantised)
 
 
-def layout(shapes: Sequence[LayerShape], block_size: int, itemsize: int) -> Layout:
-    """Group the layers of a model (`shapes[i]` is layer i) and lay out their blocks."""
+def layout(
+    shapes: Sequence[LayerShape], block_size: int, itemsize: int, *, quantised: bool = False
+) -> Layout:
+    """Group the layers of a model (`shapes[i]` is layer i) and lay out their blocks.
+
+    `itemsize` is of a stored number; `quantised` ones have a scale for each token and head beside.
+    """
     members: dict[LayerShape, list[int]] = {}
     for layer, shape in enumerate(shapes):
         members.setdefault(shape, []).append(layer)
     arenas: list[int] = []
     groups = []
     for shape, layers in members.items():
-        tokens = block_size * shape.kv_heads
-        per_layer = _aligned(tokens * shape.k_dim * itemsize) + _aligned(
-            tokens * shape.v_dim * itemsize
-        )
-        block_bytes = per_layer * len(layers)
+        block_bytes = sum(_planes(shape, block_size, itemsize, quantised)) * len(layers)
         if block_bytes not in arenas:
             arenas.append(block_bytes)
         groups.append(Group(tuple(layers), shape, arenas.index(block_bytes), block_bytes))
-    return Layout(block_size, itemsize, tuple(groups), tuple(arenas))
+    return Layout(block_size, itemsize, tuple(groups), tuple(arenas), quantised)
+
+
+def _planes(
+    shape: LayerShape, block_size: int, itemsize: int, quantised: bool
+) -> tuple[int, int, int, int]:
+    tokens = block_size * shape.kv_heads
+    scales = _aligned(tokens * SCALE_BYTES) if quantised else 0
+    k, v = (_aligned(tokens * dim * itemsize) for dim in (shape.k_dim, shape.v_dim))
+    return k, v, scales, scales
 
 
 def _aligned(size: int) -> int:
@@ -110,39 +121,40 @@ class BlockStore:
     """The KV memory of one rank, allocated once.
 
     `arenas[a]` is uint8 `[blocks, block_bytes]`. `k(layer)` and `v(layer)` are strided views of it,
-    `[blocks, kv_heads, B, k_dim]` and `[blocks, kv_heads, B, v_dim]`, in the model's dtype.
+    `[blocks, kv_heads, B, k_dim]` and `[blocks, kv_heads, B, v_dim]`, in the pages' dtype, and
+    `scales(layer)` of quantised pages two of `[blocks, kv_heads, B]` in bfloat16.
     `slices` is the number of `block_size`-token pieces of a sequence that fit: an arena that serves
     several groups holds that many blocks for each.
     """
 
     def __init__(self, layout: Layout, slices: int, dtype: torch.dtype, device: torch.device):
         assert dtype.itemsize == layout.itemsize
+        assert (dtype in LARGEST) == layout.quantised
         assert slices > 0
         self.layout, self.slices, self.dtype, self.device = layout, slices, dtype, device
         self.arenas = [
             torch.zeros(slices * layout.groups_in(a), size, dtype=torch.uint8, device=device)
             for a, size in enumerate(layout.arena_block_bytes)
         ]
-        self._views: list[tuple[Tensor, Tensor]] = [
-            self._plane(i) for i in range(layout.num_layers)
-        ]
+        self._views = [self._planes(i) for i in range(layout.num_layers)]
 
-    def _plane(self, layer: int) -> tuple[Tensor, Tensor]:
+    def _planes(self, layer: int) -> tuple[Tensor, Tensor, Scales | None]:
         group = self.layout.groups[self.layout.group_of(layer)]
-        arena, shape, block = self.arenas[group.arena], group.shape, self.layout.block_size
-        k_bytes, v_bytes = self.layout.plane_bytes(group)
-        start = group.layers.index(layer) * (k_bytes + v_bytes)
-        typed = arena.view(self.dtype)
-        item, stride = self.dtype.itemsize, typed.stride(0)
+        arena, shape = self.arenas[group.arena], group.shape
+        sizes = self.layout.plane_bytes(group)
+        start = group.layers.index(layer) * sum(sizes)
 
-        def view(dim: int, offset_bytes: int) -> Tensor:
-            return typed.as_strided(
-                (len(arena), shape.kv_heads, block, dim),
-                (stride, block * dim, dim, 1),
-                offset_bytes // item,
-            )
+        def view(dtype: torch.dtype, plane: int, *inner: int) -> Tensor:
+            typed = arena.view(dtype)
+            strides = [math.prod(inner[i + 1 :]) for i in range(len(inner))]
+            offset = (start + sum(sizes[:plane])) // dtype.itemsize
+            return typed.as_strided((len(arena), *inner), (typed.stride(0), *strides), offset)
 
-        return view(shape.k_dim, start), view(shape.v_dim, start + k_bytes)
+        tokens = shape.kv_heads, self.layout.block_size
+        k, v = view(self.dtype, 0, *tokens, shape.k_dim), view(self.dtype, 1, *tokens, shape.v_dim)
+        if not self.layout.quantised:
+            return k, v, None
+        return k, v, (view(torch.bfloat16, 2, *tokens), view(torch.bfloat16, 3, *tokens))
 
     def blocks(self, arena: int) -> int:
         return self.slices * self.layout.groups_in(arena)
@@ -152,6 +164,10 @@ class BlockStore:
 
     def v(self, layer: int) -> Tensor:
         return self._views[layer][1]
+
+    def scales(self, layer: int) -> Scales | None:
+        """Of the layer's K and V pages; None where they are not quantised."""
+        return self._views[layer][2]
 
     def locate(self, group: int, block: int, offset: int) -> dict[str, int]:
         """The byte address of one token's key in `block`: layer 0 of the group, head 0.

@@ -13,6 +13,7 @@ from context_parallel.policy import ShardPolicy
 from context_parallel.shard import Geometry
 from kvpaging.attention import accumulator
 from kvpaging.pool import BlockPool
+from kvpaging.quant import SCALE_BYTES
 from kvpaging.store import Layout
 from worker.drafting import DraftModel
 from worker.engine import Engine
@@ -191,16 +192,16 @@ def end_token_ids(directory: Path, config: PretrainedConfig) -> tuple[int, ...]:
 
 def geometries(pages: Layout, shape: ModelShape, dtype: torch.dtype) -> list[Geometry]:
     """What attention of a layer of each group moves between ranks."""
-    size = dtype.itemsize
     return [
         Geometry(
             max(shape.calls[layer].heads for layer in group.layers),
             group.shape.kv_heads,
             group.shape.k_dim,
             group.shape.v_dim,
-            size,
-            size,
+            dtype.itemsize,
+            pages.itemsize,
             accumulator(dtype).itemsize,
+            SCALE_BYTES if pages.quantised else 0,
         )
         for group in pages.groups
     ]

@@ -50,6 +50,13 @@ def _cgroup_bytes() -> list[int]:
     return []
 
 
+def has_fp8(device: torch.device) -> bool:
+    """Whether it converts fp8 (e4m3); a GPU of NVIDIA does from compute capability 8.9 on."""
+    if device.type != "cuda" or torch.version.hip:
+        return True
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def has_fast_bfloat16() -> bool:
     """Whether the CPU multiplies bfloat16 in hardware; elsewhere float32 is faster."""
     cpuinfo = Path("/proc/cpuinfo")

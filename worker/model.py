@@ -75,17 +75,19 @@ class Pages:
         row. Returns [T, Hq, Dv] in q's dtype."""
         group = self.group_of[layer]
         k_pages, v_pages = self.store.k(layer), self.store.v(layer)
+        scales = self.store.scales(layer)
         window = self.store.layout.groups[group].shape.window
         options: dict[str, Any] = {
             "scale": scale,
             "window": window,
             "softcap": softcap,
             "sink": sink,
+            "scales": scales,
         }
 
         def local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             rows = self.rows[group]
-            attention.write(k, v, k_pages, v_pages, rows.slots)
+            attention.write(k, v, k_pages, v_pages, rows.slots, scales)
             return attention.attend_finish(q, k_pages, v_pages, rows, **options)
 
         if not self.sharded:

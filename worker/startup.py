@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,15 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from configs.schema import Config
-from configs.speculation import SpeculationConfig
 from context_parallel import attention as sharded_attention
-from kvpaging import attention
+from kvpaging import attention, quant
 from kvpaging.store import BlockStore, Layout, layout
 from worker.building import build_draft, build_engine, build_follower, geometries
-from worker.device import choose_device, free_memory_bytes, has_fast_bfloat16
+from worker.device import choose_device, free_memory_bytes, has_fast_bfloat16, has_fp8
 from worker.engine import Engine
 from worker.gang import Ends, Follower
-from worker.memory import DoesNotFit, MemoryPlan, plan_memory, with_slices
+from worker.launch import Draft, Launch, positions
+from worker.memory import DoesNotFit, plan_memory, with_slices
 from worker.model import ModelShape, PagedModel, UnsupportedModel, fix_rotary, probe
 from worker.params import MAX_BEAM_WIDTH, MAX_GUESSES, ParamLimits, SamplingParams
 from worker.plan import BatchBuilder
@@ -48,90 +48,6 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """A draft model before its weights are loaded."""
-
-    directory: Path
-    hf_config: PretrainedConfig
-    shape: ModelShape
-    layout: Layout
-    weight_bytes: int
-    workspace_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """Everything decided before the weights are loaded."""
-
-    config: Config
-    directory: Path
-    hf_config: PretrainedConfig
-    shape: ModelShape
-    layout: Layout
-    memory: MemoryPlan
-    limits: Limits
-    params: ParamLimits
-    dtype: torch.dtype
-    device: torch.device
-    draft: Draft | None = None
-
-    @property
-    def name(self) -> str:
-        return self.config.model.name or Path(self.config.model.path).name
-
-    def table(self) -> dict[str, int | str]:
-        """The rows of the start-up table, in order."""
-        memory = self.memory
-        return {
-            "model": self.name,
-            "family": self.shape.family,
-            "device": str(self.device),
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "weights_bytes": memory.weight_bytes,
-            "workspace_bytes": memory.workspace_bytes,
-            "kv_bytes": memory.kv_bytes,
-            **self._drafting(),
-            "kv_bytes_per_token": self.layout.bytes_per_token,
-            "layer_groups": len(self.layout.groups),
-            "block_size": self.layout.block_size,
-            "blocks": memory.slices,
-            "tokens": memory.tokens,
-            "max_model_len": memory.max_model_len,
-            "max_num_seqs": self.limits.max_num_seqs,
-        }
-
-    def _drafting(self) -> dict[str, int | str]:
-        """The rows of a draft model."""
-        if self.draft is None:
-            return {}
-        return {
-            "draft_model": self.draft.directory.name,
-            "draft_kv_bytes": self.memory.slices * self.draft.layout.slice_bytes,
-        }
-
-    def drafting(self) -> Launch:
-        """The launch of the draft model, beside the same number of tokens."""
-        draft = self.draft
-        assert draft is not None
-        longest = _positions(draft.hf_config.get_text_config(decoder=True))
-        longest = min(self.memory.max_model_len, longest)
-        return replace(
-            self,
-            config=replace(
-                self.config,
-                model=replace(self.config.model, name=draft.directory.name),
-                speculation=SpeculationConfig(),
-            ),
-            directory=draft.directory,
-            hf_config=draft.hf_config,
-            shape=draft.shape,
-            layout=draft.layout,
-            memory=replace(self.memory, max_model_len=longest, ranks=1),
-            draft=None,
-        )
-
-
 def resolve(
     config: Config, directory: Path, *, free_bytes: int | None = None, ranks: int = 1
 ) -> Launch:
@@ -145,7 +61,7 @@ def resolve(
     dtype = _dtype(config, text, device)
     on_cpu = device.type == "cpu"
     shape = probe(hf_config)
-    pages = layout(shape.layers, config.kv.block_size or (16 if on_cpu else 64), dtype.itemsize)
+    pages = _layout(config, shape, dtype, device)
     seqs = config.scheduler.max_num_seqs or (64 if on_cpu else 256)
     limits = Limits(
         max_num_seqs=seqs,
@@ -160,7 +76,7 @@ def resolve(
         max_n=config.limits.max_n,
         max_beam_width=min(MAX_BEAM_WIDTH, seqs, shape.vocab_size),
     )
-    model_limit = _positions(text)
+    model_limit = positions(text)
     asked = config.model.max_model_len
     if asked is not None and asked > model_limit:
         raise DoesNotFit(
@@ -171,7 +87,7 @@ def resolve(
     workspace = _workspace_bytes(
         pages, shape, text, limits, params, asked or model_limit, dtype, device, ranks
     )
-    draft = _draft(config, shape, pages, limits, params, dtype, device)
+    draft = _draft(config, shape, limits, params, dtype, device)
     memory = plan_memory(
         pages,
         free_bytes=free_memory_bytes(device) if free_bytes is None else free_bytes,
@@ -205,7 +121,6 @@ def _read(directory: Path, setting: str) -> PretrainedConfig:
 def _draft(
     config: Config,
     shape: ModelShape,
-    pages: Layout,
     limits: Limits,
     params: ParamLimits,
     dtype: torch.dtype,
@@ -225,9 +140,9 @@ def _draft(
             f"{setting} has a vocabulary of {small.vocab_size} tokens, {config.model.path} one of "
             f"{shape.vocab_size}: a draft model needs the same"
         )
-    small_pages = layout(small.layers, pages.block_size, dtype.itemsize)
+    small_pages = _layout(config, small, dtype, device)
     workspace = _workspace_bytes(
-        small_pages, small, text, limits, params, _positions(text), dtype, device, 1
+        small_pages, small, text, limits, params, positions(text), dtype, device, 1
     )
     weights = small.weight_count * dtype.itemsize
     return Draft(directory, hf_config, small, small_pages, weights, workspace)
@@ -241,11 +156,18 @@ def agreed(launch: Launch, slices: Sequence[int]) -> Launch:
     return replace(launch, memory=memory)
 
 
-def _positions(text: PretrainedConfig) -> int:
-    """How many positions the model was made for; dynamic rotary stretches them by its factor."""
-    limit = int(getattr(text, "max_position_embeddings", 0) or 1 << 20)
-    rope = getattr(text, "rope_parameters", None) or {}
-    return int(limit * rope["factor"]) if rope.get("rope_type") == "dynamic" else limit
+def _layout(config: Config, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> Layout:
+    """The pages' layout. Raises UnsupportedModel where the device lacks their numbers."""
+    asked = config.kv.dtype
+    if asked == "fp8" and not has_fp8(device):
+        raise UnsupportedModel(
+            "kv.dtype=fp8 needs a GPU of compute capability 8.9 or more, and this one has "
+            f"{'.'.join(map(str, torch.cuda.get_device_capability(device)))}; use kv.dtype=int8, "
+            "which takes as little memory and runs on any, or kv.dtype=auto"
+        )
+    size = config.kv.block_size or (16 if device.type == "cpu" else 64)
+    stored = quant.FORMATS.get(asked, dtype)
+    return layout(shape.layers, size, stored.itemsize, quantised=asked in quant.FORMATS)
 
 
 def _dtype(config: Config, text: PretrainedConfig, device: torch.device) -> torch.dtype:
@@ -309,9 +231,7 @@ def start(
 ) -> Engine:
     """Load, check, build; rank 0 of a gang. Raises UnsupportedModel where the check fails."""
     model, rotary = load(launch, clock, progress)
-    identity = Identity(
-        fingerprint(launch.directory, rotary), str(launch.dtype).removeprefix("torch."), key
-    )
+    identity = Identity(fingerprint(launch.directory, rotary), launch.kv_dtype, key)
     draft = None
     if launch.draft is not None:
         small = launch.drafting()
@@ -342,10 +262,10 @@ def load(
     if launch.dtype == torch.float64:
         hf.set_experts_implementation("batched_mm")  # grouped_mm, the default, has no float64
     rotary = fix_rotary(hf, launch.memory.max_model_len)
-    store = BlockStore(launch.layout, launch.memory.slices, launch.dtype, launch.device)
+    store = BlockStore(launch.layout, launch.memory.slices, launch.page_dtype, launch.device)
     progress("checking paged attention against the model's own")
     model = checked_model(hf, store, launch.shape)
-    warm_up(store, launch.shape, partials=launch.memory.ranks > 1)
+    warm_up(store, launch.shape, launch.dtype, partials=launch.memory.ranks > 1)
     if launch.config.model.compile:
         progress("compiling the model")
         model.compile(fullgraph=True, dynamic=True)
@@ -369,9 +289,11 @@ def _run_alone_and_together(engine: Engine) -> None:
             engine.step(0.0)
 
 
-def warm_up(store: BlockStore, shape: ModelShape, *, partials: bool = False) -> None:
-    """Compile and run every attention kernel this model can reach, so that no request waits; with
-    `partials` those of sequences that span ranks too."""
+def warm_up(
+    store: BlockStore, shape: ModelShape, dtype: torch.dtype, *, partials: bool = False
+) -> None:
+    """Compile and run every attention kernel that this model, computing in `dtype`, can reach, so
+    that no request waits; with `partials` those of sequences that span ranks too."""
     kinds = list(zip(shape.layers, shape.calls, strict=True))
     for stored, call in set(kinds):
         layer = kinds.index((stored, call))
@@ -380,10 +302,11 @@ def warm_up(store: BlockStore, shape: ModelShape, *, partials: bool = False) -> 
                 store.k(layer),
                 store.v(layer),
                 call.heads,
-                store.dtype,
+                dtype,
                 window=stored.window,
                 softcap=call.softcap,
                 sink=torch.zeros(call.heads, device=store.device) if call.sink else None,
+                scales=store.scales(layer),
                 partials=some,
             )
 

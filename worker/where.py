@@ -58,7 +58,7 @@ class Pages:
             **first,
             "layers": layout.num_layers,
             "bytes_per_token": layout.bytes_per_token,
-            "dtype": str(self._launch.dtype).removeprefix("torch."),
+            "dtype": self._launch.kv_dtype,
             "groups": places,
         }
 

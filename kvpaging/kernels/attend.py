@@ -64,9 +64,31 @@ def _locate(table, logical, start, high, end, B: tl.constexpr, BLOCK_N: tl.const
 
 
 @triton.jit
-def _logits(q, k, scale, softcap):
+def _scales(scales, at, exists):
+    """Scales of a tile's keys, float32, from the bits of bfloat16 in their blocks."""
+    bits = tl.load(scales + at, mask=exists, other=0)
+    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _values(pages, scales, at, exists, D: tl.constexpr, PAD: tl.constexpr, dtype: tl.constexpr):
+    """Values `[N, D]` of keys at `pages` `[N]`; quantised ones in `dtype`, rounded once."""
+    d = tl.arange(0, PAD)[None, :]
+    v = tl.load(pages[:, None] + d, mask=exists[:, None] & (d < D), other=0.0)
+    if scales is None:
+        return v
+    else:
+        return (v.to(tl.float32) * _scales(scales, at, exists)[:, None]).to(dtype)
+
+
+@triton.jit
+def _logits(q, k, scales, at, exists, scale, softcap):
     """Base 2 logits; the soft cap is `cap * tanh(x / cap)`, written so that nothing overflows."""
+    if scales is not None:
+        k = k.to(q.dtype)  # exact: scales come after the product, in float32
     x = tl.dot(q, k, input_precision="ieee")
+    if scales is not None:
+        x *= _scales(scales, at, exists)[None, :]
     if softcap is None:
         x *= scale * LOG2E
     else:
@@ -130,6 +152,7 @@ def _deliver(
 def attend_kernel(
     q,  # [T, heads, DK], last dimension contiguous
     k_pages, v_pages,  # [blocks, heads / G, B, D], a block's planes contiguous
+    k_scales, v_scales,  # bits of bfloat16 [blocks, heads / G, B] in the same blocks, or None
     table, logical, used,  # int32 [R, table_stride] twice, [R]; logical None: entries are 0, 1, 2
     items, stacked,  # int32 [grid 0, 8], [n], see kvpaging.work
     sink,  # [heads] or None
@@ -157,7 +180,7 @@ def attend_kernel(
     if window is not None:
         window = tl.where(token < 0, ALL, window)
     at = position + query
-    dk, dv = tl.arange(0, DK_PAD), tl.arange(0, DV_PAD)
+    dk = tl.arange(0, DK_PAD)
     q += tokens.to(tl.int64)[:, None] * q_token_stride + head[:, None] * q_head_stride
     tile_q = tl.load(q + dk[None, :], mask=live[:, None] & (dk < DK)[None, :], other=0.0)
 
@@ -178,13 +201,13 @@ def attend_kernel(
         block, slot, where, exists = _locate(table, logical, start, high, end, B, BLOCK_N)
         k_at = k_pages + block * k_stride * k_units + slot * DK
         k = tl.load(k_at[None, :] + dk[:, None], mask=(dk < DK)[:, None], other=0.0)
-        x = _logits(tile_q, k, scale, softcap)
+        beside = block * k_stride * 8 + kv_head * B + slot  # of scales: a block's stride is one
+        x = _logits(tile_q, k, k_scales, beside, exists, scale, softcap)
         seen = exists[None, :] & (where[None, :] <= at[:, None])
         if window is not None:
             seen = seen & (where[None, :] > (at - window)[:, None])
         v_at = v_pages + block * v_stride * v_units + slot * DV
-        v_mask = exists[:, None] & (dv < DV)[None, :]
-        v = tl.load(v_at[:, None] + dv[None, :], mask=v_mask, other=0.0)
+        v = _values(v_at, v_scales, beside, exists, DV, DV_PAD, tile_q.dtype)
         acc, m, total = _absorb(acc, m, total, tl.where(seen, x, NONE), v)
         if (start + BLOCK_N) % length == 0:
             all_acc, all_m, all_total = fold(all_acc, all_m, all_total, acc, m * LN2, total)

@@ -14,6 +14,7 @@ from kvpaging.kernels.attend import attend_kernel
 from kvpaging.kernels.merge import merge_kernel
 from kvpaging.kernels.pages import copy_kernel, write_kernel
 from kvpaging.kernels.tiles import Shape, chip, pad, shapes
+from kvpaging.quant import LARGEST, SCALE_BYTES, Scales
 
 State = tuple[Tensor, Tensor, Tensor]  # the fields of a Partial
 
@@ -35,13 +36,20 @@ class Sweep:
     shapes: tuple[Shape, Shape]  # of narrow and wide tiles
 
 
-def write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
+def write(
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    slots: Tensor,
+    scales: Scales | None = None,
+) -> None:
     tokens, heads, k_dim = k.shape
     v_dim = v.shape[2]
     assert k.stride(2) == v.stride(2) == slots.stride(0) == 1
     together = heads_together(heads, max(k_dim, v_dim))
     write_kernel[tokens, -(-heads // together)](
-        k, v, k_pages, v_pages, slots,
+        k, v, k_pages, v_pages, *_bits(scales, k_pages, v_pages), slots,
         k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         _block_stride(k_pages), _block_stride(v_pages), heads,
         B=k_pages.shape[2], DK=k_dim, DV=v_dim, DK_PAD=pad(k_dim), DV_PAD=pad(v_dim),
@@ -84,11 +92,13 @@ def attend(
     scale: float,
     window: int | None,
     softcap: float | None,
+    scales: Scales | None = None,
 ) -> State:
     tokens, heads, _ = q.shape
     sweep = plan(q, k_pages, v_pages, rows, window)
     every = _rows(tokens + sweep.scratch, heads, v_pages.shape[3], q.device)
-    _attend(q, k_pages, v_pages, rows, sweep, None, None, every, scale, softcap, window, tokens)
+    pages = k_pages, v_pages, scales
+    _attend(q, pages, rows, sweep, None, None, every, scale, softcap, window, tokens)
     whole = _slice(every, 0, tokens)
     if sweep.scratch:
         _merge(_slice(every, tokens, None), sweep, None, None, whole)
@@ -105,12 +115,14 @@ def attend_finish(
     window: int | None,
     softcap: float | None,
     sink: Tensor | None,
+    scales: Scales | None = None,
 ) -> Tensor:
     tokens, heads, _ = q.shape
     sweep = plan(q, k_pages, v_pages, rows, window)
     out = torch.empty(tokens, heads, v_pages.shape[3], dtype=q.dtype, device=q.device)
     parts = _rows(sweep.scratch, heads, v_pages.shape[3], q.device)
-    _attend(q, k_pages, v_pages, rows, sweep, sink, out, parts, scale, softcap, window, 0)
+    pages = k_pages, v_pages, scales
+    _attend(q, pages, rows, sweep, sink, out, parts, scale, softcap, window, 0)
     if sweep.scratch:
         _merge(parts, sweep, sink, out, None)
     return out
@@ -125,11 +137,12 @@ def warm_up(
     window: int | None,
     softcap: float | None,
     sink: Tensor | None,
+    scales: Scales | None = None,
     partials: bool,
 ) -> None:
     _, kv_heads, block, k_dim = k_pages.shape
     device = k_pages.device
-    chosen = shapes(chip(device), dtype.itemsize, max(k_dim, v_pages.shape[3]))
+    chosen = shapes(chip(device), dtype.itemsize, max(k_dim, v_pages.shape[3]), scales is not None)
     lens = (1, 1 + max(shape.rows for shape in chosen))  # a narrow and a wide tile
     first = 2 * work.SHORTEST_SPLIT  # so that there is something to merge
     width = -(-(first + max(lens)) // block)
@@ -148,8 +161,13 @@ def warm_up(
     )
     q = torch.zeros(sum(lens), heads, k_dim, dtype=dtype, device=device)
     v = torch.zeros(sum(lens), kv_heads, v_pages.shape[3], dtype=dtype, device=device)
-    write(q[:, :kv_heads], v, k_pages, v_pages, rows.slots)
-    options: dict[str, Any] = {"scale": 1.0, "window": window, "softcap": softcap}
+    write(q[:, :kv_heads], v, k_pages, v_pages, rows.slots, scales)
+    options: dict[str, Any] = {
+        "scale": 1.0,
+        "window": window,
+        "softcap": softcap,
+        "scales": scales,
+    }
     if partials:
         acc, m, total = attend(q, k_pages, v_pages, rows, **options)
         finish(*merge(acc[None], m[None], total[None]), sink, dtype)
@@ -160,7 +178,9 @@ def warm_up(
 def plan(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: Rows, window: int | None) -> Sweep:
     """The step's sweep, kept in `rows.cache` for the other layers of the group."""
     group = q.shape[1] // k_pages.shape[1]
-    chosen = shapes(chip(q.device), q.element_size(), max(q.shape[2], v_pages.shape[3]))
+    quantised = k_pages.dtype in LARGEST
+    head = max(q.shape[2], v_pages.shape[3])
+    chosen = shapes(chip(q.device), q.element_size(), head, quantised)
     key = (chosen, group, window)
     if key not in rows.cache:
         narrow, wide = chosen
@@ -197,8 +217,7 @@ def constants(shape: Shape, group: int, block: int, k_dim: int, v_dim: int) -> d
 
 def _attend(
     q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    pages: tuple[Tensor, Tensor, Scales | None],
     rows: Rows,
     sweep: Sweep,
     sink: Tensor | None,
@@ -209,7 +228,9 @@ def _attend(
     window: int | None,
     scratch: int,
 ) -> None:
+    k_pages, v_pages, scales = pages
     heads, (_, kv_heads, block, k_dim) = q.shape[1], k_pages.shape
+    bits = _bits(scales, k_pages, v_pages)
     group = heads // kv_heads
     assert q.stride(2) == rows.table.stride(1) == rows.blocks.stride(0) == 1
     assert rows.logical is None or rows.logical.stride() == rows.table.stride()
@@ -218,8 +239,8 @@ def _attend(
             continue
         fixed = constants(shape, group, block, k_dim, v_pages.shape[3])
         attend_kernel[len(items), kv_heads * -(-group // fixed["HEADS"])](
-            q, k_pages, v_pages, rows.table, rows.logical, rows.blocks, items, sweep.stacked,
-            sink, out,
+            q, k_pages, v_pages, *bits, rows.table, rows.logical, rows.blocks, items,
+            sweep.stacked, sink, out,
             *parts, float(scale), None if softcap is None else float(softcap), window,
             q.stride(0), q.stride(1), _block_stride(k_pages), _block_stride(v_pages),
             rows.table.stride(0), scratch, heads,
@@ -272,6 +293,16 @@ def _block_stride(pages: Tensor) -> int:
     stride, rest = divmod(pages.stride(0) * pages.element_size(), QUAD)
     assert rest == 0
     return stride
+
+
+def _bits(scales: Scales | None, *pages: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Scales as the kernels take them: the bits of bfloat16, in the same blocks as the pages."""
+    if scales is None:
+        return None, None
+    for some, plane in zip(scales, pages, strict=True):
+        assert some.stride(0) * SCALE_BYTES == plane.stride(0) * plane.element_size()
+        assert some.stride()[1:] == (plane.shape[2], 1)
+    return scales[0].view(torch.int16), scales[1].view(torch.int16)
 
 
 def _upload(lists: work.WorkList, chosen: tuple[Shape, Shape], device: torch.device) -> Sweep:

@@ -3,11 +3,39 @@
 import triton
 import triton.language as tl
 
+TINY = tl.constexpr(2.0**-126)
+HALVES = tl.constexpr(1.5 * 2.0**23)  # adding this multiple of a step rounds a float32 to steps
+LEAST = tl.constexpr(2.0**-6)  # of normal e4m3
+
+
+@triton.jit
+def _quantised(value, scales, live, D8: tl.constexpr):
+    """Numbers of type D8 for finite rows `[M, D]`; their scales go to `scales` `[M]`.
+
+    The rule of `kvpaging.quant`, bit for bit: bfloat16 scales rounded up are made and kept as bits.
+    """
+    most = 127.0 if D8.is_int() else 448.0
+    peak = tl.max(tl.abs(value), 1)
+    wanted = tl.maximum(tl.div_rn(peak, tl.zeros_like(peak) + most), TINY)
+    bits = (wanted.to(tl.int32, bitcast=True) + 0xFFFF) >> 16
+    tl.store(scales, bits.to(tl.int16), mask=live)
+    scale = (bits << 16).to(tl.float32, bitcast=True)
+    value = tl.div_rn(value, tl.broadcast_to(scale[:, None], value.shape))
+    # To the nearest even one here, so that no cast is left to round as it likes.
+    step = tl.full(value.shape, 1.0, tl.float32)
+    if not D8.is_int():
+        power = (value.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        step = tl.maximum(power, LEAST) * 0.125
+    rounded = (value + step * HALVES) - step * HALVES
+    sign = value.to(tl.int32, bitcast=True) & -0x80000000  # of what is rounded to zero
+    return (rounded.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True).to(D8)
+
 
 @triton.jit
 def _put(
     x,
     pages,
+    scales,
     token,
     head,
     block,
@@ -25,12 +53,18 @@ def _put(
     mask = live[:, None] & (d < D)[None, :]
     x_at = x + token * token_stride + head * head_stride
     value = tl.load(x_at[:, None] + d[None, :], mask=mask, other=0.0)
-    value = value.to(pages.dtype.element_ty)
+    if scales is None:
+        value = value.to(pages.dtype.element_ty)
     # A page outlives its writer, and a masked NaN would reach whoever gets the block next.
     value = tl.where(tl.abs(value.to(tl.float32)) < float("inf"), value, 0.0)
+    slot = head * B + offset
+    if scales is None:
+        value = value.to(pages.dtype.element_ty)
+    else:
+        beside = scales + block * stride * 8 + slot
+        value = _quantised(value.to(tl.float32), beside, live, pages.dtype.element_ty)
     page = pages + block * stride * units
-    at = (head * B + offset) * D
-    tl.store(page + at[:, None] + d[None, :], value.to(pages.dtype.element_ty), mask=mask)
+    tl.store(page + (slot * D)[:, None] + d[None, :], value, mask=mask)
 
 
 @triton.jit(
@@ -50,6 +84,8 @@ def write_kernel(
     v,  # [T, heads, D], last dimension contiguous
     k_pages,
     v_pages,  # [blocks, heads, B, D], a block's planes contiguous
+    k_scales,
+    v_scales,  # bits of bfloat16 [blocks, heads, B] in the same blocks, or None
     slots,  # int64 [T]
     k_token_stride,
     k_head_stride,
@@ -72,12 +108,12 @@ def write_kernel(
     block = slot // B
     offset = (slot % B).to(tl.int32)
     _put(
-        k, k_pages, token, head, block, offset, live, k_stride, k_token_stride, k_head_stride,
-        B, DK, DK_PAD,
+        k, k_pages, k_scales, token, head, block, offset, live, k_stride, k_token_stride,
+        k_head_stride, B, DK, DK_PAD,
     )  # fmt: skip
     _put(
-        v, v_pages, token, head, block, offset, live, v_stride, v_token_stride, v_head_stride,
-        B, DV, DV_PAD,
+        v, v_pages, v_scales, token, head, block, offset, live, v_stride, v_token_stride,
+        v_head_stride, B, DV, DV_PAD,
     )  # fmt: skip
 
 

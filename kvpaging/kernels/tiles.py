@@ -7,7 +7,7 @@ keys are summed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -89,7 +89,9 @@ def chip(device: torch.device) -> str:
     return {9: "sm_90", 10: "sm_100"}.get(major, "sm_80")
 
 
-def shapes(chip: str, item_bytes: int, head_dim: int) -> tuple[Shape, Shape]:
+def shapes(
+    chip: str, item_bytes: int, head_dim: int, quantised: bool = False
+) -> tuple[Shape, Shape]:
     """Narrow and wide tile for queries of `item_bytes` an element and heads of at most `head_dim`.
 
     Raises:
@@ -98,8 +100,22 @@ def shapes(chip: str, item_bytes: int, head_dim: int) -> tuple[Shape, Shape]:
     sizes = _SHAPES[chip].get(item_bytes, {})
     for size, pair in sizes.items():
         if head_dim <= size:
-            return pair
+            return _converting(chip, pair, size, item_bytes) if quantised else pair
     raise ValueError(
         f"the GPU kernels take 16 and 32 bit queries and head sizes up to 512, not {head_dim} at "
         f"{8 * item_bytes} bit; model.device=cpu serves any"
     )
+
+
+def _converting(chip: str, pair: tuple[Shape, Shape], size: int, item: int) -> tuple[Shape, Shape]:
+    """A pair for 8-bit pages, whose numbers are converted in registers: of these large heads leave
+    less for rows and keys. Products in float32 must read converted numbers from shared memory,
+    which a pipeline of loads prevents."""
+    narrow, wide = pair
+    if item == 4:
+        narrow = replace(narrow, stages=1, warps=8 if size > 128 else narrow.warps)
+    if size > 256:
+        narrow = replace(narrow, rows=16, keys=16, warps=8)
+    if item == 4 or size > 256 or (size > 128 and chip == "gfx942"):
+        return narrow, narrow
+    return narrow, replace(wide, rows=min(wide.rows, 64 if size <= 128 else 32))

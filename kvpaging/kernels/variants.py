@@ -17,6 +17,7 @@ from kvpaging.kernels.tiles import CHIPS, Shape, pad, shapes
 
 TARGETS = CHIPS
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+PAGES = {"int8": "*i8", "fp8": "*fp8e4nv"}
 
 PARAMETERS = {
     "tile": ("narrow", "wide"),
@@ -29,45 +30,48 @@ PARAMETERS = {
     "sink": ("-", "sink"),
     "keys": ("-", "logical"),
     "result": ("output", "partial"),
+    "pages": ("-", *PAGES),
 }
 
 ATTEND = """
-wide    bf16  16   64       1  -       softcap  -     -        partial
-wide    bf16  64   80       3  window  -        -     -        partial
-narrow  bf16  256  96       8  -       softcap  -     logical  partial
-wide    bf16  8    128      3  window  -        sink  -        output
-wide    bf16  256  192/128  4  window  -        sink  logical  output
-narrow  bf16  64   256      3  -       softcap  sink  logical  output
-narrow  bf16  256  256      4  window  softcap  sink  -        output
-narrow  bf16  16   512      3  window  softcap  sink  -        output
-narrow  fp16  256  64       3  window  softcap  -     -        output
-narrow  fp16  256  80       1  -       softcap  sink  -        output
-wide    fp16  16   96       4  window  -        sink  -        output
-narrow  fp16  64   128      8  window  -        -     logical  partial
-narrow  fp16  8    192/128  8  -       softcap  -     -        partial
-wide    fp16  8    256      1  window  softcap  sink  logical  output
-narrow  fp16  64   512      4  -       -        -     logical  partial
-narrow  fp32  8    64       8  window  -        sink  logical  output
-narrow  fp32  64   64       4  -       softcap  -     logical  partial
-narrow  fp32  16   80       8  -       softcap  -     logical  output
-wide    fp32  8    80       4  window  softcap  -     logical  output
-narrow  fp32  8    96       1  -       -        -     -        partial
-wide    fp32  64   96       3  window  -        sink  logical  output
-narrow  fp32  16   128      4  -       softcap  -     logical  partial
-wide    fp32  256  128      1  window  -        sink  logical  output
-narrow  fp32  16   192/128  3  -       -        -     logical  partial
-wide    fp32  64   192/128  1  window  softcap  sink  logical  output
-wide    fp32  16   256      8  window  -        -     -        partial
-narrow  fp32  8    512      8  window  -        -     logical  partial
-wide    fp32  256  512      1  window  -        -     logical  output
-narrow  bf16  64   128      4  -       -        -     logical  partial
-narrow  bf16  16   64       1  window  -        -     logical  partial
-wide    bf16  64   128      4  -       -        -     logical  partial
-wide    bf16  16   128      8  window  softcap  -     logical  partial
+wide    bf16  16   64       1  -       softcap  -     -        partial  fp8
+wide    bf16  64   80       3  window  -        -     -        partial  fp8
+narrow  bf16  256  96       8  -       softcap  -     logical  partial  -
+wide    bf16  8    128      3  window  -        sink  -        output   fp8
+wide    bf16  256  192/128  4  window  -        sink  logical  output   -
+narrow  bf16  64   256      3  -       softcap  sink  logical  output   -
+narrow  bf16  256  256      4  window  softcap  sink  -        output   fp8
+narrow  bf16  16   512      3  window  softcap  sink  -        output   int8
+narrow  fp16  256  64       3  window  softcap  -     -        output   -
+narrow  fp16  256  80       1  -       softcap  sink  -        output   int8
+wide    fp16  16   96       4  window  -        sink  -        output   fp8
+narrow  fp16  64   128      8  window  -        -     logical  partial  int8
+narrow  fp16  8    192/128  8  -       softcap  -     -        partial  fp8
+wide    fp16  8    256      1  window  softcap  sink  logical  output   int8
+narrow  fp16  64   512      4  -       -        -     logical  partial  fp8
+narrow  fp32  8    64       8  window  -        sink  logical  output   -
+narrow  fp32  64   64       4  -       softcap  -     logical  partial  int8
+narrow  fp32  16   80       8  -       softcap  -     logical  output   -
+wide    fp32  8    80       4  window  softcap  -     logical  output   -
+narrow  fp32  8    96       1  -       -        -     -        partial  int8
+wide    fp32  64   96       3  window  -        sink  logical  output   -
+narrow  fp32  16   128      4  -       softcap  -     logical  partial  -
+wide    fp32  256  128      1  window  -        sink  logical  output   fp8
+narrow  fp32  16   192/128  3  -       -        -     logical  partial  -
+wide    fp32  64   192/128  1  window  softcap  sink  logical  output   int8
+wide    fp32  16   256      8  window  -        -     -        partial  int8
+narrow  fp32  8    512      8  window  -        -     logical  partial  -
+wide    fp32  256  512      1  window  -        -     logical  output   -
+narrow  bf16  64   128      4  -       -        -     logical  partial  -
+narrow  bf16  16   64       1  window  -        -     logical  partial  -
+wide    bf16  64   128      4  -       -        -     logical  partial  -
+wide    bf16  16   128      8  window  softcap  -     logical  partial  -
 """
 OTHERS = """
 write   bf16  128
 write   fp32  80/64
+write   bf16  128     int8
+write   fp16  80/64   fp8
 merge   128
 merge   80    listed
 finish  bf16  96
@@ -102,6 +106,11 @@ def names() -> list[str]:
     return [" ".join(line.split()) for line in lines]
 
 
+def targets(name: str) -> list[str]:
+    """Chips that the variant is compiled for: sm_80 has no fp8."""
+    return [target for target in TARGETS if target != "sm_80" or name.split()[-1] != "fp8"]
+
+
 def build(name: str, target: str) -> Build:
     """The variant `name` for a chip of TARGETS."""
     kind, *rest = name.split()
@@ -112,23 +121,26 @@ def _attend(name: str, target: str, words: list[str]) -> Build:
     case = dict(zip(PARAMETERS, words, strict=True))
     dtype, item = case["dtype"], BYTES[case["dtype"]]
     k_dim, v_dim = _dims(case["head"])
-    shape = shapes(target, item, max(k_dim, v_dim))[case["tile"] == "wide"]
+    quantised = case["pages"] in PAGES
+    shape = shapes(target, item, max(k_dim, v_dim), quantised)[case["tile"] == "wide"]
     fixed = constants(shape, int(case["group"]), int(case["block"]), k_dim, v_dim)
     pointer = f"*{dtype}"
-    types = dict.fromkeys(("q", "k_pages", "v_pages", "out", "sink"), pointer)
+    types = dict.fromkeys(("q", "out", "sink"), pointer) | _pages(case["pages"], dtype)
     types |= dict.fromkeys(("table", "logical", "used", "items", "stacked"), "*i32")
     types |= dict.fromkeys(("acc_out", "m_out", "l_out"), "*fp32")
     types |= {"scale": "fp32", "softcap": "fp32"}
     absent = [name for name in ("window", "softcap", "sink") if case[name] == "-"]
     absent += ["logical"] * (case["keys"] == "-") + ["out"] * (case["result"] == "partial")
+    absent += [] if quantised else ["k_scales", "v_scales"]
     threads = shape.warps * (64 if target.startswith("gfx") else 32)
-    quads = shape.keys * (fixed["DK_PAD"] + fixed["DV_PAD"]) * item // 16 // threads
+    quads = shape.keys * (fixed["DK_PAD"] + fixed["DV_PAD"]) * (1 if quantised else item)
+    quads = quads // 16 // threads
     return _build(name, attend_kernel, types, fixed, absent, shape, quads)
 
 
 def _write(name: str, target: str, words: list[str]) -> Build:
-    dtype, (k_dim, v_dim) = words[0], _dims(words[1])
-    types = dict.fromkeys(("k", "v", "k_pages", "v_pages"), f"*{dtype}") | {"slots": "*i64"}
+    dtype, (k_dim, v_dim), pages = words[0], _dims(words[1]), "".join(words[2:])
+    types = dict.fromkeys(("k", "v"), f"*{dtype}") | _pages(pages, dtype) | {"slots": "*i64"}
     fixed = {
         "B": 16,
         "DK": k_dim,
@@ -137,7 +149,13 @@ def _write(name: str, target: str, words: list[str]) -> Build:
         "DV_PAD": pad(v_dim),
         "HEADS": heads_together(8, max(k_dim, v_dim)),
     }
-    return _build(name, write_kernel, types, fixed, [])
+    absent = [] if pages in PAGES else ["k_scales", "v_scales"]
+    return _build(name, write_kernel, types, fixed, absent)
+
+
+def _pages(pages: str, dtype: str) -> dict[str, str]:
+    types = dict.fromkeys(("k_pages", "v_pages"), PAGES.get(pages, f"*{dtype}"))
+    return types | dict.fromkeys(("k_scales", "v_scales"), "*i16")
 
 
 def _merge(name: str, target: str, words: list[str]) -> Build:

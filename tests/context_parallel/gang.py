@@ -16,8 +16,9 @@ from context_parallel.exchange import Exchange
 from context_parallel.loopback import loopback
 from context_parallel.shard import Geometry, tails
 from context_parallel.tables import LocalTables
-from kvpaging import attention
+from kvpaging import attention, quant
 from kvpaging.attention import Rows
+from kvpaging.store import BlockStore, LayerShape, layout
 
 PER_RANK = 96
 
@@ -48,6 +49,7 @@ class Case:
     sink: bool = False
     owners: Callable[[int, int], int] | None = None  # row, block -> rank; None: round robin
     per_rank: int = PER_RANK
+    kind: str | None = None  # of quantised pages
     seed: int = 0
     keys: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)  # q, k, v of all tokens
     blocks: list[list[int]] = field(default_factory=list)  # gang-wide
@@ -90,26 +92,29 @@ class Case:
     def geometry(self) -> Geometry:
         size = self.dtype.itemsize
         return Geometry(
-            self.heads, self.kv_heads, self.k_dim, self.v_dim, size, size, 8 if size == 8 else 4
-        )
+            self.heads, self.kv_heads, self.k_dim, self.v_dim, size,
+            size if self.kind is None else 1, 8 if size == 8 else 4,
+            0 if self.kind is None else quant.SCALE_BYTES,
+        )  # fmt: skip
 
-    def pages(self, rank: int | None) -> tuple[Tensor, Tensor]:
+    def pages(self, rank: int | None) -> BlockStore:
         """What lies on a rank before the step (None: on one rank that has all): the tokens before
         each row's start and those that count as stored."""
         total = self.per_rank * (self.ranks if rank is None else 1)
-        found = tuple(
-            torch.zeros(total, self.kv_heads, self.size, dim, dtype=self.dtype)
-            for dim in (self.k_dim, self.v_dim)
-        )
+        dtype = self.dtype if self.kind is None else quant.FORMATS[self.kind]
+        shape = LayerShape(self.kv_heads, self.k_dim, self.v_dim)
+        place = layout([shape], self.size, dtype.itemsize, quantised=self.kind is not None)
+        store = BlockStore(place, total, dtype, torch.device("cpu"))
         for row, blocks, (_, *kv) in zip(self.rows, self.blocks, self.keys, strict=True):
             position = torch.arange(max(row.start, min(row.stored, row.start + row.count)))
             place = torch.tensor(blocks)[position // self.size]
             if rank is not None:
                 mine = place // self.per_rank == rank
                 position, place = position[mine], place[mine] % self.per_rank
-            for pages, x in zip(found, kv, strict=True):
-                pages[place, :, position % self.size] = x[position]
-        return found[0], found[1]
+            slots = place * self.size + position % self.size
+            k, v = (x[position] for x in kv)
+            attention.write_reference(k, v, store.k(0), store.v(0), slots, store.scales(0))
+        return store
 
     def tables(self, rank: int) -> LocalTables:
         tables = LocalTables(
@@ -125,7 +130,7 @@ class Case:
 
     def alone(self) -> list[Tensor]:
         """Each row's output on one rank that has all blocks."""
-        k_pages, v_pages = self.pages(None)
+        store = self.pages(None)
         lens = [row.count for row in self.rows]
         table = torch.zeros(len(lens), self.width, dtype=torch.int32)
         slots = []
@@ -149,8 +154,9 @@ class Case:
             torch.cat([x[i][row.start :] for x, row in zip(self.keys, self.rows, strict=True)])
             for i in range(3)
         )
-        attention.write(k, v, k_pages, v_pages, rows.slots)
-        out = attention.attend_finish(q, k_pages, v_pages, rows, **self.options)
+        pages, scales = (store.k(0), store.v(0)), store.scales(0)
+        attention.write(k, v, *pages, rows.slots, scales)
+        out = attention.attend_finish(q, *pages, rows, **self.options, scales=scales)
         return list(out.split(lens))
 
     def run(self, exchange: Exchange, history: bool | None = None) -> list[tuple[int, int, Tensor]]:
@@ -185,18 +191,20 @@ class Case:
             )
             for j in range(3)
         )
-        k_pages, v_pages = self.pages(rank)
-        out = attend(q, k, v, k_pages, v_pages, batch, exchange, **self.options)
-        self.check(rank, k_pages, v_pages)
+        store = self.pages(rank)
+        out = attend(
+            q, k, v, store.k(0), store.v(0), batch, exchange, **self.options,
+            scales=store.scales(0),
+        )  # fmt: skip
+        self.check(rank, store)
         assert not out[torch.from_numpy(tail.row < 0)].any()
         return [(r, i, x) for (r, i), x in zip(at, out, strict=True) if r >= 0]
 
-    def check(self, rank: int, k_pages: Tensor, v_pages: Tensor) -> None:
+    def check(self, rank: int, store: BlockStore) -> None:
         """Every token of every row lies where the shard map says, and nothing else was written."""
         whole = [Row(row.start + row.count, 0) for row in self.rows]
-        k_want, v_want = replace_rows(self, whole).pages(rank)
-        assert torch.equal(k_pages, k_want)
-        assert torch.equal(v_pages, v_want)
+        want = replace_rows(self, whole).pages(rank)
+        assert torch.equal(store.arenas[0], want.arenas[0])
 
 
 def replace_rows(case: Case, rows: Sequence[Row]) -> Case:

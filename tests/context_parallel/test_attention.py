@@ -19,6 +19,7 @@ from context_parallel.loopback import loopback
 from context_parallel.planning import History
 from context_parallel.shard import HISTORY_BYTES_MAX, Geometry, tails
 from context_parallel.tables import LocalTables
+from kvpaging import quant
 from tests.context_parallel.gang import Case, Row, compare, together
 from tests.covering import cover
 
@@ -46,6 +47,7 @@ PARAMETERS: dict[str, tuple[Any, ...]] = {
     "heads": ((1, 1), (4, 2), (6, 2)),
     "dims": tuple(DIMS),
     "dtype": ("float64", "float32"),
+    "pages": (None, *quant.FORMATS),
 }
 CASES = cover(PARAMETERS)
 MAIN = ("ranks", "rows", "way", "size", "owners", "window")
@@ -69,7 +71,7 @@ def case_of(some: dict[str, Any]) -> Case:
     return Case(
         ROWS[some["rows"]], some["ranks"], some["size"], heads, kv_heads, k_dim, v_dim,
         getattr(torch, some["dtype"]), some["window"], some["softcap"], some["sink"],
-        owners(some["owners"], some["ranks"]),
+        owners(some["owners"], some["ranks"]), kind=some["pages"],
     )  # fmt: skip
 
 
@@ -180,7 +182,13 @@ def test_history_is_fetched_once_and_only_what_a_window_shows() -> None:
         case = Case([Row(1024, 100)], 2, window=window, per_rank=200)
         given, _ = shapes_of(case, history=True)
         assert [kind for kind, _ in given] == ["gather", "gather"]
-        assert given[1][1] == (blocks, 16 * 2 * (8 + 8))
+        assert given[1][1] == (blocks, 16 * 2 * (8 + 8) * 8)
+
+
+def test_quantised_history_travels_as_the_bytes_it_is() -> None:
+    case = Case([Row(1024, 100)], 2, per_rank=200, kind="int8")
+    given, _ = shapes_of(case, history=True)
+    assert given[1] == ("gather", (32, 16 * 2 * (8 + 8 + 2 * 2)))
 
 
 def test_a_first_chunk_fetches_nothing() -> None:

@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpaging import attention, work
+from kvpaging import attention, quant, work
 from kvpaging.attention import Partial, Rows, attend_reference, finish_reference
+from kvpaging.store import BlockStore, LayerShape, layout
 from tests.kvpaging.forest import TREE, alone, forest, pages
-from tests.kvpaging.ragged import Batch, ragged
+from tests.kvpaging.ragged import Batch, quantised, ragged
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="no GPU: kernels run in the interpreter tests only"
@@ -61,10 +62,14 @@ def test_attend_equals_the_formula(case: dict[str, Any], dtype: str) -> None:
         "softcap": 5.0 if case["softcap"] else None,
     }
     sink = torch.linspace(-1, 1, batch.q.shape[1]) if case["sink"] else None
-    want = finish_reference(exact(batch, **options), sink, torch.float64)
+    if case["pages"] == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no fp8")
     gpu = there(batch)
-    pages = (gpu.q, gpu.k_pages, gpu.v_pages, gpu.rows)
+    *stored, options["scales"] = quantised(gpu.k_pages, gpu.v_pages, case["pages"])
+    sums = attend_reference(gpu.q.double(), *stored, gpu.rows, **options)
     sink = None if sink is None else sink.cuda()
+    want = finish_reference(sums, sink, torch.float64).cpu()
+    pages = (gpu.q, *stored, gpu.rows)
     assert error(attention.attend_finish(*pages, **options, sink=sink), want) < TOLERANCE[dtype]
     partial = attention.attend(*pages, **options)
     both = Partial(
@@ -92,6 +97,25 @@ def test_write_then_read_back() -> None:
     attention.write(k.cuda(), v.cuda(), k_pages, v_pages, slots.cuda())
     assert torch.equal(k_pages, gpu.k_pages.nan_to_num())
     assert torch.equal(v_pages, gpu.v_pages.nan_to_num())
+
+
+@pytest.mark.parametrize("kind", quant.FORMATS)
+def test_quantised_write_stores_what_the_formula_does(kind: str) -> None:
+    if kind == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no fp8")
+    place = layout([LayerShape(5, 80, 64)] * 2, 16, 1, quantised=True)
+    generator = torch.Generator().manual_seed(4)
+    k, v = (torch.randn(40, 5, dim, generator=generator).bfloat16() * 9 for dim in (80, 64))
+    k[3, 1, 2], v[7, 0, 0] = torch.nan, torch.inf
+    slots = torch.randperm(96, generator=generator)[:40]
+    slots[5] = -1
+    arenas = []
+    for device in (torch.device("cpu"), torch.device("cuda")):
+        store = BlockStore(place, 6, quant.FORMATS[kind], device)
+        given = (x.to(device) for x in (k, v))
+        attention.write(*given, store.k(1), store.v(1), slots.to(device), store.scales(1))
+        arenas.append(store.arenas[0].cpu())
+    assert torch.equal(*arenas)
 
 
 def test_copy_moves_whole_blocks() -> None:

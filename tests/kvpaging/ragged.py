@@ -8,7 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvpaging import quant
 from kvpaging.attention import Rows
+from kvpaging.quant import Scales
+from kvpaging.store import BlockStore, LayerShape, layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,3 +78,27 @@ def ragged(
         shards=ranks,
     )
     return Batch(q.to(dtype), k_pages, v_pages, rows, keys)
+
+
+def quantised(
+    k_pages: Tensor, v_pages: Tensor, kind: str | None
+) -> tuple[Tensor, Tensor, Scales | None]:
+    """The same pages in 8 bits, where `kind` asks for it, as layer 1 of a store.
+
+    Where the given ones are NaN, nothing is written: numbers and scales there are huge or NaN.
+    """
+    if kind is None:
+        return k_pages, v_pages, None
+    blocks, heads, size, k_dim = k_pages.shape
+    shape = LayerShape(heads, k_dim, v_pages.shape[3])
+    dtype = quant.FORMATS[kind]
+    store = BlockStore(layout([shape] * 2, size, 1, quantised=True), blocks, dtype, k_pages.device)
+    store.arenas[0].fill_(0x7F)
+    found = store.k(1), store.v(1), store.scales(1)
+    assert found[2] is not None
+    for pages, into, scales in zip((k_pages, v_pages), found[:2], found[2], strict=True):
+        written = ~pages.isnan().any(-1)
+        numbers, made = quant.quantise(pages, dtype)
+        into.view(torch.uint8)[written] = numbers.view(torch.uint8)[written]
+        scales[written] = made[written]
+    return found

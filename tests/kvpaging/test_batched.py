@@ -7,8 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpaging import batched
-from kvpaging.attention import Partial, Rows, attend_reference, finish_reference
+from kvpaging import batched, quant
+from kvpaging.attention import (
+    Partial,
+    Rows,
+    attend_reference,
+    finish_reference,
+    write_reference,
+)
 from kvpaging.store import BlockStore, LayerShape, layout
 
 CPU = torch.device("cpu")
@@ -49,8 +55,22 @@ def make_store(size, shape, blocks, dtype=torch.float64) -> BlockStore:
     return store
 
 
+def quantised_store(size, shape, blocks, kind) -> BlockStore:
+    """Written over all slots by `batched.write`."""
+    dtype = quant.FORMATS[kind]
+    place = layout([shape, shape], size, dtype.itemsize, quantised=True)
+    store = BlockStore(place, blocks, dtype, CPU)
+    for layer in (0, 1):
+        k, v = (
+            torch.randn(blocks * size, shape.kv_heads, dim) for dim in (shape.k_dim, shape.v_dim)
+        )
+        slots = torch.arange(blocks * size)
+        batched.write(k, v, store.k(layer), store.v(layer), slots, store.scales(layer))
+    return store
+
+
 def compare(q, store, rows, *, window, softcap, tolerance=1e-12):
-    options = {"scale": 0.3, "window": window, "softcap": softcap}
+    options = {"scale": 0.3, "window": window, "softcap": softcap, "scales": store.scales(1)}
     got = Partial(*batched.attend(q, store.k(1), store.v(1), rows, **options))
     want = attend_reference(q, store.k(1), store.v(1), rows, **options)
     seen = want.m > -torch.inf
@@ -74,6 +94,58 @@ def test_equals_the_formula(size, shape, window, softcap):
     store = make_store(size, LayerShape(*shape), 60)
     q = torch.randn(sum(lens), shape[0] * 3, shape[1], dtype=torch.float64)
     compare(q, store, rows, window=window, softcap=softcap)
+
+
+@pytest.mark.parametrize("kind", quant.FORMATS)
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (40, 2.0)])
+def test_quantised_pages_are_read_as_what_they_stand_for(kind, window, softcap):
+    """Through the batched ops and the formula alike; both against pages without scales."""
+    lens, firsts = [1, 50, 1, 17, 1, 16], [0, 0, 63, 30, 16, 16]
+    rows, shape = make_rows(lens, firsts, 16, 60), LayerShape(2, 24, 8)
+    store = quantised_store(16, shape, 60, kind)
+    q = torch.randn(sum(lens), 6, 24, dtype=torch.float64)
+    compare(q, store, rows, window=window, softcap=softcap)
+    options = {"scale": 0.3, "window": window, "softcap": softcap}
+    plain = [
+        quant.dequantise(pages, scales, torch.float64)
+        for pages, scales in zip((store.k(1), store.v(1)), store.scales(1), strict=True)
+    ]
+    got = attend_reference(q, store.k(1), store.v(1), rows, **options, scales=store.scales(1))
+    want = attend_reference(q, *plain, rows, **options)
+    assert torch.equal(got.acc, want.acc)
+    sink = torch.randn(6, dtype=torch.float64)
+    out = batched.attend_finish(
+        q, store.k(1), store.v(1), rows, **options, sink=sink, scales=store.scales(1)
+    )
+    assert torch.allclose(out, finish_reference(want, sink, torch.float64), atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", quant.FORMATS)
+def test_quantised_pages_of_a_16_bit_model_are_right_within_16_bit(kind):
+    store = quantised_store(16, LayerShape(2, 64, 32), 60, kind)
+    rows = make_rows([1] * 9 + [4], [100, 0, 3, 16, 15, 70, 99, 101, 1, 30], 16, 60)
+    q = torch.randn(13, 6, 64, dtype=torch.bfloat16)
+    compare(q, store, rows, window=None, softcap=None, tolerance=2e-2)
+
+
+@pytest.mark.parametrize("kind", quant.FORMATS)
+@pytest.mark.parametrize("write", [batched.write, write_reference])
+def test_quantised_write_stores_numbers_and_scales_in_their_slots_only(kind, write):
+    store = quantised_store(8, LayerShape(2, 16, 8), 6, kind)
+    before = store.arenas[0].clone()
+    k, v = torch.randn(3, 2, 16), torch.randn(3, 2, 8) * 100
+    k[2, 1, 3], v[0, 0, 0] = torch.nan, torch.inf
+    slots = torch.tensor([3 * 8 + 5, -1, 7])
+    write(k, v, store.k(1), store.v(1), slots, store.scales(1))
+    places = ((0, (3, 5)), (2, (0, 7)))
+    for x, pages, scales in zip((k, v), (store.k(1), store.v(1)), store.scales(1), strict=True):
+        numbers, made = quant.quantise(x, pages.dtype)
+        for i, (block, offset) in places:
+            stored = pages.view(torch.uint8)[block, :, offset]
+            assert torch.equal(stored, numbers.view(torch.uint8)[i])
+            assert torch.equal(scales[block, :, offset], made[i])
+    changed = int((store.arenas[0] != before).sum())
+    assert 0 < changed <= 2 * 2 * (16 + 8 + 2 * 2)
 
 
 @settings(max_examples=60, deadline=None)

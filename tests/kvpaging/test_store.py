@@ -46,15 +46,17 @@ def test_other_block_bytes_are_another_arena():
     assert store.v(1).shape == (5, 2, 8, 10)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("shape", [FULL, WIDE, LayerShape(1, 5, 3)])
 def test_every_plane_has_its_own_bytes(dtype, shape):
     """All planes of all blocks are aligned, disjoint, and together the arena (less its padding)."""
-    store = BlockStore(layout([shape, shape], 8, dtype.itemsize), 3, dtype, CPU)
+    quantised = dtype.itemsize == 1
+    place = layout([shape, shape], 8, dtype.itemsize, quantised=quantised)
+    store = BlockStore(place, 3, dtype, CPU)
     base = store.arenas[0].data_ptr()
     taken = torch.zeros(store.arenas[0].numel(), dtype=torch.bool)
     for layer in (0, 1):
-        for pages in (store.k(layer), store.v(layer)):
+        for pages in (store.k(layer), store.v(layer), *(store.scales(layer) or ())):
             for block in pages:
                 start = block.data_ptr() - base
                 size = block.numel() * block.element_size()
@@ -62,7 +64,8 @@ def test_every_plane_has_its_own_bytes(dtype, shape):
                 assert block.is_contiguous()
                 assert not taken[start : start + size].any()
                 taken[start : start + size] = True
-    used = 2 * 3 * shape.kv_heads * 8 * (shape.k_dim + shape.v_dim) * dtype.itemsize
+    token = (shape.k_dim + shape.v_dim) * dtype.itemsize + (4 if quantised else 0)
+    used = 2 * 3 * shape.kv_heads * 8 * token
     assert int(taken.sum()) == used
 
 
@@ -75,6 +78,34 @@ def test_a_block_moves_with_all_its_layers():
     store.arenas[0][1] = store.arenas[0][3]
     assert torch.equal(store.k(1)[1], wanted[0])
     assert torch.equal(store.v(0)[1], wanted[1])
+
+
+@pytest.mark.parametrize(("dim", "ratio"), [(128, 1.969), (64, 1.939)])
+def test_quantised_pages_hold_nearly_twice_the_tokens(dim, ratio):
+    shapes = [LayerShape(4, dim, dim), LayerShape(4, dim, dim, window=100)] * 3
+    wide, narrow = layout(shapes, 16, 2), layout(shapes, 16, 1, quantised=True)
+    assert wide.slice_bytes / narrow.slice_bytes == pytest.approx(ratio, abs=1e-3)
+    assert narrow.bytes_per_token == 6 * 4 * 2 * (dim + 2)
+
+
+def test_a_quantised_block_moves_with_its_scales():
+    store = BlockStore(layout([FULL, WIDE], 8, 1, quantised=True), 4, torch.int8, CPU)
+    for arena in store.arenas:
+        arena.random_(0, 64)
+    store.import_([[2], [2]], store.export([[1], [1]]))
+    for layer in (0, 1):
+        for plane in (store.k(layer), store.v(layer), *(store.scales(layer) or ())):
+            assert plane[1].any()
+            assert torch.equal(plane[2], plane[1])
+
+
+def test_locate_of_quantised_pages_leads_to_every_layer():
+    store = BlockStore(layout([FULL, FULL], 8, 1, quantised=True), 4, torch.int8, CPU)
+    found = store.locate(0, 3, 5)
+    for layer in (0, 1):
+        for head in (0, 1):
+            address = found["address"] + layer * found["layer_stride"] + head * found["head_stride"]
+            assert address == store.k(layer)[3, head, 5].data_ptr()
 
 
 def test_locate_is_the_address_of_the_key():

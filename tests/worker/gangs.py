@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from context_parallel.loopback import channels, loopback
 from context_parallel.policy import ShardPolicy, Start
 from kvpaging.store import BlockStore
+from tests.worker.served import fill
 from worker.building import build_engine, build_follower
 from worker.gang import Ends
 from worker.model import PagedModel
@@ -87,9 +88,8 @@ def widened(launch: Launch, ranks: int) -> Launch:
 def fresh_pages(launch: Launch, hf: PreTrainedModel) -> PagedModel:
     """The model over pages of its own, full of what a finished request might have left there, loud
     enough to be heard if it is ever read."""
-    store = BlockStore(launch.layout, launch.memory.slices, launch.dtype, launch.device)
-    for arena in store.arenas:
-        arena.view(launch.dtype).fill_(1e4)
+    store = BlockStore(launch.layout, launch.memory.slices, launch.page_dtype, launch.device)
+    fill(store)
     return PagedModel(hf, store)
 
 

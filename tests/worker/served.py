@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from random import Random
 
+    from kvpaging.store import BlockStore
     from worker.engine import Engine
     from worker.model import PagedModel
 
@@ -32,7 +33,7 @@ class Models:
 
     def __init__(self, home: Path) -> None:
         self.home = home
-        self._loaded: dict[tuple[str, int, int, str], tuple[Launch, PagedModel]] = {}
+        self._loaded: dict[tuple[str, int, int, str, str], tuple[Launch, PagedModel]] = {}
 
     def directory(self, name: str) -> Path:
         path = self.home / name
@@ -41,10 +42,16 @@ class Models:
         return path
 
     def load(
-        self, name: str, block_size: int, *, tokens: int = 512, dtype: str = "float64"
+        self,
+        name: str,
+        block_size: int,
+        *,
+        tokens: int = 512,
+        dtype: str = "float64",
+        kv_dtype: str = "auto",
     ) -> tuple[Launch, PagedModel]:
         """What a server decides and loads; pages hold `tokens` tokens. The start-up check ran."""
-        key = (name, block_size, tokens, dtype)
+        key = (name, block_size, tokens, dtype, kv_dtype)
         if key not in self._loaded:
             settings = {
                 "model.path": self.directory(name),
@@ -52,6 +59,7 @@ class Models:
                 "model.device": "cpu",
                 "model.max_model_len": MAX_MODEL_LEN if tokens > MAX_MODEL_LEN else tokens,
                 "kv.block_size": block_size,
+                "kv.dtype": kv_dtype,
                 "kv.blocks": -(-tokens // block_size),
                 "scheduler.max_num_seqs": MAX_NUM_SEQS,
             }
@@ -73,14 +81,22 @@ class Models:
         """A new engine whose steps compute at most `chunk` tokens. Its pages are full of what a
         finished request might have left there, loud enough to be heard if it is ever read."""
         launch, model = self.load(name, block_size, **options)  # type: ignore[arg-type]
-        for arena in model.store.arenas:
-            arena.view(model.store.dtype).fill_(1e4)
+        fill(model.store)
         limits = replace(launch.limits, max_batch_tokens=chunk)
         config = replace(launch.config, kv=replace(launch.config.kv, prefix_cache=cache))
         launch = replace(launch, limits=limits, config=config)
         engine = build_engine(launch, model, lambda: 0.0)
         engine.depth = depth
         return engine
+
+
+def fill(store: BlockStore) -> None:
+    """Loud numbers everywhere; in quantised pages at least 3.5 times a scale of 12,672."""
+    for arena in store.arenas:
+        if store.layout.quantised:
+            arena.fill_(0x46)
+        else:
+            arena.view(store.dtype).fill_(1e4)
 
 
 def generate(

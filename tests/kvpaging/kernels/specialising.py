@@ -13,7 +13,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from kvpaging.kernels import launch
-from tests.kvpaging.ragged import ragged
+from tests.kvpaging.ragged import quantised, ragged
 
 
 class Hopper:
@@ -42,7 +42,9 @@ def recorded() -> Iterator[set[tuple[str, str]]]:
         yield asked
 
 
-def steps(partials: bool, lens: tuple[int, ...], firsts: tuple[int, ...], shift: int) -> None:
+def steps(
+    partials: bool, kind: str | None, lens: tuple[int, ...], firsts: tuple[int, ...], shift: int
+) -> None:
     """One step of a layer, its inputs `shift` elements off any alignment."""
     ranks = 2 if partials else 1
     batch = ragged(
@@ -52,22 +54,27 @@ def steps(partials: bool, lens: tuple[int, ...], firsts: tuple[int, ...], shift:
     buffer = torch.zeros(tokens * (9 + 2 * 3) * 64 + shift, dtype=torch.float16)[shift:]
     qkv = buffer.view(tokens, 15, 64)
     q, k, v = qkv[:, :9], qkv[:, 9:12], qkv[:, 12:]
-    launch.write(k, v, batch.k_pages, batch.v_pages, batch.rows.slots)
-    pages = (q, batch.k_pages, batch.v_pages, batch.rows)
+    *stored, scales = quantised(batch.k_pages, batch.v_pages, kind)
+    launch.write(k, v, *stored, batch.rows.slots, scales)
+    pages = (q, *stored, batch.rows)
     if partials:
-        acc, m, total = launch.attend(*pages, scale=1, window=None, softcap=30)
+        acc, m, total = launch.attend(*pages, scale=1, window=None, softcap=30, scales=scales)
         launch.finish(*launch.merge(acc[None], m[None], total[None]), None, torch.float16)
     else:
-        launch.attend_finish(*pages, scale=1, window=None, softcap=30, sink=None)
+        options: dict[str, Any] = {"window": None, "softcap": 30, "sink": None}
+        launch.attend_finish(*pages, scale=1, **options, scales=scales)
 
 
-def asked_for(partials: bool) -> tuple[set[tuple[str, str]], set[tuple[str, str]]]:
+def asked_for(
+    partials: bool, kind: str | None
+) -> tuple[set[tuple[str, str]], set[tuple[str, str]]]:
     """What warming up compiles, and what steps of many sizes then ask for."""
     with recorded() as warm:
         batch = ragged((1,), (0,), heads=3, k_dim=64, v_dim=64, dtype=torch.float16)
+        *stored, scales = quantised(batch.k_pages, batch.v_pages, kind)
         launch.warm_up(
-            batch.k_pages, batch.v_pages, 9, torch.float16,
-            window=None, softcap=30.0, sink=None, partials=partials,
+            *stored, 9, torch.float16,
+            window=None, softcap=30.0, sink=None, scales=scales, partials=partials,
         )  # fmt: skip
     with recorded() as later:
         for lens, firsts in (
@@ -78,5 +85,5 @@ def asked_for(partials: bool) -> tuple[set[tuple[str, str]], set[tuple[str, str]
             ((1,) * 16, tuple(range(0, 4096, 256))),
         ):
             for shift in (0, 1, 8):
-                steps(partials, lens, firsts, shift)
+                steps(partials, kind, lens, firsts, shift)
     return warm, later

@@ -5,28 +5,31 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from kvpaging import quant
 from kvpaging.attention import copy_reference, write_reference
 from kvpaging.kernels import launch
+from kvpaging.store import BlockStore, LayerShape, layout
 
 
 def written(size: int, heads: int, k_dim: int, v_dim: int, name: str) -> bool:
     """Whether the whole arena equals the formula's, from strided input and bad numbers."""
-    dtype = getattr(torch, name)
+    kind, dtype = (name, torch.float32) if name in quant.FORMATS else (None, getattr(torch, name))
     generator = torch.Generator().manual_seed(size + heads)
-    plane = heads * size * (k_dim + v_dim)
-    arenas = [torch.randn(5, 2 * plane, generator=generator).to(dtype)]
-    arenas.append(arenas[0].clone())
+    stored = dtype if kind is None else quant.FORMATS[kind]
+    shape = LayerShape(heads, k_dim, v_dim)
+    place = layout([shape] * 2, size, stored.itemsize, quantised=kind is not None)
+    stores = [BlockStore(place, 5, stored, torch.device("cpu")) for _ in range(2)]
+    for store in stores:
+        store.arenas[0].fill_(0x46)
     qkv = torch.randn(6, heads, k_dim + v_dim + 3, generator=generator) * 8
     k, v = qkv[:, :, 1 : 1 + k_dim].to(dtype), qkv[..., -v_dim:]
     k[0, 0, 3], k[1, -1, 0], v[3, 0, 0] = torch.nan, torch.inf, -torch.inf
     v[4, 0, 1] = 1e30  # more than float16 holds
     slots = torch.tensor([3 * size + 1, -1, 0, 5 * size - 1, size, -1])
-    for arena, write in zip(arenas, (launch.write, write_reference), strict=True):
-        k_pages = arena[:, : heads * size * k_dim].view(5, heads, size, k_dim)
-        v_pages = arena[:, -heads * size * v_dim :].view(5, heads, size, v_dim)
+    for store, write in zip(stores, (launch.write, write_reference), strict=True):
         with np.errstate(over="ignore"):  # as on a GPU, where a cast overflows silently
-            write(k, v, k_pages, v_pages, slots)
-    return torch.equal(*arenas)
+            write(k, v, store.k(1), store.v(1), slots, store.scales(1))
+    return torch.equal(stores[0].arenas[0], stores[1].arenas[0])
 
 
 def copied(block_bytes: int) -> bool:

@@ -14,7 +14,7 @@ from kvpaging import work
 from kvpaging.attention import Partial, Rows, attend_reference, finish_reference
 from kvpaging.kernels import launch
 from tests.kvpaging.forest import TREE, alone, forest, pages
-from tests.kvpaging.ragged import Batch, ragged
+from tests.kvpaging.ragged import Batch, quantised, ragged
 
 # Lengths and first positions: block borders, several splits, one token at the very start.
 ROWS = {
@@ -58,17 +58,18 @@ def worst(case: dict[str, Any]) -> float:
     heads = batch.q.shape[1]
     options = options_of(case, batch.q.shape[2])
     sink = torch.linspace(-1, 1, heads).to(batch.q.dtype) if case["sink"] else None
-    wide = (x.double() for x in (batch.q, batch.k_pages, batch.v_pages))
-    exact = attend_reference(*wide, batch.rows, **options)
+    *pages, scales = quantised(batch.k_pages, batch.v_pages, case["pages"])
+    exact = attend_reference(batch.q.double(), *pages, batch.rows, **options, scales=scales)
     want = finish_reference(exact, None if sink is None else sink.double(), torch.float64)
     with (
         mock.patch.object(launch, "chip", return_value=case["chip"]),
         mock.patch.object(work, "SCRATCH_ROWS", work.SCRATCH_ROWS if case["spread"] else 0),
     ):
-        pages = (batch.q, batch.k_pages, batch.v_pages, batch.rows)
+        given = (batch.q, *pages, batch.rows)
         if case["result"] == "output":
-            return error(launch.attend_finish(*pages, **options, sink=sink), want)
-        partial = Partial(*launch.attend(*pages, **options))
+            out = launch.attend_finish(*given, **options, sink=sink, scales=scales)
+            return error(out, want)
+        partial = Partial(*launch.attend(*given, **options, scales=scales))
         got = launch.finish(partial.acc, partial.m, partial.l, sink, torch.float32)
     seen = exact.m > -torch.inf
     assert torch.equal(partial.m > -torch.inf, seen)
@@ -166,9 +167,11 @@ def shards(case: dict[str, Any]) -> float:
         lens, firsts, size=case["block"], heads=1, group=case["group"], k_dim=k_dim, v_dim=64,
         dtype=DTYPES[case["dtype"]],
     )  # fmt: skip
-    pages = batch.k_pages.nan_to_num(), batch.v_pages.nan_to_num()
-    options = options_of(case, k_dim)
-    exact = tuple(x.double() for x in (batch.q, *pages))
+    *pages, scales = quantised(
+        batch.k_pages.nan_to_num(), batch.v_pages.nan_to_num(), case["pages"]
+    )
+    options = options_of(case, k_dim) | {"scales": scales}
+    exact = batch.q.double(), *pages
     errors, parts = [], []
     with (
         mock.patch.object(launch, "chip", return_value=case["chip"]),
@@ -195,13 +198,14 @@ def grouped(case: dict[str, Any]) -> tuple[float, bool, int]:
     rows = forest(TREE, case["block"], WIDER if case["window"] else None)
     k_dim, _, v_dim = case["head"].partition("/")
     dims, dtype = (int(k_dim), int(v_dim or k_dim)), DTYPES[case["dtype"]]
-    k, v = pages(rows, case["block"], 1, *dims, dtype)
+    k, v, scales = quantised(*pages(rows, case["block"], 1, *dims, dtype), case["pages"])
     heads = case["group"]
     q = torch.randn(sum(rows.lens), heads, dims[0], generator=torch.Generator().manual_seed(3))
     q = q.to(dtype)
     options = options_of(case, dims[0]) | {"window": WIDER if case["window"] else None}
+    options["scales"] = scales
     sink = torch.linspace(-1, 1, heads).to(dtype) if case["sink"] else None
-    exact = attend_reference(*(x.double() for x in (q, k, v)), rows, **options)
+    exact = attend_reference(q.double(), k, v, rows, **options)
     want = finish_reference(exact, None if sink is None else sink.double(), torch.float64)
     results, worst_error = [], 0.0
     with (

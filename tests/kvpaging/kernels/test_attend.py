@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvpaging import quant
 from kvpaging.kernels.tiles import CHIPS
 from tests.covering import cover, uncovered
 from tests.kvpaging.kernels import sums
@@ -28,6 +29,7 @@ PARAMETERS: dict[str, tuple[Any, ...]] = {
     "keys": ("all", "logical"),
     "spread": (False, True),
     "result": ("output", "partial"),
+    "pages": (None, *quant.FORMATS),
 }
 CASES = json.loads(LIST.read_text(encoding="utf-8"))
 TOLERANCE = {"fp16": 3e-3, "fp32": 1e-5}
@@ -84,6 +86,7 @@ SHARDS = {
     "softcap": (False, True),
     "spread": (False, True),
     "chip": CHIPS,
+    "pages": (None, *quant.FORMATS),
 }
 
 
@@ -114,6 +117,7 @@ GROUPED = {
     "sink": (False, True),
     "scratch": (2048, 12, 3),  # rows for all splits, for folded ones, and for one row only
     "result": ("output", "partial"),
+    "pages": (None, *quant.FORMATS),
 }
 
 

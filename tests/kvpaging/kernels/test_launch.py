@@ -20,10 +20,11 @@ NAMES = {
 
 
 @pytest.mark.parametrize("partials", [False, True])
+@pytest.mark.parametrize("kind", [None, "int8", "fp8"])
 def test_nothing_is_compiled_after_warming_up(
-    compiling: Callable[..., Any], partials: bool
+    compiling: Callable[..., Any], partials: bool, kind: str | None
 ) -> None:
-    warm, later = compiling(specialising.asked_for, partials)
+    warm, later = compiling(specialising.asked_for, partials, kind)
     assert Counter(name for name, _ in warm) == NAMES[partials]
     assert later == warm
 

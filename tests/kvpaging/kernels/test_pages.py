@@ -20,6 +20,10 @@ Interpreted = Callable[..., Any]
         (5, 80, 96, "float32"),
         (40, 192, 128, "float16"),
         (3, 8, 8, "float32"),
+        (1, 64, 64, "int8"),
+        (5, 80, 96, "int8"),
+        (5, 80, 96, "fp8"),
+        (40, 192, 128, "fp8"),
     ],
 )
 def test_write_equals_the_formula(

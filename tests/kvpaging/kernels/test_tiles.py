@@ -22,10 +22,11 @@ def test_head_sizes_are_padded_to_powers_of_two(size: int, padded: int) -> None:
     ("chip", "item_bytes", "head_dim"),
     [*product(tiles.CHIPS, (2, 4), (8, 64, 65, 128, 192, 256, 512))],
 )
+@pytest.mark.parametrize("quantised", [False, True])
 def test_both_tiles_sum_keys_in_the_same_portions(
-    chip: str, item_bytes: int, head_dim: int
+    chip: str, item_bytes: int, head_dim: int, quantised: bool
 ) -> None:
-    narrow, wide = tiles.shapes(chip, item_bytes, head_dim)
+    narrow, wide = tiles.shapes(chip, item_bytes, head_dim, quantised)
     assert narrow.keys == wide.keys
     assert work.SHORTEST_SPLIT % narrow.keys == 0
     assert narrow.rows <= wide.rows

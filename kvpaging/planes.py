@@ -1,0 +1,103 @@
+"""Writing and gathering pages on a CPU, in the model's own numbers or quantised.
+
+torch indexes no fp8, so quantised pages are moved as the bytes they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvpaging import quant
+from kvpaging.quant import Scales
+
+
+def write(
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    slots: Tensor,
+    scales: Scales | None = None,
+) -> None:
+    """Store k [T, Hkv, Dk] and v [T, Hkv, Dv], cast or quantised, at `slots` int64 [T]; slot -1 is
+    not written.
+
+    Numbers that are not finite become zero: a page outlives the request that wrote it, and a masked
+    NaN would reach whoever gets the block next.
+    """
+    block_size = k_pages.shape[2]
+    if bool((slots < 0).any()):
+        keep = slots >= 0
+        k, v, slots = k[keep], v[keep], slots[keep]
+    block, offset = slots // block_size, slots % block_size
+    if scales is not None:
+        write_quantised((k, v), (k_pages, v_pages), scales, block, offset)
+        return
+    k_pages[block, :, offset] = torch.nan_to_num(k.to(k_pages.dtype), 0.0, 0.0, 0.0)
+    v_pages[block, :, offset] = torch.nan_to_num(v.to(v_pages.dtype), 0.0, 0.0, 0.0)
+
+
+def write_quantised(
+    new: tuple[Tensor, Tensor],
+    pages: tuple[Tensor, Tensor],
+    scales: Scales,
+    block: Tensor,
+    offset: Tensor,
+) -> None:
+    """Store k and v `[n, Hkv, D*]`, quantised, and their scales; block and offset int64 `[n]`."""
+    for x, to, beside in zip(new, pages, scales, strict=True):
+        numbers, made = quant.quantise(x, to.dtype)
+        to.view(torch.uint8)[block, :, offset] = numbers.view(torch.uint8)
+        beside[block, :, offset] = made
+
+
+@dataclass(frozen=True, slots=True)
+class Planes:
+    """Pages of one layer `[blocks, H, B, D*]`, and what gathers them."""
+
+    k: Tensor
+    v: Tensor
+    scales: Scales | None
+
+    def gather(
+        self, heads: slice, table: Tensor, k_dtype: torch.dtype, v_dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """K and V of some heads in the blocks named by table [S, W], each [S, H, W*B, D*]."""
+        k, v = self.k[:, heads], self.v[:, heads]
+        if self.scales is None:
+            return _gather(k, table, k_dtype), _gather(v, table, v_dtype)
+        k_scales, v_scales = (some[:, heads] for some in self.scales)
+        return (
+            _gather_quantised(k, k_scales, table, k_dtype),
+            _gather_quantised(v, v_scales, table, v_dtype),
+        )
+
+
+def _gather(pages: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
+    """The pages [blocks, H, B, D] named by table [S, W], as [S, H, W*B, D] of `dtype`.
+
+    Where a plane's rows of B*D elements tile the arena evenly, one row lookup puts every head's
+    keys in place; otherwise blocks are gathered and then turned.
+    """
+    _, heads, block_size, dim = pages.shape
+    unit, (stride, *_), offset = block_size * dim, pages.stride(), pages.storage_offset()
+    if stride % unit == 0 and offset % unit == 0:
+        flat = pages.as_strided((pages.shape[0] * (stride // unit), unit), (unit, 1), 0)
+        first = table * (stride // unit) + offset // unit
+        index = first[:, None, :] + torch.arange(heads)[:, None]
+        found = torch.nn.functional.embedding(index, flat)
+        return found.view(len(table), heads, -1, dim).to(dtype)
+    found = pages[table.flatten()].view(*table.shape, heads, block_size, dim)
+    return found.transpose(1, 2).to(dtype).reshape(len(table), heads, -1, dim)
+
+
+def _gather_quantised(pages: Tensor, scales: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same of quantised pages and scales [blocks, H, B]: turned while they are small."""
+    shape = (*table.shape, *pages.shape[1:])
+    numbers = pages.view(torch.uint8)[table.flatten()].view(pages.dtype).view(shape)
+    beside = scales[table.flatten()].view(shape[:-1]).transpose(1, 2)
+    found = quant.dequantise(numbers.transpose(1, 2).contiguous(), beside, dtype)
+    return found.view(len(table), pages.shape[1], -1, pages.shape[3])

@@ -1,0 +1,120 @@
+"""What is decided before a model's weights are loaded: shapes, sizes, limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig
+
+from configs.schema import Config
+from configs.speculation import SpeculationConfig
+from kvpaging import quant
+from kvpaging.store import Layout
+from worker.memory import MemoryPlan
+from worker.model import ModelShape
+from worker.params import ParamLimits
+from worker.scheduler import Limits
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A draft model before its weights are loaded."""
+
+    directory: Path
+    hf_config: PretrainedConfig
+    shape: ModelShape
+    layout: Layout
+    weight_bytes: int
+    workspace_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Everything decided before the weights are loaded."""
+
+    config: Config
+    directory: Path
+    hf_config: PretrainedConfig
+    shape: ModelShape
+    layout: Layout
+    memory: MemoryPlan
+    limits: Limits
+    params: ParamLimits
+    dtype: torch.dtype
+    device: torch.device
+    draft: Draft | None = None
+
+    @property
+    def page_dtype(self) -> torch.dtype:
+        """Of the numbers in pages."""
+        return quant.FORMATS.get(self.config.kv.dtype, self.dtype)
+
+    @property
+    def kv_dtype(self) -> str:
+        """Its name, part of what identifies a block."""
+        return quant.NAMES.get(self.page_dtype) or str(self.dtype).removeprefix("torch.")
+
+    @property
+    def name(self) -> str:
+        return self.config.model.name or Path(self.config.model.path).name
+
+    def table(self) -> dict[str, int | str]:
+        """The rows of the start-up table, in order."""
+        memory = self.memory
+        return {
+            "model": self.name,
+            "family": self.shape.family,
+            "device": str(self.device),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "kv_dtype": self.kv_dtype,
+            "weights_bytes": memory.weight_bytes,
+            "workspace_bytes": memory.workspace_bytes,
+            "kv_bytes": memory.kv_bytes,
+            **self._drafting(),
+            "kv_bytes_per_token": self.layout.bytes_per_token,
+            "layer_groups": len(self.layout.groups),
+            "block_size": self.layout.block_size,
+            "blocks": memory.slices,
+            "tokens": memory.tokens,
+            "max_model_len": memory.max_model_len,
+            "max_num_seqs": self.limits.max_num_seqs,
+        }
+
+    def _drafting(self) -> dict[str, int | str]:
+        """The rows of a draft model."""
+        if self.draft is None:
+            return {}
+        return {
+            "draft_model": self.draft.directory.name,
+            "draft_kv_bytes": self.memory.slices * self.draft.layout.slice_bytes,
+        }
+
+    def drafting(self) -> Launch:
+        """The launch of the draft model, beside the same number of tokens."""
+        draft = self.draft
+        assert draft is not None
+        longest = positions(draft.hf_config.get_text_config(decoder=True))
+        longest = min(self.memory.max_model_len, longest)
+        return replace(
+            self,
+            config=replace(
+                self.config,
+                model=replace(self.config.model, name=draft.directory.name),
+                speculation=SpeculationConfig(),
+            ),
+            directory=draft.directory,
+            hf_config=draft.hf_config,
+            shape=draft.shape,
+            layout=draft.layout,
+            memory=replace(self.memory, max_model_len=longest, ranks=1),
+            draft=None,
+        )
+
+
+def positions(text: PretrainedConfig) -> int:
+    """How many positions the model was made for; dynamic rotary stretches them by its factor."""
+    limit = int(getattr(text, "max_position_embeddings", 0) or 1 << 20)
+    rope = getattr(text, "rope_parameters", None) or {}
+    return int(limit * rope["factor"]) if rope.get("rope_type") == "dynamic" else limit
