@@ -9,6 +9,7 @@ settings.register_profile("kvatlas", derandomize=True, deadline=None, database=N
 settings.load_profile("kvatlas")
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist looks at the marks in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With several test processes a file stays in one, and all that start servers in the same."""
     for item in items:
