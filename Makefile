@@ -54,7 +54,7 @@ serve: $(STAMP)
 	  $(foreach setting,$(SET),--set "$(setting)")
 
 test: $(TESTS)
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
 
 test-hosts: $(TESTS)
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -m "hosts and not full" tests/cluster/test_hosts.py

@@ -16,8 +16,6 @@ from tests.cluster.processes import HEALTH, alive
 from tests.cluster.test_two_workers import ingresses, stream
 from worker.live import SILENCE_S
 
-pytestmark = pytest.mark.xdist_group("servers")
-
 STREAMS = 16
 TOKENS = int((SILENCE_S + 5) / STEP_S)
 HINT = {"prompt": "hi", "max_tokens": 4, "temperature": 0, "ignore_eos": True}

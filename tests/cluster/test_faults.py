@@ -15,8 +15,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.cluster import seeds, tiny
 from tests.cluster.processes import HEALTH, Server, below, cmdline, running
 
-pytestmark = pytest.mark.xdist_group("servers")
-
 SETTINGS = (
     "model.dtype=float32",
     "model.max_model_len=8192",

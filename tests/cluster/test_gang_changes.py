@@ -13,8 +13,6 @@ from tests.cluster.deploying import SLOW, Deployment, cluster
 from tests.cluster.processes import HEALTH
 from tests.cluster.test_two_workers import stream
 
-pytestmark = pytest.mark.xdist_group("servers")
-
 STREAMS, TOKENS = 8, 60
 POOL = (
     "[{name: long, gang_size: 2, gangs: 2, blocks: 128, max_model_len: 400, shard_from_tokens: 64}]"

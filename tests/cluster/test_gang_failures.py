@@ -18,8 +18,6 @@ from tests.cluster import tiny
 from tests.cluster.gang_workers import LOSE
 from tests.cluster.processes import HEALTH, Server, alive, running
 
-pytestmark = pytest.mark.xdist_group("servers")
-
 TOLD = "tests.cluster.gang_workers:ToldWorker"
 POOL = (
     "[{name: long, gang_size: 2, gangs: 2, blocks: 128, max_model_len: 400, shard_from_tokens: 64}]"

@@ -21,8 +21,6 @@ from tests.cluster import tokens
 from tests.cluster.fakes import ALPHABET, BREAKING, ENDLESS, MODEL, config
 from tests.cluster.processes import HEALTH, Server, alive, below, free_port, running, start
 
-pytestmark = pytest.mark.xdist_group("servers")
-
 USER = [{"role": "user", "content": "hi"}]
 CHAT = "/v1/chat/completions"
 

@@ -21,8 +21,6 @@ from cluster import quickstart
 from tests.cluster import modes, tiny
 from tests.cluster.processes import HEALTH, REAL, Server, alive, below, cmdline, running
 
-pytestmark = pytest.mark.xdist_group("servers")
-
 COUNTED = ("server.stream_messages_per_s=100000",)  # a message for each token
 SETTINGS = (
     "model.dtype=float32",

@@ -16,8 +16,6 @@ from tests.cluster import tiny
 from tests.cluster.gang_workers import SLOW
 from tests.cluster.processes import HEALTH, Server, running
 
-pytestmark = pytest.mark.xdist_group("servers")
-
 TOLD = "tests.cluster.gang_workers:ToldWorker"
 POOLS = (
     "[{name: short, blocks: 64, max_model_len: 128}, "
