@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpaging import batched, groups, work
+from kvpaging import batched, groups, planes, work
 from kvpaging.attention import Partial, attend_reference, finish_reference
 from kvpaging.groups import SAVED_KEYS_MIN, Run
 from tests.kvpaging.forest import Sprout, alone, find, forest, pages, sprouts, table_of
@@ -158,9 +158,9 @@ def test_a_shared_page_is_read_once(monkeypatch):
     rows = forest([Sprout(0, 0, 1100), *[Sprout(0, 1024, 1030 + i) for i in range(5)]], 16)
     k, v = pages(rows, 16, 1, 8, 8, torch.float64)
     read = []
-    gather = batched._gather
+    gather = planes._gather
     monkeypatch.setattr(
-        batched, "_gather", lambda pages, table, *rest: (
+        planes, "_gather", lambda pages, table, *rest: (
             read.extend(table.flatten().tolist()) or gather(pages, table, *rest)
         ),
     )  # fmt: skip

@@ -28,15 +28,15 @@ def test_processes_are_told_apart_by_their_titles() -> None:
 def test_cpu_seconds_are_of_this_process_and_those_under_it() -> None:
     code = "sum(range(10**7)); print('done', flush=True); input()"
     command = [sys.executable, "-c", code]
-    before = bench_serve.cpu_seconds(None)
+    before, others = bench_serve.cpu_seconds(None), bench_serve.below(os.getpid())
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        assert bench_serve.below(os.getpid()) == {child.pid}
+        assert bench_serve.below(os.getpid()) - others == {child.pid}
         spent = bench_serve.cpu_seconds(None)
         without = bench_serve.cpu_seconds(child.pid)
         child.communicate(b"\n")
-    assert spent["other"] > without["other"] == before["other"] == 0
+    assert spent["other"] > without["other"] >= before["other"]
     assert spent["client"] >= before["client"] > 0
 
 

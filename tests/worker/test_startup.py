@@ -279,8 +279,8 @@ def test_a_rank_of_a_gang_prepares_kernels_of_both_kinds(models, monkeypatch):
     launch, model = models.load("gemma2", 16)
     prepared = []
     monkeypatch.setattr(attention, "warm_up", lambda *_, **kwargs: prepared.append(kwargs))
-    warm_up(model.store, launch.shape)
+    warm_up(model.store, launch.shape, launch.dtype)
     assert [one["partials"] for one in prepared] == [False, False]  # of windowed and full layers
     prepared.clear()
-    warm_up(model.store, launch.shape, partials=True)
+    warm_up(model.store, launch.shape, launch.dtype, partials=True)
     assert sorted(one["partials"] for one in prepared) == [False, False, True, True]
