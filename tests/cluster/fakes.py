@@ -257,6 +257,9 @@ class FakeWorker:
             raise ValueError(f"block {block}: there are 100")
         return {"gang": self.gang, "rank": rank, "group": group, "physical_block": block}
 
+    def stop(self) -> None:
+        """There is nothing to end."""
+
     async def until_idle(self) -> None:
         async with self.quiet:
             await self.quiet.wait_for(lambda: not self.active)

@@ -80,6 +80,11 @@ class Server:
         ranks = [r for gang in self.get("/debug/kv").json()["gangs"] for r in gang["ranks"]]
         return len(ranks) == workers and all(r["owned"] == r["leased"] == 0 for r in ranks)
 
+    def ranks(self) -> dict[str, list[int]]:
+        """The processes of each gang that answers, by rank."""
+        gangs = self.get("/debug/kv").json()["gangs"]
+        return {gang["gang"]: [rank["pid"] for rank in gang["ranks"]] for gang in gangs}
+
     def running(self) -> list[str]:
         return [r["request"] for r in self.get("/debug/requests").json()["requests"]]
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.cluster import tiny
 from tests.cluster.deploying import SLOW, Deployment, cluster
-from tests.cluster.processes import HEALTH
+from tests.cluster.processes import HEALTH, alive
 from tests.cluster.test_two_workers import stream
 
 STREAMS, TOKENS = 8, 60
@@ -28,6 +28,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         "kv.block_size=8",
         "scheduler.max_num_seqs=16",
         f"cluster.pools={POOL}",
+        "routing.policy=round_robin",  # so that both have streams, whichever Serve takes
         "cluster.cpus_per_worker=0.25",
         "server.stream_messages_per_s=100000",
         *HEALTH,
@@ -63,14 +64,26 @@ def test_a_gang_that_is_taken_away_ends_its_streams_and_its_followers_stay_for_t
 ) -> None:
     undisturbed = asyncio.run(streams(server))
     assert len(set(undisturbed)) == STREAMS
-    busy = {entry["gang"] for entry in server.get("/debug/kv").json()["gangs"]}
-    assert len(busy) == 2
+    ranks = server.ranks()
+    assert len(ranks) == 2
 
     def fewer() -> None:
+        running = server.get("/debug/requests").json()["requests"]
+        assert {request["gang"] for request in running} == ranks.keys()
         server.deploy(settings, **{"worker-long": {"num_replicas": 2}})
 
     assert asyncio.run(streams(server, fewer)) == undisturbed
-    server.wait_until(lambda: len(server.pids()) == 1)
-    said = server.log.read_text()
-    assert "lost the worker" not in said
-    assert "the gang stopped" not in said
+    server.wait_until(lambda: len(server.ranks()) == 1)
+    (taken,) = ranks.keys() - server.ranks().keys()
+    server.wait_until(lambda: not any(alive(pid) for pid in ranks[taken]))
+    follower = f"pid={ranks[taken][1]})"
+    server.wait_until(lambda: said_by(follower, server).count("rank 0 has ended the gang") == 2)
+    for leader_or_follower in ranks[taken]:
+        said = said_by(f"pid={leader_or_follower})", server)
+        assert not any(level in said for level in ("WARNING", "ERROR", "CRITICAL", "c10d")), said
+    assert "lost the worker" not in server.log.read_text()
+
+
+def said_by(process: str, server: Deployment) -> str:
+    """Its lines in the log."""
+    return "\n".join(line for line in server.log.read_text().splitlines() if process in line)
