@@ -504,7 +504,7 @@ async def serving(
     port = server.servers[0].sockets[0].getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     try:
-        async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+        async with httpx.AsyncClient(base_url=url, timeout=120) as http:
             yield Served(worker, handle, api, url, http)
     finally:
         server.should_exit = True

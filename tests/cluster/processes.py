@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -104,11 +105,18 @@ def start(
         return subprocess.Popen(command, stdout=out, stderr=out, env=env, cwd=ROOT)
 
 
+_ports = itertools.islice(itertools.cycle(range(20_000, 30_000)), os.getpid() * 101 % 10_000, None)
+"""Neither Ray's nor those that the system gives to whoever asks for any: a server binds its own
+some seconds after it is found, in which hundreds of others are taken."""
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """One that no other process of tests looks at soon."""
+    for port in _ports:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError
 
 
 def below(pid: int) -> set[int]:
@@ -153,4 +161,4 @@ def running(
         yield made
     finally:
         process.send_signal(signal.SIGINT)
-        process.wait(30)
+        process.wait(120)

@@ -64,26 +64,26 @@ def test_a_gang_that_is_taken_away_ends_its_streams_and_its_followers_stay_for_t
 ) -> None:
     undisturbed = asyncio.run(streams(server))
     assert len(set(undisturbed)) == STREAMS
-    ranks = server.ranks()
-    assert len(ranks) == 2
+    ranks = server.wait_until(lambda: len(found := server.ranks()) == 2 and found)
+
+    def both_run() -> bool:
+        running = server.get("/debug/requests").json()["requests"]
+        return {request["gang"] for request in running} == ranks.keys()
 
     def fewer() -> None:
-        running = server.get("/debug/requests").json()["requests"]
-        assert {request["gang"] for request in running} == ranks.keys()
+        server.wait_until(both_run)
         server.deploy(settings, **{"worker-long": {"num_replicas": 2}})
 
     assert asyncio.run(streams(server, fewer)) == undisturbed
-    server.wait_until(lambda: len(server.ranks()) == 1)
-    (taken,) = ranks.keys() - server.ranks().keys()
-    server.wait_until(lambda: not any(alive(pid) for pid in ranks[taken]))
-    follower = f"pid={ranks[taken][1]})"
-    server.wait_until(lambda: said_by(follower, server).count("rank 0 has ended the gang") == 2)
-    for leader_or_follower in ranks[taken]:
-        said = said_by(f"pid={leader_or_follower})", server)
+    (taken,) = server.wait_until(lambda: [g for g in ranks.values() if not any(map(alive, g))])
+    bye = "rank 0 has ended the gang"  # a follower's two threads, for steps and for blocks
+    server.wait_until(lambda: said_by(taken[1], server).count(bye) == 2)
+    for pid in taken:
+        said = said_by(pid, server)
         assert not any(level in said for level in ("WARNING", "ERROR", "CRITICAL", "c10d")), said
     assert "lost the worker" not in server.log.read_text()
 
 
-def said_by(process: str, server: Deployment) -> str:
-    """Its lines in the log."""
-    return "\n".join(line for line in server.log.read_text().splitlines() if process in line)
+def said_by(pid: int, server: Deployment) -> str:
+    """The lines of a process in the log."""
+    return "\n".join(line for line in server.log.read_text().splitlines() if f"pid={pid})" in line)
