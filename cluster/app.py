@@ -29,7 +29,6 @@ from cluster import gangs, pools, scaling, secret
 from cluster.calls import Misrouted, ServeHandle
 from cluster.delivery import ANYONE, Delivery
 from cluster.errors import UserError
-from cluster.escort import Escort
 from cluster.hub import HubClient
 from cluster.peers import Said, ServePeers
 from cluster.reporting import Reporter
@@ -79,8 +78,10 @@ class Worker:
         self._config = config
         configure_logging(config.server.log_level, as_json=config.server.log_json)
         self._reporting: asyncio.Task[None] | None = None
-        self._rank, self._escort = 0, Escort(lambda: ServeHandle(_own(pool)), ())
+        self._rank = 0
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # standard error is no terminal
+        # Torch warns in twenty lines of C++ of every lost connection, of which the log says one.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         module, _, name = kind.partition(":")
         with _refusals():
             where = directory or model_directory(config)
@@ -101,7 +102,6 @@ class Worker:
         self._rank = seat.rank
         if seat.rank:
             return kind.follower(config, directory, members[seat.rank], seat)
-        self._escort = Escort(lambda: ServeHandle(_own(pool)), members[1:])
         return kind(config, directory, key, peers, seat)
 
     def record_replica_metadata(self) -> dict[str, Any]:
@@ -109,13 +109,11 @@ class Worker:
         return {"gang": self._worker.gang, "rank": self._rank}
 
     def _report(self) -> None:
-        """Tell the index about this worker from now on, and stay with those who follow it; on the
-        event loop, so not before a call."""
+        """Tell the index about this worker from now on; on the event loop, so not before a call."""
         if self._reporting is None and not self._rank:
             hub = HubClient(self._config.cluster.index_bytes, self._config.server.log_level)
             reporter = Reporter(self._worker, hub, time.monotonic)
             self._reporting = asyncio.create_task(_for_ever(reporter.turn))
-            self._escort.start()
 
     async def call(self, gang: str, method: str, *arguments: Any) -> Any:
         """What a method answers. Raises Misrouted."""
@@ -149,10 +147,12 @@ class Worker:
         """Raises where Serve should make another worker."""
         await self._worker.check_health()
 
-
-def _own(pool: PoolConfig) -> Any:
-    """The handle of a pool's deployment, in a replica of it."""
-    return serve.get_deployment_handle(pools.deployment(pool.name), APP)
+    def __del__(self) -> None:
+        """Serve takes this replica away: it has no calls any more, and ends when this returns. May
+        come before the constructor has ended."""
+        worker = getattr(self, "_worker", None)
+        if worker is not None:
+            worker.stop()
 
 
 async def _for_ever(turn: Callable[[], Awaitable[None]]) -> None:

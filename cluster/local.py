@@ -127,13 +127,19 @@ def _descendants(root: int) -> set[int]:
 
 
 def _end(processes: set[int]) -> None:
-    """Wait for processes to end; those that do not are killed."""
+    """Wait for processes to end; those that do not are killed, which takes a moment as well."""
+    for pid in _left(processes):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    _left(processes)
+
+
+def _left(processes: set[int]) -> set[int]:
+    """Those that have not ended after `STOP_S`."""
     deadline = time.monotonic() + STOP_S
     while (alive := {pid for pid in processes if _alive(pid)}) and time.monotonic() < deadline:
         time.sleep(0.05)
-    for pid in alive:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    return alive
 
 
 def _alive(pid: int) -> bool:

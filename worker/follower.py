@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from configs.schema import Config
 from worker.device import keep_freed_memory
 from worker.gang import Follower
 from worker.gang_pages import serve_pages
-from worker.loop import MARK_S
 from worker.seat import Seat, facts_of, launched, told
 from worker.startup import start_follower
 
@@ -34,7 +32,7 @@ class FollowerLoop:
         self.failure: BaseException | None = None
         self.over = False
         made: Future[Follower] = Future()
-        _thread("engine", lambda: self._run(make, made))  # named as that of rank 0
+        self.steps = _thread("engine", lambda: self._run(make, made))  # named as that of rank 0
         self.follower = made.result()
 
     def _run(self, make: Callable[[], Made], made: Future[Follower]) -> None:
@@ -56,6 +54,12 @@ class FollowerLoop:
             log.critical("the follower stopped: %s", error, exc_info=error)
         finally:
             self.over = True
+
+    def wait(self) -> None:
+        """Until rank 0 has ended all of the gang, or the gang is broken."""
+        self.steps.join()
+        if self.failure is None:  # else rank 0 may not say anything of blocks any more
+            self.blocks.join()
 
 
 def _thread(name: str, work: Callable[[], None]) -> threading.Thread:
@@ -85,13 +89,11 @@ class GPUFollower:
         store = made.runner.model.store
         return made, lambda: serve_pages(store, ways[1])
 
-    async def accompany(self) -> AsyncIterator[None]:
-        """Goes on until the gang ends: Serve stops no replica that has an open call."""
-        while not self.loop.over:
-            yield None
-            await asyncio.sleep(MARK_S)
-
     async def check_health(self) -> None:
         """Serve restarts the gang where this rank serves it no more."""
         if self.loop.over:
             raise RuntimeError(f"rank {self._seat.rank} stopped: {self.loop.failure}")
+
+    def stop(self) -> None:
+        """An orderly end comes from rank 0, when it has no streams any more: waits for that."""
+        self.loop.wait()

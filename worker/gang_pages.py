@@ -66,8 +66,10 @@ class GangPages:
                 self.channel.broadcast(msgpack.packb((BEAT, [], b"")))
 
     def stop(self) -> None:
-        """The others may leave."""
+        """The others may leave; they are told once."""
         with self._lock:
+            if self._stopped:
+                return
             self._stopped = True
             try:
                 self.channel.broadcast(msgpack.packb((STOP, [], b"")))

@@ -369,14 +369,10 @@ class GPUWorker:
             )
 
     def stop(self) -> None:
-        """An orderly end, of the other ranks too."""
+        """An orderly end, of the other ranks too; once."""
         self.loop.stop()
         if self._blocks is not None and self.loop.failure is None:
             self._blocks.stop()
-
-    def __del__(self) -> None:
-        if getattr(self, "started", False):
-            self.stop()
 
 
 def _gang_id() -> str:

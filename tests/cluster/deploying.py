@@ -80,7 +80,7 @@ def cluster(log: Path) -> Iterator[Deployment]:
     finally:
         assert process.stdin is not None
         process.stdin.close()
-        process.wait(60)
+        process.wait(120)
 
 
 def main(port: int) -> None:

@@ -257,6 +257,9 @@ class FakeWorker:
             raise ValueError(f"block {block}: there are 100")
         return {"gang": self.gang, "rank": rank, "group": group, "physical_block": block}
 
+    def stop(self) -> None:
+        """There is nothing to end."""
+
     async def until_idle(self) -> None:
         async with self.quiet:
             await self.quiet.wait_for(lambda: not self.active)
@@ -501,7 +504,7 @@ async def serving(
     port = server.servers[0].sockets[0].getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     try:
-        async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+        async with httpx.AsyncClient(base_url=url, timeout=120) as http:
             yield Served(worker, handle, api, url, http)
     finally:
         server.should_exit = True

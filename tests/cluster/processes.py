@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -80,6 +81,11 @@ class Server:
         ranks = [r for gang in self.get("/debug/kv").json()["gangs"] for r in gang["ranks"]]
         return len(ranks) == workers and all(r["owned"] == r["leased"] == 0 for r in ranks)
 
+    def ranks(self) -> dict[str, list[int]]:
+        """The processes of each gang that answers, by rank."""
+        gangs = self.get("/debug/kv").json()["gangs"]
+        return {gang["gang"]: [rank["pid"] for rank in gang["ranks"]] for gang in gangs}
+
     def running(self) -> list[str]:
         return [r["request"] for r in self.get("/debug/requests").json()["requests"]]
 
@@ -99,11 +105,18 @@ def start(
         return subprocess.Popen(command, stdout=out, stderr=out, env=env, cwd=ROOT)
 
 
+_ports = itertools.islice(itertools.cycle(range(20_000, 30_000)), os.getpid() * 101 % 10_000, None)
+"""Neither Ray's nor those that the system gives to whoever asks for any: a server binds its own
+some seconds after it is found, in which hundreds of others are taken."""
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """One that no other process of tests looks at soon."""
+    for port in _ports:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError
 
 
 def below(pid: int) -> set[int]:
@@ -148,4 +161,4 @@ def running(
         yield made
     finally:
         process.send_signal(signal.SIGINT)
-        process.wait(30)
+        process.wait(120)

@@ -186,7 +186,7 @@ class Working:
     def __init__(self, settings: Any, directory: str, key: bytes, fetch: Any) -> None:
         self.directory, self.key, self.fetch = directory, key, fetch
         self.settings = settings
-        self.gang, self.left = "gang-1", False
+        self.gang, self.left, self.stopped = "gang-1", False, False
 
     async def info(self) -> str:
         return self.directory
@@ -200,6 +200,9 @@ class Working:
 
     async def check_health(self) -> None:
         self.healthy = True
+
+    def stop(self) -> None:
+        self.stopped = True
 
 
 POOLS = "cluster.pools=[{name: short, gangs: 3}, {name: long, gang_size: 4, gangs: 2}]"
@@ -240,6 +243,9 @@ class Gang(Working):
         def __init__(self, settings: Any, directory: str, replica: str, seat: Any) -> None:
             self.gang, self.seat = replica, seat
 
+        def stop(self) -> None:
+            """Waits for rank 0."""
+
     follower = Follower
 
 
@@ -255,7 +261,6 @@ async def test_the_first_of_a_gang_leads_and_the_others_have_names_of_their_own(
         made = app.Worker(f"{__name__}:Gang", there, there.pools[1], "/models/m", KEY)
         assert made.record_replica_metadata() == {"gang": name, "rank": rank}
         assert made._worker.seat is seat
-        assert list(made._escort._followers) == ([] if rank else ["r1", "r2", "r3"])
         with pytest.raises(Misrouted, match=f"this is {name}, not r0"):
             await made.call("r0", "info")
 
@@ -375,3 +380,11 @@ async def test_who_leaves_a_stream_leaves_the_worker_s_too() -> None:
     assert await anext(items) == 0
     await items.aclose()
     assert worker._worker.left
+
+
+def test_a_replica_that_serve_takes_away_ends_its_worker_if_it_has_one() -> None:
+    worker = make(Working)
+    assert not worker._worker.stopped
+    worker.__del__()  # which Serve calls by this name, and before a constructor has ended as well
+    assert worker._worker.stopped
+    app.Worker.__new__(app.Worker).__del__()

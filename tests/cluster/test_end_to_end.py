@@ -6,8 +6,9 @@ import asyncio
 import ctypes
 import json
 import re
+import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -67,7 +68,7 @@ async def running(directory: Path, *overrides: str) -> AsyncIterator[Served]:
 
 async def nothing_held(served: Served) -> None:
     """Every block comes back; asked in the engine's thread, so between two of its steps."""
-    for _ in range(100):
+    for _ in range(1000):
         (rank,) = (await served.http.get("/debug/kv")).json()["gangs"][0]["ranks"]
         if rank["owned"] == rank["leased"] == 0:
             return
@@ -120,16 +121,34 @@ async def test_a_client_that_leaves_holds_no_block(
 ) -> None:
     async with running(directory) as served:
         body = {"prompt": [7] * 100, "max_tokens": 150, "ignore_eos": True, "stream": stream}
-        engine = served.worker.loop.engine  # type: ignore[attr-defined]
+        loop = served.worker.loop  # type: ignore[attr-defined]
+        engine, launch = loop.engine, loop.engine.runner.launch
+        before_a_step, go = threading.Event(), threading.Semaphore(0)
+
+        def when_told(plan: Any) -> Any:
+            before_a_step.set()
+            go.acquire()
+            return launch(plan)
+
+        async def until(requests: int, condition: Callable[[], bool]) -> None:
+            """Once so many requests are here: step by step, so that no moment is missed."""
+            while len(loop._boxes) < requests:
+                await asyncio.sleep(0)
+            while not condition():
+                if before_a_step.is_set():
+                    before_a_step.clear()
+                    go.release()
+                await asyncio.sleep(0)
+
+        engine.runner.launch = when_told
         holding: list[asyncio.Task[Any]] = []
         if when == "queued":
-            first = {**body, "prompt": [9] * 10, "stream": False}
+            first = {**body, "prompt": [9] * 10, "stream": False, "max_tokens": 20}
             holding = [
                 asyncio.create_task(served.http.post("/v1/completions", json=first))
                 for _ in range(4)
             ]
-            while len(engine.scheduler.running) < 4:
-                await asyncio.sleep(0)
+            await until(4, lambda: len(engine.scheduler.running) == 4)
         leaving = asyncio.create_task(served.http.post("/v1/completions", json=body))
 
         def there() -> bool:
@@ -143,12 +162,12 @@ async def test_a_client_that_leaves_holds_no_block(
                 return 0 < sequence.computed < 100
             return sequence.generated_tokens > 3
 
-        while not there():
-            await asyncio.sleep(0)
+        await until(len(holding) + 1, there)
         leaving.cancel()
         await asyncio.gather(leaving, return_exceptions=True)
+        go.release(10_000)
         answers = await asyncio.gather(*holding)
-        assert all(a.json()["usage"]["completion_tokens"] == 150 for a in answers)
+        assert all(a.json()["usage"]["completion_tokens"] == 20 for a in answers)
         await nothing_held(served)
         assert not engine.requests
 

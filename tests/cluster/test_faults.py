@@ -150,7 +150,7 @@ def test_a_request_whose_steps_raise_is_a_500_and_disturbs_nobody(
     assert (broken.status_code, broken.json()["error"]["code"]) == (500, "engine_error")
     assert [ids_of(answer) for answer in answers] == expected
     assert sorted(server.pids()) == sorted(pids)
-    assert server.nothing_held(workers)
+    server.wait_until(lambda: server.nothing_held(workers))
 
 
 @asynccontextmanager
@@ -211,7 +211,8 @@ def test_an_owner_that_dies_while_it_lends_costs_the_blocks_only(
     assert ids_of(second) == ids_of(first)
     assert cached(second) == 0
     # Serve may have taken the call to another worker, which says that it was not meant.
-    assert failures(server) in [{(gang_of(second), why): 1.0} for why in ("lost", "undelivered")]
+    told = [{(gang_of(second), why): 1.0} for why in ("lost", "undelivered")]
+    server.wait_until(lambda: failures(server) in told)
     assert len(before - set(server.wait_until(lambda: one_is_new(server, before)))) == 1
     server.wait_until(lambda: server.nothing_held(workers))
     assert ids_of(ask(server, prompt)) == ids_of(first)

@@ -71,7 +71,7 @@ def test_a_client_that_goes_away_ends_the_worker_s_work(server: Server) -> None:
         assert len(server.running()) == 1
     server.wait_until(lambda: server.running() == [])
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(server.url + CHAT, json=body, timeout=0.5)
+        httpx.post(server.url + CHAT, json=body, timeout=httpx.Timeout(60, read=0.5))
     server.wait_until(lambda: server.running() == [])
 
 
@@ -106,7 +106,7 @@ def test_a_lost_worker_is_not_ready_until_serve_has_made_another(
         texts = texts_of(lines)
         assert [next(texts) for _ in "ABC"] == ["A", "B", "C"]
         os.kill(lost, number)
-        server.wait_until(lambda: not server.ready(), 15.0)
+        server.wait_until(lambda: not server.ready())
         refused = httpx.post(server.url + CHAT, json={"messages": USER}, timeout=30)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "worker_lost")
         assert [next(texts) for _ in "DEF"] == ["D", "E", "F"]  # the new one goes on
@@ -124,7 +124,7 @@ def test_a_worker_lost_while_nobody_asks_is_not_ready(
     server.wait_until(server.ready)
     lost = server.pids()[0]
     os.kill(lost, number)
-    server.wait_until(lambda: not server.ready(), 15.0)
+    server.wait_until(lambda: not server.ready())
     server.wait_until(server.ready)
     assert server.pids()[0] != lost
     server.wait_until(lambda: not alive(lost))
@@ -136,8 +136,7 @@ def test_an_engine_that_stopped_is_replaced(server: Server) -> None:
     body = {"messages": USER, "seed": BREAKING, "stream": True}
     with httpx.stream("POST", server.url + CHAT, json=body, timeout=60) as answer:
         assert answer.status_code == 200
-        server.wait_until(lambda: not server.ready(), 15.0)
-        assert "device lost" in server.get("/health/ready").json()["reason"]
+        server.wait_until(lambda: "device lost" in server.get("/health/ready").json()["reason"])
         server.wait_until(server.ready)
     assert server.pids()[0] != stopped
 
@@ -153,7 +152,7 @@ def test_sigterm_ends_the_server_and_every_process_of_it(server: Server) -> None
     processes = below(server.process.pid)
     assert len(processes) > 4
     server.process.terminate()
-    assert server.process.wait(30) == 0
+    assert server.process.wait(120) == 0
     assert [pid for pid in processes if alive(pid)] == []
 
 

@@ -18,7 +18,7 @@ from tests.cluster.processes import HEALTH, Server, running
 
 TOLD = "tests.cluster.gang_workers:ToldWorker"
 POOLS = (
-    "[{name: short, blocks: 64, max_model_len: 128}, "
+    "[{name: short, blocks: 64, max_model_len: 256}, "
     "{name: long, gang_size: 2, blocks: 32, max_model_len: 400, shard_from_tokens: 64}]"
 )
 SETTINGS = (
@@ -29,7 +29,8 @@ SETTINGS = (
     *HEALTH,
 )
 PROMPT = "pages stay, queries travel, and one map says where each of them is to be found now"
-LENGTHS = {"short": 128 - len(PROMPT), "long": 400 - len(PROMPT)}
+LENGTHS = {"short": 256 - len(PROMPT), "long": 400 - len(PROMPT)}
+"""Long enough that both run while all is asked: a step takes its time."""
 
 
 @pytest.fixture(scope="module")

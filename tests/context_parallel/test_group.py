@@ -23,8 +23,9 @@ def test_all_come_to_a_stage_with_what_they_say() -> None:
 
 def test_the_deadline_names_who_is_missing() -> None:
     with gang(4) as (meeting, members):
-        meeting.deadline = deadline(0.5)
         members[1].tell("meet", "ready")
+        meeting._store.wait(["ready/2"], 60.0)
+        meeting.deadline = deadline(0.5)
         with pytest.raises(MeetingFailed) as error:
             meeting.meet("ready")
         assert "ranks 1, 3 of 4 did not come to 'ready' within 0.5 s (cluster.start" in str(error)
