@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import subprocess
 from pathlib import Path
 
@@ -25,6 +25,19 @@ frontend one
 backend two
     server only 127.0.0.1:1
 """
+
+
+def test_serve_copies_the_reasons_to_try_again_as_they_are() -> None:
+    """Into the defaults of all that follows; after what the lines take back."""
+    spec = importlib.util.find_spec("ray")
+    assert spec is not None
+    assert spec.origin is not None
+    template = Path(spec.origin).parent / "serve/_private/haproxy_templates.py"
+    _, _, defaults = template.read_text(encoding="utf-8").partition("\ndefaults\n")
+    before, found, _ = defaults.partition("\n    retry-on {{ config.retry_on }}\n")
+    assert found
+    assert "option splice-request\n    option splice-response" in before
+    assert "\nfrontend " not in before
 
 
 @pytest.mark.parametrize(
