@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvatlas.ingress")
 
+_T = TypeVar("_T")
+
 KEEP_ALIVE_S = 5.0
 """A stream with nothing to say sends a comment this often."""
 
@@ -54,7 +57,7 @@ _SSE = [
 ]
 
 
-async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
+async def until_disconnect(receive: Receive, work: Awaitable[Any]) -> bool:
     """Run `work`, cancelled when the client goes away; says whether it ran to its end."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnect(receive))
@@ -68,6 +71,14 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) ->
         task.cancel()
         gone.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def while_there(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
+    """What `work` gives, unless the client goes away. Raises ClientDisconnect."""
+    task = asyncio.ensure_future(work)
+    if not await until_disconnect(request.receive, task):
+        raise ClientDisconnect
+    return task.result()
 
 
 async def _disconnect(receive: Receive) -> None:
@@ -137,9 +148,14 @@ class Completion(Response):
         kind = openai.ChatRequest if self._chat else openai.CompletionRequest
         request: openai.Common = bodies.parse(kind, self._body)
         self._body = b""
-        served = api.served()
+        timeout_s, limit = openai.patience(request, self._timeout, api.config.limits)
+        try:
+            async with asyncio.timeout(self._left_s(timeout_s)):
+                served = await api.served()
+        except TimeoutError:
+            message = f"no worker was ready in {timeout_s:g} s ({limit})"
+            raise ApiError(408, "timeout", message) from None
         openai.check_common(request, served)
-        timeout_s, limit = openai.patience(request, self._timeout, served)
         self._ignored(request)
         texts, tokens = await self._tokens(request, served)
         answer = (ChatAnswer if self._chat else CompletionAnswer)(
@@ -174,6 +190,10 @@ class Completion(Response):
                 self._note(generation, jobs)
                 for name in names:
                     del api.labels[name]
+
+    def _left_s(self, timeout_s: float) -> float:
+        """Of what the request may take."""
+        return timeout_s - (time.monotonic() - self._record.started_s)
 
     def _routed(self, route: Route | None) -> None:
         if route is not None:
@@ -249,7 +269,7 @@ class Completion(Response):
             model=served.model,
             prompt=tokens,
             params=params,
-            deadline_s=max(0.0, timeout_s - (time.monotonic() - self._record.started_s)),
+            deadline_s=max(0.0, self._left_s(timeout_s)),
             # A stop string must be seen early; otherwise large deltas cost less.
             stream=request.stream or bool(stops),
             choices=[wire.ChoiceInput() for _ in choices],

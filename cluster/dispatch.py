@@ -9,8 +9,10 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from cluster.calls import EngineLost, Handle, Refused, ask
-from cluster.gangs import LOOK_S, Gangs
+from cluster.errors import ApiError
+from cluster.gangs import Gangs
 from cluster.routing import Length, Route, Router
+from cluster.waiting import Waiting
 from worker import wire
 
 log = logging.getLogger("kvatlas.ingress")
@@ -34,8 +36,11 @@ class Target:
 class Dispatcher:
     """One ingress's view of where its requests are."""
 
-    def __init__(self, gangs: Gangs, handle: Handle, router: Router, *, name: str) -> None:
+    def __init__(
+        self, gangs: Gangs, handle: Handle, router: Router, waiting: Waiting, *, name: str
+    ) -> None:
         self.gangs, self._handle, self.router, self.name = gangs, handle, router, name
+        self._waiting = waiting
         self._open: dict[str, dict[str, int]] = {}  # by gang: attempts by request
 
     def choose(self, submit: wire.Submit, length: Length, avoid: Collection[str]) -> Target | None:
@@ -45,21 +50,21 @@ class Dispatcher:
         return None if route is None else Target(route, self._handle.to(route.gang))
 
     async def wait(
-        self, submit: wire.Submit, length: Length, avoid: Collection[str], wait_s: float
+        self, submit: wire.Submit, length: Length, avoid: Collection[str], *, begun: bool
     ) -> Target:
         """The same, waiting for a gang to become ready. One to be avoided is better than none.
 
-        Raises EngineLost when there is none in `wait_s`.
+        Raises ApiError, see `Waiting.until`.
         """
-        try:
-            async with asyncio.timeout(wait_s):
-                while True:
-                    for avoided in (avoid, ()):
-                        if (chosen := self.choose(submit, length, avoided)) is not None:
-                            return chosen
-                    await asyncio.sleep(LOOK_S)
-        except TimeoutError:
-            raise EngineLost(f"no worker was ready for {wait_s:g} s") from None
+
+        def found() -> Target | None:
+            return self.choose(submit, length, avoid) or self.choose(submit, length, ())
+
+        def failure(passed: str) -> ApiError:
+            message = f"no worker is ready that can hold this request, {passed}"
+            return ApiError(503, "worker_lost", message, retry_after_s=1)
+
+        return await self._waiting.until(found, failure, begun=begun)
 
     async def tell(self) -> None:
         """After a while, tell the gangs which requests are alive."""

@@ -44,9 +44,6 @@ UNDELIVERED_MAX = 8
 MORE_GANGS = 2
 """Gangs that are tried after one whose queue is full."""
 
-FAILOVER_S = 60.0
-"""How long a request that has begun waits for a worker to go on."""
-
 
 class QueueFull(Exception):
     """A gang takes no more; `answer` is what the client is told if no other does."""
@@ -204,8 +201,8 @@ class Generation:
         losses, undelivered, full = 0, 0, set[str]()
         while True:
             if target is None:
-                message = "no worker is ready that can hold this request"
-                raise ApiError(503, "worker_lost", message, retry_after_s=1)
+                begun = admitted is None or admitted.done()
+                target = await self._dispatcher.wait(job.submit, job.length, (), begun=begun)
             submit = job.again(losses, until_s - loop.time(), target.route.pull)
             try:
                 with self._dispatcher.opened(target, submit):
@@ -229,16 +226,8 @@ class Generation:
                 if losses == LOSSES_MAX or undelivered > UNDELIVERED_MAX:
                     message = f"this request lost its worker {losses} times: {error}"
                     raise ApiError(500, "worker_lost", message) from None
-                target = await self._another(job, target)
-
-    async def _another(self, job: Job, lost: Target) -> Target:
-        """Where to go on; waits for a worker to come back. Raises ApiError."""
-        try:
-            avoid = {lost.gang}
-            return await self._dispatcher.wait(job.submit, job.length, avoid, FAILOVER_S)
-        except EngineLost as error:
-            message = f"the worker was lost: {error}"
-            raise ApiError(503, "worker_lost", message, retry_after_s=1) from None
+                avoid = {target.gang}
+                target = await self._dispatcher.wait(job.submit, job.length, avoid, begun=True)
 
     async def _attempt(
         self, submit: wire.Submit, job: Job, target: Target, admitted: asyncio.Future[None] | None

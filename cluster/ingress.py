@@ -22,7 +22,7 @@ from cluster import bodies, keys, openai, prompts, where
 from cluster.answers import dumps
 from cluster.background import background
 from cluster.calls import Handle, Refused
-from cluster.completions import Completion
+from cluster.completions import Completion, while_there
 from cluster.dispatch import Dispatcher
 from cluster.errors import ApiError, invalid
 from cluster.gangs import Gangs
@@ -37,6 +37,7 @@ from cluster.routing import Router
 from cluster.supply import Supply
 from cluster.text import TextService
 from cluster.ui.page import add_map
+from cluster.waiting import Waiting
 from configs.schema import Config
 
 log = logging.getLogger("kvatlas.ingress")
@@ -97,19 +98,30 @@ class Api:
             config=lambda: self.config,
             clock=time.monotonic,
         )
-        self.dispatcher = Dispatcher(self.gangs, handle, router, name=name)
+        self.waiting = Waiting(lambda: self.config)
+        self.dispatcher = Dispatcher(self.gangs, handle, router, self.waiting, name=name)
         self.metrics = Metrics(model, name, self.gangs.snapshots)
         self.created = int(time.time())
         self.supply: Supply | None = None
         self.labels: dict[str, str] = {}  # the clients' names of what the engine is working on
 
-    def served(self) -> openai.Served:
-        """What is served. Raises 503 while no worker can take a request."""
-        info = self.gangs.info
-        if info is None or not self.gangs.ready():
-            code = "no_capacity" if info is None else "worker_lost"
-            message = f"{self.model} is not ready: {self.gangs.complaint}"
-            raise ApiError(503, code, message, retry_after_s=1)
+    async def served(self) -> openai.Served:
+        """What is served, once a worker can take a request.
+
+        Raises 429 and 503, see `Waiting.until`.
+        """
+
+        def info() -> dict[str, Any] | None:
+            return self.gangs.info if self.gangs.ready() else None
+
+        def failure(passed: str) -> ApiError:
+            code = "no_capacity" if self.gangs.info is None else "worker_lost"
+            message = f"{self.model} is not ready {passed}: {self.gangs.complaint}"
+            return ApiError(503, code, message, retry_after_s=1)
+
+        return self._served(await self.waiting.until(info, failure))
+
+    def _served(self, info: dict[str, Any]) -> openai.Served:
         limits = self.gangs.limits()
         return openai.Served(
             model=self.model,
@@ -290,7 +302,7 @@ def _add_text(app: FastAPI, api: Api) -> None:
     @app.post("/tokenize", openapi_extra=_body_docs(openai.TokenizeRequest), **keyed)
     async def tokenize(request: Request) -> Response:
         asked = bodies.parse(openai.TokenizeRequest, await request.body())
-        served = api.served()
+        served = await while_there(request, api.served())
         openai.check_model(asked.model, served)
         if (asked.prompt is None) == (asked.messages is None):
             raise invalid("one of prompt and messages is needed", "prompt")
@@ -311,7 +323,7 @@ def _add_text(app: FastAPI, api: Api) -> None:
     @app.post("/detokenize", openapi_extra=_body_docs(openai.DetokenizeRequest), **keyed)
     async def detokenize(request: Request) -> Response:
         asked = bodies.parse(openai.DetokenizeRequest, await request.body())
-        served = api.served()
+        served = await while_there(request, api.served())
         openai.check_model(asked.model, served)
         prompts.check_ids(asked.tokens, served, "tokens", "tokens must be a list of token ids")
         skip = asked.skip_special_tokens

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from starlette.requests import Request
 
+from cluster import haproxy
 from cluster.errors import ApiError, UserError
 from configs.schema import ServerConfig
 
@@ -32,8 +33,6 @@ _KEY = re.compile(r"[!-~]{16,512}")
 _KEY_RULE = "16 to 512 visible ASCII characters"
 # Whoever sends one of these speaks for somebody else, whose address is not the peer's.
 _FORWARDED = frozenset({"forwarded", "via", "x-forwarded-for", "x-real-ip"})
-# In this mode of Serve all clients come from a proxy on this machine, which does not say so.
-_HIDES_PEERS = "RAY_SERVE_ENABLE_HA_PROXY"
 
 _Line = tuple[str, str]  # where it stands, its text
 
@@ -45,7 +44,8 @@ class Access:
         self._server = server
         self._environment = environment
         self._secret = secrets.token_bytes(32)
-        self._peers_known = environment.get(_HIDES_PEERS) != "1"
+        # In this mode all clients come from a proxy on this machine, which does not say so.
+        self._peers_known = environment.get(haproxy.MODE) != "1"
         self._tenants: Sequence[tuple[str, bytes]] = ()
         self._admins: Sequence[tuple[str, bytes]] = ()
         self.problem = ""  # why the files as they are now are not in use

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from cluster import haproxy
 from cluster.errors import UserError
 from configs.schema import Config
 
@@ -52,7 +53,10 @@ def serve_here(config: Config, directory: str, *, say: Say, worker: str | None =
     Raises UserError when the model or the settings cannot be served.
     """
     _check_port(config.server.host, config.server.port)
-    for name, value in (SERVE_ENVIRONMENT | THREADS_ENVIRONMENT | RAY_ENVIRONMENT).items():
+    environment = SERVE_ENVIRONMENT | THREADS_ENVIRONMENT | RAY_ENVIRONMENT
+    if os.environ.get(haproxy.MODE) == "1":
+        environment |= haproxy.environment(config.limits.body_timeout_s)
+    for name, value in environment.items():
         os.environ.setdefault(name, value)
     began_s = time.monotonic()
     stop = threading.Event()

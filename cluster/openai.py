@@ -281,11 +281,11 @@ def _check_choices(request: Common, served: Served) -> None:
         raise invalid("stop must be left out with beam search", "stop")
 
 
-def patience(request: Common, header: str, served: Served) -> tuple[float, str]:
+def patience(request: Common, header: str, limits: LimitsConfig) -> tuple[float, str]:
     """How long a request may take in seconds, and where that was said: the shortest of the
     server's own limit, the parameter `timeout`, and `header`, that header's text or "".
     """
-    most_s = served.limits.request_timeout_s
+    most_s = limits.request_timeout_s
     found = [(most_s, "limits.request_timeout_s")]
     for name, value in (("timeout", request.timeout), (TIMEOUT_HEADER, header or None)):
         if value is None:

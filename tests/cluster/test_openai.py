@@ -315,14 +315,14 @@ def test_a_setting_lets_requests_ahead_of_others() -> None:
 def test_the_shortest_time_counts(body: Any, header: str, wanted: tuple[float, str]) -> None:
     data = json.dumps({"messages": [], **body}).encode()
     request = bodies.parse(openai.ChatRequest, data)
-    assert openai.patience(request, header, served()) == wanted
+    assert openai.patience(request, header, served().limits) == wanted
 
 
 @pytest.mark.parametrize("header", ["soon", "-1", "0", "nan", "inf", "601", "1" * 500])
 def test_a_header_that_is_no_time_is_refused(header: str) -> None:
     request = bodies.parse(openai.ChatRequest, b'{"messages": []}')
     with pytest.raises(ApiError, match="x-request-timeout must be seconds above 0") as error:
-        openai.patience(request, header, served())
+        openai.patience(request, header, served().limits)
     assert len(error.value.message) < 250
 
 

@@ -26,9 +26,10 @@ def workers() -> tuple[FakeWorker, FakeWorker]:
 
 
 @asynccontextmanager
-async def served() -> AsyncIterator[tuple[Served, FakeWorker, FakeWorker]]:
+async def served(*overrides: str) -> AsyncIterator[tuple[Served, FakeWorker, FakeWorker]]:
     short, long = workers()
-    async with serving(short, f"cluster.pools={POOLS}", others=[long]) as running:
+    settings = (f"cluster.pools={POOLS}", *overrides)
+    async with serving(short, *settings, others=[long]) as running:
         yield running, short, long
 
 
@@ -72,13 +73,15 @@ async def test_what_only_a_pool_that_is_starting_may_hold_is_a_503() -> None:
 
 
 async def test_what_only_a_lost_pool_holds_is_a_503() -> None:
-    async with served() as (running, _, long):
+    async with served("limits.worker_wait_s=0") as (running, _, long):
         running.handle.workers.remove(long)
         running.api.gangs.follow()
         answer = await running.post(TEXT, {"prompt": "hello", "max_tokens": SHORT})
         error = answer.json()["error"]
         assert (answer.status_code, error["code"]) == (503, "worker_lost")
-        assert error["message"] == "no worker is ready that can hold this request"
+        assert error["message"] == (
+            "no worker is ready that can hold this request, after 0 s (limits.worker_wait_s)"
+        )
 
 
 async def test_a_stream_that_outgrows_a_pool_is_continued_where_there_is_room() -> None:

@@ -39,7 +39,6 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 LONG = {"prompt": "a long one", "max_tokens": 8000, "ignore_eos": True}  # half a minute or more
 
 in_one_mode = pytest.mark.parametrize("server", ["grpc"], indirect=True)
-behind_serves_proxy = pytest.mark.parametrize("server", ["default", "grpc"], indirect=True)
 in_each_mode = pytest.mark.parametrize("server", modes.MODES, indirect=True)
 
 
@@ -320,7 +319,7 @@ async def kill_an_ingress(server: Server) -> None:
         await asyncio.gather(*(stream.task for stream in streams), return_exceptions=True)
 
 
-@behind_serves_proxy  # HAProxy may lose some, see docs/troubleshooting.md
+@in_each_mode
 def test_a_killed_ingress_costs_no_new_request_and_leaves_none(server: Server) -> None:
     server.all_ready(2)
     asyncio.run(kill_an_ingress(server))

@@ -16,9 +16,10 @@ import jsonschema
 import pytest
 import yaml
 
+from cluster import haproxy
 from cluster.local import RAY_ENVIRONMENT, SERVE_ENVIRONMENT, THREADS_ENVIRONMENT
 from configs.loading import load
-from configs.schema import Config
+from configs.schema import Config, LimitsConfig
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of pydantic, about Ray Serve
@@ -99,6 +100,14 @@ def test_the_environment_is_that_of_a_local_server_with_ray_s_token() -> None:
     assert got == {**SWITCHES, "RAY_AUTH_MODE": "token"}
     assert len(patience) == 3
     assert dict(pairs)["PATH"] == "/home/user/kvatlas/.venv/bin:/usr/bin:/bin"
+
+
+def test_the_environment_behind_haproxy_is_that_of_a_local_server() -> None:
+    shell = f". {CONFIGS}/haproxy.env; env -0"
+    done = subprocess.run(["sh", "-c", shell], env={}, capture_output=True, check=True)
+    pairs = dict(pair.split("=", 1) for pair in done.stdout.decode().split("\0") if pair)
+    got = {name: value for name, value in pairs.items() if name.startswith("RAY_")}
+    assert got == {haproxy.MODE: "1", **haproxy.environment(LimitsConfig().body_timeout_s)}
 
 
 def test_what_is_deployed_is_as_serve_s_schema_wants_it() -> None:
