@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kvpaging.quant import LARGEST, SCALE_BYTES, Scales
+from kvpaging.windows import GONE, Needs
 
 ALIGN_BYTES = 16
 
@@ -72,6 +73,22 @@ class Layout:
         it needs every block before it, which windowed groups may have given up."""
         full = (i for i, group in enumerate(self.groups) if group.shape.window is None)
         return next(full, None)
+
+    def needs(self, chunk: int) -> Needs:
+        """What sequences need of which at most `chunk` tokens are computed at once."""
+        windows = tuple(group.shape.window for group in self.groups)
+        arenas = tuple(group.arena for group in self.groups)
+        return Needs(windows, arenas, self.block_size, chunk)
+
+    def longest(self, slices: int, chunk: int, ranks: int = 1) -> int:
+        """Tokens of the longest sequence that `slices` on each of `ranks` hold."""
+        room = [slices * self.groups_in(arena) for arena in range(len(self.arena_block_bytes))]
+        return self.needs(chunk).longest(room, ranks)
+
+    def sequence_bytes(self, tokens: int, chunk: int) -> int:
+        """What a sequence takes at most on its way to so many tokens."""
+        blocks = self.needs(chunk).blocks(tokens)
+        return sum(n * group.block_bytes for n, group in zip(blocks, self.groups, strict=True))
 
     def groups_in(self, arena: int) -> int:
         return sum(group.arena == arena for group in self.groups)
@@ -184,14 +201,14 @@ class BlockStore:
         }
 
     def export(self, blocks: Sequence[Sequence[int]]) -> Any:
-        """The bytes of whole blocks, a uint8 numpy array `[n * slice_bytes]`.
+        """The bytes of whole blocks, a uint8 numpy array `[bytes_of(blocks)]`.
 
-        `blocks[g]` are n blocks of group g. The array has the first block of each group, groups in
-        order, then the second ones, so its beginning is the beginning of a sequence. Any thread may
-        call while nobody writes these blocks; on a GPU the copies queue behind the steps launched
+        `blocks[g]` are n blocks of group g, or GONE, which takes no byte. The array has the first
+        block of each group, groups in order, then the second ones, so its beginning is the
+        beginning of a sequence. Any thread may call while nobody writes these blocks; on a GPU the copies queue behind the steps launched
         so far. Raises ValueError for blocks that there are not.
         """
-        out = np.empty(self._columns(blocks) * self.layout.slice_bytes, np.uint8)
+        out = np.empty(self.bytes_of(blocks), np.uint8)
         for arena, block, start, stop in self._moves(blocks):
             # Not by torch on a CPU: its copies would start a second team of threads there.
             if self.device.type == "cpu":
@@ -206,7 +223,7 @@ class BlockStore:
         Any thread may call while nobody else uses these blocks. Raises ValueError when `data` has
         not exactly their bytes, before anything is written.
         """
-        size, wanted = memoryview(data).nbytes, self._columns(blocks) * self.layout.slice_bytes
+        size, wanted = memoryview(data).nbytes, self.bytes_of(blocks)
         if size != wanted:
             raise ValueError(f"{size} bytes were given for blocks of {wanted} bytes")
         given = np.frombuffer(data, np.uint8) if size else np.empty(0, np.uint8)
@@ -216,20 +233,26 @@ class BlockStore:
             else:  # through a copy, because torch takes no read-only memory
                 arena[block].copy_(torch.from_numpy(given[start:stop].copy()))
 
-    def _columns(self, blocks: Sequence[Sequence[int]]) -> int:
+    def bytes_of(self, blocks: Sequence[Sequence[int]]) -> int:
+        """Bytes of whole blocks, as `export` gives them. Raises ValueError for blocks that there
+        are not."""
         groups, n = self.layout.groups, len(blocks[0]) if blocks else 0
         if len(blocks) != len(groups) or any(len(column) != n for column in blocks):
             raise ValueError(f"{len(groups)} equally long block lists are needed")
+        total = 0
         for group, column in zip(groups, blocks, strict=True):
-            most = self.blocks(group.arena)
-            if not all(0 <= block < most for block in column):
+            most, there = self.blocks(group.arena), [block for block in column if block != GONE]
+            if not all(0 <= block < most for block in there):
                 raise ValueError(f"blocks are numbered from 0 to {most - 1}, not {list(column)}")
-        return n
+            total += len(there) * group.block_bytes
+        return total
 
     def _moves(self, blocks: Sequence[Sequence[int]]) -> Iterator[tuple[Tensor, int, int, int]]:
         """Arena, block, and the range of its bytes in an exported array."""
         start = 0
         for row in zip(*blocks, strict=True):
             for group, block in zip(self.layout.groups, row, strict=True):
+                if block == GONE:
+                    continue
                 yield self.arenas[group.arena], block, start, start + group.block_bytes
                 start += group.block_bytes

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from context_parallel.shard import ShardMap
+from kvpaging.windows import GONE
 from worker.engine import Engine
 from worker.request import Request, Sequence
 from worker.seat import Facts, arenas
@@ -44,7 +45,14 @@ class Pages:
         layout = self._launch.layout
         tables = sequence.table.blocks
         places = [self._place(blocks, token, group) for group, blocks in enumerate(tables)]
-        first = {name: value for name, value in places[0].items() if name != "group"}
+        kept = [place for place in places if "given_back" not in place]
+        if not kept:
+            widest = max(group.shape.window or 0 for group in layout.groups)
+            raise ValueError(
+                f"token {token} of request {request_id} is not in its pages any more: its block "
+                f"was given back, for no layer sees more than the last {widest} tokens"
+            )
+        first = {name: value for name, value in kept[0].items() if name != "group"}
         return {
             "request": request_id,
             "token": token,
@@ -94,6 +102,9 @@ class Pages:
 
     def _place(self, blocks: list[int], token: int, group: int) -> dict[str, Any]:
         size = self._launch.layout.block_size
+        if blocks[token // size] == GONE:
+            window = self._launch.layout.groups[group].shape.window
+            return {"group": group, "window": window, "given_back": True}
         place = ShardMap(blocks, self._per_rank(group), size).locate(token)
         return {
             "group": group,
