@@ -4,7 +4,8 @@ Layers with the same KV shape and window form a *layer group*. A block belongs t
 `block_bytes` raw bytes: for each layer of the group a K plane `(kv_heads, B, k_dim)`, then a V
 plane `(kv_heads, B, v_dim)`, and where pages are quantised the scales of both, `(kv_heads, B)`
 each; every plane on a 16-byte border. So moving a block is one copy, and nothing outside it is
-needed to read it. Groups whose blocks have equal bytes share one arena; others have one each.
+needed to read it. Groups whose blocks have equal bytes share one arena; others have one each. In
+models with windows larger groups are split so that they share one, where little padding does it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,10 @@ from kvpaging.quant import LARGEST, SCALE_BYTES, Scales
 from kvpaging.windows import GONE, Needs
 
 ALIGN_BYTES = 16
+GROUPS_MAX = 8
+"""Layer groups that are made to share an arena: each has a table and identities of its own."""
+PADDING_MAX = 0.15
+"""Share of the blocks' bytes that may be padding for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,14 +117,50 @@ def layout(
     members: dict[LayerShape, list[int]] = {}
     for layer, shape in enumerate(shapes):
         members.setdefault(shape, []).append(layer)
+    sizes = {shape: sum(_planes(shape, block_size, itemsize, quantised)) for shape in members}
+    whole = [(shape, tuple(layers)) for shape, layers in members.items()]
+    parts = _equal(whole, sizes)
+    least = max(sizes[shape] * len(layers) for shape, layers in parts) if parts else 0
     arenas: list[int] = []
     groups = []
-    for shape, layers in members.items():
-        block_bytes = sum(_planes(shape, block_size, itemsize, quantised)) * len(layers)
+    for shape, layers in parts or whole:
+        block_bytes = max(least, sizes[shape] * len(layers))
         if block_bytes not in arenas:
             arenas.append(block_bytes)
-        groups.append(Group(tuple(layers), shape, arenas.index(block_bytes), block_bytes))
+        groups.append(Group(layers, shape, arenas.index(block_bytes), block_bytes))
     return Layout(block_size, itemsize, tuple(groups), tuple(arenas), quantised)
+
+
+Members = list[tuple[LayerShape, tuple[int, ...]]]
+
+
+def _equal(whole: Members, sizes: dict[LayerShape, int]) -> Members:
+    """The layers in more groups, whose blocks have nearly equal bytes, so that they can share an
+    arena: what groups with a window give back, the others then take. None where this is no use,
+    or where it makes too many groups or blocks with too much padding."""
+    if len({shape.window for shape, _ in whole}) == 1:
+        return []
+    total = sum(sizes[shape] * len(layers) for shape, layers in whole)
+    found = []
+    for target in {sizes[shape] * (n + 1) for shape, layers in whole for n in range(len(layers))}:
+        if target >= max(sizes.values()):
+            parts = [
+                (shape, layers[start:stop])
+                for shape, layers in whole
+                for start, stop in _cuts(len(layers), target // sizes[shape])
+            ]
+            least = max(sizes[shape] * len(layers) for shape, layers in parts)
+            full = sum(shape.window is None for shape, _ in parts)
+            if len(parts) <= GROUPS_MAX and least * len(parts) <= total * (1 + PADDING_MAX):
+                # Padding costs most where nothing is given back.
+                found.append((full * least, least * len(parts), len(parts), parts))
+    return min(found, key=lambda one: one[:3])[3] if found else []
+
+
+def _cuts(count: int, most: int) -> list[tuple[int, int]]:
+    """So many layers in parts of at most `most`, as equal as can be: where each starts and ends."""
+    parts = -(-count // most)
+    return [*pairwise(count * i // parts for i in range(parts + 1))]
 
 
 def _planes(
@@ -205,8 +247,9 @@ class BlockStore:
 
         `blocks[g]` are n blocks of group g, or GONE, which takes no byte. The array has the first
         block of each group, groups in order, then the second ones, so its beginning is the
-        beginning of a sequence. Any thread may call while nobody writes these blocks; on a GPU the copies queue behind the steps launched
-        so far. Raises ValueError for blocks that there are not.
+        beginning of a sequence. Any thread may call while nobody writes these blocks; on a GPU the
+        copies queue behind the steps launched so far. Raises ValueError for blocks that there are
+        not.
         """
         out = np.empty(self.bytes_of(blocks), np.uint8)
         for arena, block, start, stop in self._moves(blocks):

@@ -47,9 +47,9 @@ def start(
     more of it is being computed right now; `rows` are what this step computes, and ranks that are
     `busy` can compute no more in it."""
     first, beams = sequence.request.sequences[0], sequence.request.beams
-    if beams is None and sequence is not first and first.finish_reason is None:
-        if _keeps(first, sequence, first.prompt_tokens):
-            return _fork(scheduler, first, first.prompt_tokens, rows)
+    waits = beams is None and sequence is not first and first.finish_reason is None
+    if waits and _keeps(first, sequence, first.prompt_tokens):
+        return _fork(scheduler, first, first.prompt_tokens, rows)
     hit = scheduler.prefix.match(sequence)
     beam, common = (None, 0) if beams is None else _nearest(sequence)
     longer = common > len(hit[0]) * scheduler.block_size

@@ -1,9 +1,9 @@
 """The prefix cache: full blocks of earlier sequences, found again by their identities.
 
 A match is tentative until the scheduler admits the sequence with it. It has all blocks of layer
-groups without a window, and of the others those that the first token to be computed sees. Blocks are published at commit
-only, generated ones included; what a step under way is computing is known too, so that a request
-waits a step and hits it instead of computing it a second time.
+groups without a window, and of the others those that the first token to be computed sees. Blocks
+are published at commit only, generated ones included; what a step under way is computing is known
+too, so that a request waits a step and hits it instead of computing it a second time.
 """
 
 from __future__ import annotations
