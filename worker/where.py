@@ -10,6 +10,7 @@ from typing import Any
 
 from context_parallel.shard import ShardMap
 from kvpaging.windows import GONE
+from kvpaging.table import BlockTable
 from worker.engine import Engine
 from worker.request import Request, Sequence
 from worker.seat import Facts, arenas
@@ -43,8 +44,8 @@ class Pages:
             )
         assert sequence.table is not None
         layout = self._launch.layout
-        tables = sequence.table.blocks
-        places = [self._place(blocks, token, group) for group, blocks in enumerate(tables)]
+        table = sequence.table
+        places = [self._place(table, token, group) for group in range(len(table.pools))]
         kept = [place for place in places if "given_back" not in place]
         if not kept:
             widest = max(group.shape.window or 0 for group in layout.groups)
@@ -100,12 +101,15 @@ class Pages:
         place = {"gang": self._gang, "rank": rank, "group": group, "physical_block": block}
         return {**place, **self._at(rank, group, block, 0), "holders": found}
 
-    def _place(self, blocks: list[int], token: int, group: int) -> dict[str, Any]:
-        size = self._launch.layout.block_size
-        if blocks[token // size] == GONE:
-            window = self._launch.layout.groups[group].shape.window
-            return {"group": group, "window": window, "given_back": True}
-        place = ShardMap(blocks, self._per_rank(group), size).locate(token)
+    def _place(self, table: BlockTable, token: int, group: int) -> dict[str, Any]:
+        size, own = self._launch.layout.block_size, self._per_rank(group)
+        if table.blocks[group][token // size] == GONE:
+            return {"group": group, "window": table.windows[group], "given_back": True}
+        blocks = [*table.blocks[group]]
+        for index in range(table.first[group]):  # counted where other groups have their part
+            rank = table.rank_at(index)
+            blocks[index] = GONE if rank is None else rank * own
+        place = ShardMap(blocks, own, size).locate(token)
         return {
             "group": group,
             "rank": place.rank,
