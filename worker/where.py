@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from context_parallel.shard import ShardMap
-from kvpaging.windows import GONE
 from kvpaging.table import BlockTable
+from kvpaging.windows import GONE
 from worker.engine import Engine
 from worker.request import Request, Sequence
 from worker.seat import Facts, arenas

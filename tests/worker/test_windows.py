@@ -206,7 +206,7 @@ def test_tokens_equal_transformers_and_what_was_given_back_is_never_read(
     outputs = generate(engine, ALL[::-1], random=Random(name) if preempted else None)
     assert outputs == {index: reference(name, index) for index in ALL}
     assert seen[0] > sum(PROMPT_LENGTHS) // 8
-    assert WINDOW < PROMPT_LENGTHS[-1] // 3
+    assert PROMPT_LENGTHS[-1] > 3 * WINDOW
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma2"])
