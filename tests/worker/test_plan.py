@@ -22,7 +22,15 @@ def make(groups: int, *, batch_tokens: int = 64, seqs: int = 4):
     pages = layout(SHAPES[:groups], SIZE, 4)
     limits = Limits(seqs, batch_tokens, 4 * seqs, 100)
     pools = [BlockPool(200)] * groups
-    prefix = PrefixCache(pools, SIZE, Identity(b"test", "float32"), enabled=False, cpu_clock=float)
+    windows = [shape.window for shape in SHAPES[:groups]]
+    prefix = PrefixCache(
+        pools,
+        SIZE,
+        Identity(b"test", "float32"),
+        enabled=False,
+        cpu_clock=float,
+        windows=windows,
+    )
     scheduler = Scheduler(pools, SIZE, limits, prefix)
     builder = BatchBuilder(
         pages,
