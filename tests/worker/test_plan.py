@@ -60,7 +60,9 @@ def assert_matches(plan, batch, groups):
             ]
             used = -(-(row.start + row.count) // SIZE)
             assert int(rows.blocks[r]) == used
-            assert rows.table[r, :used].tolist() == table.blocks[group][:used]
+            kept = table.first[group]
+            assert rows.table[r, kept:used].tolist() == table.blocks[group][kept:used]
+            assert min(rows.table[r, :used].tolist()) >= 0
             assert (rows.lens[r], rows.firsts[r]) == (row.count, row.start)
             assert (int(rows.query_start[r]), int(rows.first[r])) == (at, row.start)
         if row.scored_from is not None:
