@@ -40,8 +40,8 @@ class RankPages:
     this rank; so are the others.
     `tokens` are stored (or being stored) by tables, shared ones counted once; `wasted_slots` lie
     behind them in the same blocks. Both count positions, not once per layer group, in the group
-    that keeps most: with one group `tokens + wasted_slots == owned * block_size`. `saved_blocks` and `saved_ratio` are of
-    `Sharing`.
+    that keeps most: with one group `tokens + wasted_slots == owned * block_size`. `saved_blocks`
+    and `saved_ratio` are of `Sharing`.
     """
 
     rank: int
