@@ -1,6 +1,7 @@
 """StepPlan -> index tensors: everything a forward pass needs, filled into a ring of host buffers.
 
 Block tables live on the device, a row per running sequence, and learn only their changed entries.
+They are not told that a block behind a window was given back: nobody reads such an entry again.
 An input token is an id or, written as `-1 - slot`, the last token sampled for that slot, which the
 host need not know.
 """
@@ -18,11 +19,14 @@ from torch import Tensor
 
 from context_parallel.attention import ShardedBatch
 from kvpaging.attention import Rows
-from kvpaging.groups import find
+from kvpaging.groups import Run, find
 from kvpaging.store import Layout
 from worker.scheduler import Row, StepPlan
 
 RING = 3
+
+NEVER_READ = 0
+"""The entry of a block that was given back: no query of the row, or of a later one, sees it."""
 
 Ints = NDArray[np.int64]
 NO_TOKENS: Ints = np.zeros(0, np.int64)
@@ -168,11 +172,9 @@ class BatchBuilder:
                     slot,
                     lens,
                     firsts,
-                    find(host, part.slots, part.counts, part.starts, size, group.shape.window),
+                    self._shared(part, group),
                 )
-                for table, host, slot, group in zip(
-                    self.tables, self.host, slots_by_group, groups, strict=True
-                )
+                for group, (table, slot) in enumerate(zip(self.tables, slots_by_group, strict=True))
             )
         logits_at = torch.cat((scored_, sampled_)) if len(scored) else sampled_
         return Batch(
@@ -186,6 +188,13 @@ class BatchBuilder:
             sharded,
         )
 
+    def _shared(self, part: _Part, group: int) -> tuple[Run, ...]:
+        """What the rows of a part have in common in a layer group."""
+        window, full = self.layout.groups[group].shape.window, self.layout.indexed
+        whole = None if window is None or full is None else self.host[full]
+        where = (part.slots, part.counts, part.starts, self.layout.block_size)
+        return find(self.host[group], *where, window, whole=whole)
+
     def _apply_changes(self, plan: StepPlan) -> None:
         changed: list[tuple[int, int, int, int]] = []
         on_host_only = self.device.type == "cpu"
@@ -194,6 +203,8 @@ class BatchBuilder:
             assert table is not None
             for group, blocks in enumerate(table.blocks):
                 new = blocks[row.changed_from :]
+                if row.changed_from < table.first[group]:
+                    new = [max(block, NEVER_READ) for block in new]
                 if new:
                     end = row.changed_from + len(new)
                     self.host[group, row.slot, row.changed_from : end] = new

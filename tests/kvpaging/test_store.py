@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvpaging.store import ALIGN_BYTES, BlockStore, LayerShape, layout
+from kvpaging.windows import GONE
 
 CPU = torch.device("cpu")
 FULL = LayerShape(2, 16, 16)
@@ -29,6 +30,29 @@ def test_windows_split_groups_which_share_an_arena_when_their_blocks_are_equal()
     assert pages.groups_in(0) == 2
     store = BlockStore(pages, 5, torch.float32, CPU)
     assert [len(a) for a in store.arenas] == [10]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "layers"),
+    [
+        ("wwwwwf", [1, 1, 1, 1, 1, 1]),
+        ("wwwf" * 2, [2, 2, 2, 2]),
+        ("wwwwwf" * 4 + "ww", [3, 4, 4, 3, 4, 4, 4]),  # of blocks as if all had four
+        ("wfffff", [1, 1, 1, 1, 1, 1]),
+        ("wf" * 3, [3, 3]),
+        ("w" * 9 + "f", [9, 1]),  # too many groups
+        ("ww" + "f" * 9, [2, 3, 3, 3]),  # as if all had three
+        ("www", [3]),
+    ],
+)
+def test_groups_with_windows_are_split_to_share_an_arena(kinds: str, layers: list[int]) -> None:
+    pages = layout([WINDOWED if kind == "w" else FULL for kind in kinds], 8, 4)
+    assert [len(group.layers) for group in pages.groups] == layers
+    assert sorted(layer for group in pages.groups for layer in group.layers) == [*range(len(kinds))]
+    assert all(kinds[i] == kinds[g.layers[0]] for g in pages.groups for i in g.layers)
+    shares = len({group.block_bytes for group in pages.groups}) == 1
+    assert len(pages.arena_block_bytes) == (1 if shares else len(pages.groups))
+    assert shares or max(layers) >= 9
 
 
 def test_the_first_group_without_a_window_is_indexed():
@@ -152,6 +176,21 @@ def test_exported_blocks_come_back_elsewhere(shapes, form):
     for a, arena in enumerate(two.arenas):
         others = [b for b in range(len(arena)) if b not in touched.get(a, set())]
         assert torch.equal(arena[others], before[a][others])
+
+
+def test_blocks_that_are_gone_take_no_bytes_and_are_not_written():
+    store = filled([FULL, WIDE, WINDOWED], 5)
+    source, target = [[3, 1], [GONE, 2], [GONE, GONE]], [[0, 4], [GONE, 3], [GONE, GONE]]
+    sizes = [group.block_bytes for group in store.layout.groups]
+    data = store.export(source)
+    assert data.nbytes == store.bytes_of(source) == 2 * sizes[0] + sizes[1]
+    before = [arena.clone() for arena in store.arenas]
+    store.import_(target, data)
+    assert bytes(store.export(target)) == bytes(data)
+    changed = sum(
+        int((arena != old).any(1).sum()) for arena, old in zip(store.arenas, before, strict=True)
+    )
+    assert changed == 3
 
 
 def test_nothing_can_be_moved_too():
