@@ -15,6 +15,8 @@ from tests.families import reference_model
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from transformers import Cache
+
 
 class _Wide(ModuleType):
     """torch, with float64 where a function names float32: `_beam_search` rounds the scores of any
@@ -39,7 +41,7 @@ _wide_search = FunctionType(
 _softmax = torch.nn.functional.softmax
 
 
-def _wide_softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+def wide_softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Eager attention takes it in float32 whatever the model, attention over pages does not."""
     return _softmax(x, dim, dtype=x.dtype)
 
@@ -53,8 +55,10 @@ def transformers_beams(
     end_tokens: Sequence[int] = (),
     length_penalty: float = 1.0,
     early_stopping: bool | str = False,
+    cache: Cache | None = None,
 ) -> list[tuple[list[int], float]]:
-    """All `width` results, best first: generated tokens, the end token included, and score."""
+    """All `width` results, best first: generated tokens, the end token included, and score. Keys
+    and values are kept in `cache`, None for transformers' own."""
     model = reference_model(family)
     ids = torch.tensor([prompt])
     config = GenerationConfig(
@@ -71,9 +75,14 @@ def transformers_beams(
     )
     with (
         mock.patch.object(type(model), "_beam_search", _wide_search),
-        mock.patch.object(torch.nn.functional, "softmax", _wide_softmax),
+        mock.patch.object(torch.nn.functional, "softmax", wide_softmax),
     ):
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=config,
+            **({} if cache is None else {"cache": cache}),
+        )
     results = []
     columns = (out.sequences.tolist(), out.beam_indices.tolist(), out.sequences_scores.tolist())
     for tokens, beams, score in zip(*columns, strict=True):
