@@ -132,8 +132,12 @@ def test_what_a_group_gave_back_stays_on_the_rank_of_the_others() -> None:
     assert tables.blocks[:, 0, 0].tolist() == [GONE, PER_RANK[1] + 3]
 
 
-def test_what_all_groups_gave_back_is_on_no_rank() -> None:
+def test_what_all_groups_gave_back_counts_for_the_rank_of_what_follows() -> None:
     for rank in range(2):
         tables = made(rank)
-        tables.change(0, 0, [[GONE, PER_RANK[0] * rank], [GONE, PER_RANK[1] * rank]])
-        assert tables.logical[0, : tables.used[0]].tolist() == [1]
+        first = [per * rank for per in PER_RANK]
+        tables.change(0, 0, [[GONE, GONE, one, one + 1] for one in first])
+        assert tables.logical[0, : tables.used[0]].tolist() == [0, 1, 2, 3]
+        assert tables.host[:, 0, :4].tolist() == [[0, 0, 0, 1]] * 2
+        tables.change(1, 0, [[], []])
+        assert tables.used[1] == 0
