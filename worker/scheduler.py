@@ -23,6 +23,7 @@ from worker.speculation import Speculation
 from worker.step import Row, Step, StepPlan
 
 if TYPE_CHECKING:
+    from kvpaging.events import Announcer
     from worker.tier import Tier
 
 NOTHING: Mapping[int, list[int]] = {}
@@ -110,6 +111,10 @@ class Scheduler:
             self.tier.swaps.release(sequence)
         self._turns.begun(sequence.request.turn)
         bisect.insort(self.running, sequence, key=_rank)
+
+    def announce_to(self, announcer: Announcer) -> None:
+        """Let the cluster know what can be found here."""
+        self.prefix.announce_to(announcer, () if self.tier is None else self.tier.hosts)
 
     def flush(self) -> int:
         """Forget the cached blocks that nobody uses; returns how many were forgotten."""

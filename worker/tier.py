@@ -379,3 +379,14 @@ class Tier:
             for slot in reversed(slots):
                 if slot is not None:
                     host.unhold(slot)
+
+
+def host_slots(tier: Tier | None, rank: int) -> dict[str, int]:
+    """One rank's part of `/debug/kv`: slots of all layer groups by state; none without a tier."""
+    if tier is None:
+        return {}
+    counts = [host.counts(rank) for host in tier.arenas]
+    by_state = {
+        f"host_{name}": sum(getattr(each, name) for each in counts) for name in counts[0]._fields
+    }
+    return {"host_slots": sum(host.per_rank for host in tier.arenas), **by_state}

@@ -8,6 +8,7 @@ import pytest
 
 from context_parallel.policy import ShardPolicy
 from tests.worker.fake import (
+    VOCAB,
     SmallTiles,
     check,
     expected,
@@ -65,6 +66,54 @@ def test_what_was_evicted_comes_back() -> None:
     assert engine.scheduler.prefix.stats.hit_tokens == 4 * (5 * SIZE - 1)
     assert tier.stats.hit_tokens > 2 * 5 * SIZE
     assert tier.stats.dropped_blocks == 0
+
+
+CONVERSATIONS, TURNS, ASKED, ANSWERED = 40, 4, 13, 6
+WORKING_SET = CONVERSATIONS * -(-TURNS * (ASKED + ANSWERED) // SIZE)
+"""Blocks of all conversations."""
+
+
+def hits(blocks: int, host_blocks: int, ranks: int = 1) -> int:
+    """Prompt tokens found in conversations that take turns, four at a time."""
+    policy = ShardPolicy(ranks, shard_from_tokens=1000, hit_tokens=1 << 20)
+    engine = make_engine(
+        blocks=blocks,
+        host_blocks=host_blocks,
+        batch_tokens=32,
+        policy=policy if ranks > 1 else None,
+    )
+    engine.runner.slow = host_blocks > 0 and ranks == 1  # type: ignore[attr-defined]
+    rng = random.Random(0)
+    said: list[list[int]] = [[] for _ in range(CONVERSATIONS)]
+    for _ in range(TURNS):
+        order = rng.sample(range(CONVERSATIONS), k=CONVERSATIONS)
+        answers: dict[str, list[int]] = {}
+        asked = 0
+        while asked < CONVERSATIONS or not engine.idle:
+            while asked < CONVERSATIONS and len(engine.requests) < 4:
+                number = order[asked]
+                asked += 1
+                said[number] += rng.choices(range(VOCAB), k=ASKED)
+                answers[str(number)] = []
+                engine.submit(make_request(str(number), said[number], ANSWERED))
+            for request, event in engine.step(0.0):
+                answers[request.id] += event.tokens  # type: ignore[union-attr]
+            for copying in engine.runner.pending:  # type: ignore[attr-defined]
+                copying.finish()
+            engine.runner.pending.clear()  # type: ignore[attr-defined]
+        check(engine)
+        for name, tokens in answers.items():
+            assert tokens == expected(said[int(name)], ANSWERED)
+            said[int(name)] += tokens
+    return engine.scheduler.prefix.stats.hit_tokens
+
+
+def test_a_tenth_on_the_gpu_has_nearly_the_hits_of_all() -> None:
+    """A host that holds the rest makes up for it; a host that holds nothing does not."""
+    everything = hits(WORKING_SET + 20, 0)
+    assert everything > 4000
+    assert hits(WORKING_SET // 10, WORKING_SET) >= 0.9 * everything
+    assert hits(WORKING_SET // 10, 0) < 0.2 * everything
 
 
 @pytest.mark.parametrize("seed", range(40))
