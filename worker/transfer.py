@@ -177,7 +177,7 @@ class Transfers:
         if here >= end or prefix.being_computed(open_[0], here):
             return None
         tier = self.scheduler.tier
-        if tier is not None and tier.covers([chain[:end] for chain in chains], here):
+        if tier is not None and tier.depth(open_[0]) >= end:
             return None
         other = self._coming.get(chains[0][here])
         if other is not None:
@@ -204,14 +204,14 @@ class Transfers:
             available = min(pool.available for pool in self.pools)
             raise PullFailed("no_room", f"{n} blocks asked, {available} available")
         table.append(n * size)
-        if self.scheduler.tier is not None:  # what this evicts leaves before bytes arrive
-            self.scheduler.tier.issue()
         piece.blocks = table.blocks.copy()
         for pool, column in zip(self.pools, piece.blocks, strict=True):
             for block in column:
                 pool.hold(block)
                 pool.unref(block)
         pull.pieces.append(piece)
+        if self.scheduler.tier is not None:  # what this evicts leaves before bytes arrive
+            self.scheduler.tier.issue()
 
     def _ranks(self, pull: Pull) -> tuple[int, ...]:
         """Where a request's blocks go: to all ranks if it will run there, else beside those that
