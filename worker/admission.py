@@ -44,8 +44,8 @@ def start(
     busy: frozenset[int] = frozenset(),
 ) -> BlockTable | None:
     """A table with what is stored already: by a sibling, or blocks of the prefix cache. None when
-    more of it is being computed right now; `rows` are what this step computes, and ranks that are
-    `busy` can compute no more in it."""
+    more of it is being computed right now, or comes back from the host; `rows` are what this
+    step computes, and ranks that are `busy` can compute no more in it."""
     first, beams = sequence.request.sequences[0], sequence.request.beams
     waits = beams is None and sequence is not first and first.finish_reason is None
     if waits and _keeps(first, sequence, first.prompt_tokens):
@@ -57,7 +57,11 @@ def start(
         return _fork(scheduler, beam, common, rows)
     if scheduler.prefix.being_computed(sequence, len(hit[0])):
         return None
-    return _placed(scheduler, sequence, hit, busy)
+    table = _placed(scheduler, sequence, hit, busy)
+    if scheduler.tier is not None and scheduler.tier.brings(sequence, hit, table):
+        table.release()
+        return None
+    return table
 
 
 def _placed(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import islice
 
 from worker import decoding, wire
@@ -21,39 +21,9 @@ from worker.request import Request, Sequence
 from worker.runner import InFlight, Runner, StepResult
 from worker.scheduler import QueueFull, Row, Scheduler, StepPlan
 from worker.speculation import Said, judge
+from worker.stats import EngineStats
 
 Output = tuple[Request, wire.Event]
-
-
-@dataclass(slots=True)
-class EngineStats:
-    """Counters since start. Scheduling and building are CPU seconds, executing is wall time."""
-
-    steps: int = 0
-    rows: int = 0
-    batch_tokens: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    failed_steps: int = 0
-    schedule_s: float = 0.0
-    build_s: float = 0.0
-    execute_s: float = 0.0
-    sharded_steps: int = 0  # all of whose rows span ranks
-    sharded_s: float = 0.0
-    mixed_steps: int = 0  # with rows that span ranks and rows that do not, and wait for those
-    mixed_s: float = 0.0
-    saved_reads: int = 0  # keys of a layer group that need not be read for another row
-    finished: dict[str, int] = field(default_factory=dict)
-
-    def note_ranks(self, plan: StepPlan, took_s: float) -> None:
-        """A step was computed in that time."""
-        sharded = sum(row.sharded for row in plan.rows)
-        if sharded == len(plan.rows):
-            self.sharded_steps += 1
-            self.sharded_s += took_s
-        elif sharded:
-            self.mixed_steps += 1
-            self.mixed_s += took_s
 
 
 class Engine:
@@ -85,7 +55,9 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        return not self.scheduler.running and not self.scheduler.waiting and not self._flying
+        scheduler, tier = self.scheduler, self.scheduler.tier
+        waits = scheduler.running or scheduler.waiting or (tier is not None and tier.busy)
+        return not waits and not self._flying
 
     def submit(self, request: Request) -> list[wire.Event]:
         """Queue a checked request. The first event is accepted or rejected; a request that needs
@@ -144,9 +116,7 @@ class Engine:
     def step(self, now: float) -> list[Output]:
         """One turn: plan and launch a step, settle the oldest one under way. Empty when idle."""
         out = self._expire(now)
-        started = self.cpu_clock()
-        plan = self.scheduler.plan()
-        self.stats.schedule_s += self.cpu_clock() - started
+        plan = self._plan()
         if plan.rows:
             self._mark_admitted(plan, now)
             try:
@@ -160,6 +130,21 @@ class Engine:
         if self._flying and (len(self._flying) >= self.depth or not plan.rows):
             out += self._settle(now)
         return out
+
+    def _plan(self, only: Iterable[Sequence] | None = None) -> StepPlan:
+        """The next step, after the copies that it and what waits need have begun."""
+        tier, again = self.scheduler.tier, True
+        if tier is not None:
+            tier.land()
+        while again:
+            started = self.cpu_clock()
+            plan = self.scheduler.plan(only)
+            self.stats.schedule_s += self.cpu_clock() - started
+            again = False
+            if tier is not None:
+                tier.issue()
+                again = only is None and not plan.rows and tier.land()
+        return plan
 
     def _settle(self, now: float) -> list[Output]:
         flight = self._flying.popleft()
@@ -201,7 +186,7 @@ class Engine:
     def _try(
         self, sequences: Iterable[Sequence], now: float
     ) -> tuple[list[Output], Exception | None]:
-        plan = self.scheduler.plan(only=sequences)
+        plan = self._plan(sequences)
         if not plan.rows:
             return [], None
         self._mark_admitted(plan, now)

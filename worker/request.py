@@ -30,6 +30,7 @@ class Sequence:
         "computed",
         "epoch",
         "finish_reason",
+        "lacking",
         "last_step",
         "offer",
         "params",
@@ -62,6 +63,7 @@ class Sequence:
         self.published = 0  # leading blocks that have an identity
         self.chains: list[list[bytes]] = []  # identities of full blocks, per layer group
         self.cached_tokens = 0
+        self.lacking = 1 << 62  # blocks that were not in the pools when some were last sent for
         self.last_step: int | None = None
         self.seated = False  # the sampler's seat for penalties is filled
         self.synced = 0  # table entries that the device has been told
@@ -99,6 +101,7 @@ class Sequence:
         """Forget what was computed; steps under way are void for this sequence."""
         self.computed = self.planned = self.pending = self.synced = 0
         self.stored = self.published = 0
+        self.lacking = 1 << 62
         self.seated = False
         self.epoch += 1
 

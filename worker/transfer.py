@@ -21,9 +21,9 @@ from worker import admission
 from worker.prefix import UNWANTED
 
 if TYPE_CHECKING:
-    from worker.engine import EngineStats
     from worker.request import Request
     from worker.scheduler import Scheduler
+    from worker.stats import EngineStats
 
 RATE_WEIGHT = 0.2
 LINKS_MAX = 64
@@ -169,7 +169,7 @@ class Transfers:
         """Find which of the request's first `most` blocks are not here, and keep those that are.
 
         Gives another pull that brings the next one already, if there is one: wait for it, then
-        begin again. Nothing is wanted where the next one is being computed.
+        begin again. Nothing is wanted where the next one is being computed, or all are on the host.
         """
         self._forget(pull)
         prefix = self.scheduler.prefix
@@ -182,6 +182,9 @@ class Transfers:
         if here >= end or prefix.being_computed(open_[0], here):
             return None
         names = chains[prefix.indexed or 0][here:end]
+        tier = self.scheduler.tier
+        if tier is not None and tier.depth(open_[0]) >= end:
+            return None
         other = self._coming.get(names[0])
         if other is not None:
             return other
@@ -230,6 +233,8 @@ class Transfers:
             for pool, block in loose:
                 pool.unref(block)
         pull.pieces.append(piece)
+        if self.scheduler.tier is not None:  # what this evicts leaves before bytes arrive
+            self.scheduler.tier.issue()
 
     def _beside(
         self,
