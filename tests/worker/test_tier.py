@@ -267,6 +267,9 @@ def test_whatever_happens_no_block_and_no_request_is_lost(seed: int) -> None:
         host_step_blocks=rng.choice([2 * groups, 1000]),
         preemption=rng.choice(["auto", "recompute", "swap"]),
         max_model_len=32,
+        windows=rng.choice([(), (5, None), (None, 6), (5, 9)])
+        if groups == 2
+        else rng.choice([(), (6,)]),
     )
     runner = engine.runner
     runner.slow = ranks == 1 and rng.random() < 0.5  # type: ignore[attr-defined]
