@@ -34,7 +34,7 @@ SETTINGS = (
 )
 STREAMS = 8
 TOKENS = 100
-HEALED_S = 120.0
+HEALED_S = 60.0
 
 Gangs = dict[str, list[int]]
 

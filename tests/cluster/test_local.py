@@ -106,7 +106,7 @@ def test_a_lost_worker_is_not_ready_until_serve_has_made_another(
         texts = texts_of(lines)
         assert [next(texts) for _ in "ABC"] == ["A", "B", "C"]
         os.kill(lost, number)
-        server.wait_until(lambda: not server.ready())
+        server.wait_until(lambda: not server.ready(), 15.0)
         meanwhile = httpx.post(server.url + CHAT, json={"messages": USER}, timeout=60)
         assert meanwhile.status_code == 200, meanwhile.text
         assert server.pids() != [lost]
@@ -125,7 +125,7 @@ def test_a_worker_lost_while_nobody_asks_is_not_ready(
     server.wait_until(server.ready)
     lost = server.pids()[0]
     os.kill(lost, number)
-    server.wait_until(lambda: not server.ready())
+    server.wait_until(lambda: not server.ready(), 15.0)
     server.wait_until(server.ready)
     assert server.pids()[0] != lost
     server.wait_until(lambda: not alive(lost))

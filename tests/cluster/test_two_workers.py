@@ -233,7 +233,7 @@ def test_a_client_that_goes_away_leaves_nothing_behind(server: Server, stream: b
         timeout = httpx.Timeout(60, read=1)
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(server.url + TEXT, json=body, headers=headers, timeout=timeout)
-    limit_s = 20.0  # less than its work would take
+    limit_s = 10.0  # less than its work would take
     server.wait_until(lambda: f"[{label}] {TEXT} 499" in server.log.read_text(), limit_s)
     server.wait_until(lambda: server.running() == [] and server.nothing_held(2), limit_s)
     server.wait_until(lambda: sum(opened(server).values()) == 0)
@@ -308,7 +308,7 @@ async def kill_an_ingress(server: Server) -> None:
             alive = {stream.id for stream in streams if not stream.task.done()}
             return len(alive) < len(streams) and set(server.running()) == alive
 
-        gone = asyncio.create_task(until(server, only_the_others_run, 30))
+        gone = asyncio.create_task(until(server, only_the_others_run, 15))
         while not gone.done() or lost in (there := ingresses(server)) or len(there) < 2:
             answer = await http.post(TEXT, json={"prompt": "hi", "max_tokens": 4})
             assert answer.status_code == 200, answer.text
