@@ -24,12 +24,15 @@ RATES_S = 1.0
 
 
 class Match(Protocol):
-    """Leading blocks that a gang has, and those that it has or is expected to have soon."""
+    """Leading blocks that a gang has on its GPUs, those that it has or is expected to have soon,
+    and how many of these only its hosts have."""
 
     @property
     def stored(self) -> int: ...
     @property
     def expected(self) -> int: ...
+    @property
+    def hosted(self) -> int: ...
 
 
 class Index(Protocol):
@@ -166,6 +169,7 @@ class GangTable:
             demand=self._demanded(chain, deepest, matched.count(deepest), now_s),
             home=self._home(),
             unseen_tokens=self._unseen(prompt_tokens - deepest * self.block_size),
+            hosted=[0 if match is None else match.hosted for match in matches],
         )
 
     def sent(self, ask: Ask, choice: Choice, chain: Sequence[bytes], now_s: float) -> None:

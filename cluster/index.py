@@ -20,18 +20,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpaging.events import (
     CLEARED,
-    RING_BYTES,
     STORED,
     Batch,
     Digest,
     Dump,
     Load,
-    Ring,
     decode,
     encode,
     split,
     xor_of,
 )
+from kvpaging.host import GPU, HOST
+from kvpaging.ring import RING_BYTES, Ring
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -52,14 +52,17 @@ class Version(NamedTuple):
 
 
 class Match(NamedTuple):
-    """Leading blocks that a gang has, and those that it has or is expected to have soon."""
+    """Leading blocks that a gang has on its GPUs, those that it has or is expected to have soon,
+    and how many of these only its hosts have."""
 
     stored: int
     expected: int
+    hosted: int = 0
 
 
 class Gang:
-    """What is known of one gang; `seq`, `identities` and digest belong together."""
+    """What is known of one gang; `seq`, its digest, the `identities` on its GPUs and those that are
+    only `hosted` belong together."""
 
     __slots__ = (
         "age_s",
@@ -69,6 +72,7 @@ class Gang:
         "epoch",
         "expected",
         "heard_s",
+        "hosted",
         "identities",
         "indexed",
         "last",
@@ -96,14 +100,14 @@ class Gang:
         """Know nothing of its blocks, as before its first batch."""
         self.seq = self.latest = self.xor = 0
         self.diverged = False
-        self.identities: set[bytes] = set()
+        self.identities, self.hosted = set[bytes](), set[bytes]()
         self.ahead: dict[int, tuple[Batch, bytes]] = {}
         self.ring = Ring(0, self.ring_bytes)
         self.expected: OrderedDict[bytes, float] = OrderedDict()  # to the time they lapse
 
     @property
     def digest(self) -> Digest:
-        return Digest(len(self.identities), self.xor)
+        return Digest(len(self.identities) + len(self.hosted), self.xor)
 
     @property
     def behind(self) -> bool:
@@ -116,11 +120,11 @@ class Gang:
 
     def replace(self, dump: Dump) -> None:
         """Take a dump in place of what was known."""
-        ids = dump.ids
-        self.seq, self.xor, self.ring = dump.seq, xor_of(ids), Ring(dump.seq, self.ring_bytes)
+        self.seq, self.ring = dump.seq, Ring(dump.seq, self.ring_bytes)
+        self.xor = xor_of(dump.ids) ^ xor_of(dump.hosted, HOST)
         self.latest = max(self.latest, dump.seq)
         self.ahead = {seq: found for seq, found in self.ahead.items() if seq > dump.seq}
-        self.identities = set(split(ids))
+        self.identities, self.hosted = set(split(dump.ids)), set(split(dump.hosted))
         self._fit()
         self.diverged = self.digest != dump.digest
 
@@ -130,29 +134,35 @@ class Gang:
             batch, raw = found
             for event in batch.events:
                 if event.kind == CLEARED:
-                    self.identities, self.xor = set(), 0
+                    self.identities, self.hosted, self.xor = set(), set(), 0
                 else:
-                    self._change(event.ids, stored=event.kind == STORED)
+                    self._change(event.ids, event.tier if event.kind == STORED else "")
             self._fit()
             self.seq += 1
             self.diverged = self.digest != batch.digest
             self.ring.append(raw)
 
     def _fit(self) -> None:
-        if sys.getsizeof(self.identities) > TABLE_BYTES * len(self.identities) + 1024:
-            self.identities = set(self.identities)
+        self.identities, self.hosted = map(_fitted, (self.identities, self.hosted))
 
-    def _change(self, ids: bytes, *, stored: bool) -> None:
-        names, known = split(ids), self.identities
-        changed = [i for i in names if (i in known) != stored]
-        self.xor ^= xor_of(ids if len(changed) == len(names) else b"".join(changed))
-        if not stored:
-            known.difference_update(changed)
-            return
-        known.update(changed)
-        if self.expected:
+    def _change(self, ids: bytes, stored: str) -> None:
+        """Blocks are in tier `stored` from now on, in none where that is empty."""
+        names = split(ids)
+        for known, tier in ((self.identities, GPU), (self.hosted, HOST)):
+            changed = [i for i in names if (i in known) != (tier == stored)]
+            self.xor ^= xor_of(ids if len(changed) == len(names) else b"".join(changed), tier)
+            if tier == stored:
+                known.update(changed)
+            else:
+                known.difference_update(changed)
+        if stored and self.expected:
             for identity in names:
                 self.expected.pop(identity, None)
+
+
+def _fitted(known: set[bytes]) -> set[bytes]:
+    too_large = sys.getsizeof(known) > TABLE_BYTES * len(known) + 1024
+    return set(known) if too_large else known
 
 
 class PrefixIndex:
@@ -245,22 +255,24 @@ class PrefixIndex:
         found: dict[str, Match] = {}
         for name, gang in self.gangs.items() if chain else ():
             stored = _depth(chain, gang.identities) if chain[0] in gang.identities else 0
-            soon = _expected(chain, gang, stored, now) if gang.expected else stored
+            there = _depth(chain, gang.hosted, stored) if gang.hosted else stored
+            soon = _expected(chain, gang, there, now) if gang.expected else there
             if soon:
-                found[name] = Match(stored, soon)
+                found[name] = Match(stored, soon, there - stored)
         return found
 
     def owners(self, identity: bytes) -> list[str]:
         """The gangs that have a block."""
-        return [name for name, gang in self.gangs.items() if identity in gang.identities]
+        named = self.gangs.items()
+        return [n for n, gang in named if identity in gang.identities or identity in gang.hosted]
 
 
-# Present blocks come before missing ones, since sets are prefix-closed: the place where a chain
-# turns from one to the other can be bisected.
+# Present blocks come before missing ones, since sets are prefix-closed, and those on the GPU before
+# those on the host: the place where a chain turns from one to the other can be bisected.
 
 
-def _depth(chain: Sequence[bytes], known: set[bytes]) -> int:
-    return bisect_left(chain, True, key=lambda identity: identity not in known)
+def _depth(chain: Sequence[bytes], known: set[bytes], start: int = 0) -> int:
+    return bisect_left(chain, True, start, key=lambda identity: identity not in known)
 
 
 def _expected(chain: Sequence[bytes], gang: Gang, stored: int, now: float) -> int:
@@ -342,8 +354,8 @@ def _news(name: str, gang: Gang, have: Version) -> list[bytes]:
 
 
 def _dump(name: str, gang: Gang) -> bytes:
-    ids = b"".join(gang.identities)
-    return encode(Dump(gang.model, name, gang.epoch, gang.seq, gang.capacity, gang.digest, ids))
+    place = (gang.model, name, gang.epoch, gang.seq, gang.capacity, gang.digest)
+    return encode(Dump(*place, b"".join(gang.identities), b"".join(gang.hosted)))
 
 
 class Mirror(PrefixIndex):
@@ -359,6 +371,7 @@ class Mirror(PrefixIndex):
             name: {
                 "seq": gang.seq,
                 **gang.digest.shown(),
+                "hosted": len(gang.hosted),
                 "indexed": gang.indexed,
                 "age_s": round(gang.age_s, 3),
                 "load": asdict(gang.load),

@@ -22,6 +22,8 @@ from prometheus_client import (
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from cluster.tier_metrics import tier_metrics
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 # Bounds as dashboards made for vLLM expect them.
@@ -225,6 +227,7 @@ class Metrics:
         yield blocks
         yield from self._transfers(snapshots)
         yield from self._speculation(snapshots)
+        yield from tier_metrics(self._model, snapshots)
         config = GaugeMetricFamily(
             "vllm:cache_config_info",
             "The KV cache, as labels",

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from kvpaging.events import Load
 
-TERMS = ("queue", "prefill", "steps", "output", "room", "pull")
+TERMS = ("queue", "prefill", "steps", "output", "room", "pull", "host")
 EXPLAINED_MAX = 4  # gangs in a header
 
 
@@ -51,10 +51,11 @@ class Row(Protocol):
 @dataclass(frozen=True, slots=True)
 class Ask:
     """One request. `matched[i]`: leading blocks that row i has or is about to have, `stored[i]`:
-    those it is known to have; `deepest` is the most of any row, and about `demand` more requests
-    will soon want the same for each row that has it. `next_block` names the first block that no
-    row has. Rows in `home` are this ingress's share of the gangs; `unseen_tokens` is what each
-    other row may have been sent by the others since they were last heard of.
+    those it is known to have on its GPUs, `hosted[i]`: those that only its hosts have; `deepest` is
+    the most of any row, and about `demand` more requests will soon want the same for each row that
+    has it. `next_block` names the first block that no row has. Rows in `home` are this ingress's
+    share of the gangs; `unseen_tokens` is what each other row may have been sent by the others
+    since they were last heard of.
     """
 
     number: int
@@ -68,6 +69,7 @@ class Ask:
     demand: float
     home: range
     unseen_tokens: int
+    hosted: Sequence[int] = ()
 
     def lacking(self, choice: Choice) -> int:
         """Prompt tokens that the gang chosen should have to compute."""
@@ -107,6 +109,7 @@ class Price(NamedTuple):
     output_s: float
     room_s: float
     pull_s: float
+    host_s: float
     total_s: float
     ttft_s: float
     pull_from: int | None
@@ -141,7 +144,7 @@ class Choice:
             key=lambda price: price.total_s,
         )
         for price in (*own, *others[: EXPLAINED_MAX - 1]):
-            terms = zip(TERMS, price[1:7], strict=True)
+            terms = zip(TERMS, price[1:8], strict=True)
             shown = "".join(f" {name}={term:.3f}" for name, term in terms if term >= 0.0005)
             parts.append(f"{rows[price.row].name}={price.total_s:.3f}{shown}")
         return "; ".join(parts)
@@ -244,7 +247,10 @@ def _price(
     ahead = load.queued_tokens + load.prefill_tokens + row.sent_tokens
     if at not in ask.home:
         ahead += ask.unseen_tokens
-    own = -(-uncached // ask.block_size) + pull_blocks
+    hosted = ask.hosted[at] if ask.hosted else 0
+    rate = load.host_tokens_per_s
+    host_s = hosted * ask.block_size / rate if rate else 0.0
+    own = -(-uncached // ask.block_size) + pull_blocks + hosted
     blocks = load.committed_blocks + row.sent_blocks + own
     step_s = rates.step_s + rates.block_s * min(blocks, load.blocks)
     queue_s, prefill_s = ahead * rates.token_s, uncached * rates.token_s
@@ -257,11 +263,11 @@ def _price(
     others = ask.demand / (1 + ask.demand)  # of a copy's cost is for those who will use it
     copied_s = factors.pull_tax * copied * rates.token_s * (1 - others)
     weighed_s = row.ranks * factors.prefill * (uncached - again * others) * rates.token_s
-    total_s = queue_s + weighed_s + steps_s + output_s + room_s + link_s + copied_s
-    ttft_s = queue_s + prefill_s + steps_s + link_s
+    total_s = queue_s + weighed_s + steps_s + output_s + room_s + link_s + copied_s + host_s
+    ttft_s = queue_s + prefill_s + steps_s + link_s + host_s
     return Price(
-        at, queue_s, weighed_s, steps_s, output_s, room_s, link_s + copied_s, total_s, ttft_s,
-        source, pull_blocks,
+        at, queue_s, weighed_s, steps_s, output_s, room_s, link_s + copied_s, host_s, total_s,
+        ttft_s, source, pull_blocks,
     )  # fmt: skip
 
 

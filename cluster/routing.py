@@ -189,6 +189,7 @@ def _without(ask: Ask, rows: Sequence[int], of: int) -> Ask:
         ask,
         matched=[ask.matched[i] for i in rows],
         stored=[ask.stored[i] for i in rows],
+        hosted=[ask.hosted[i] for i in rows],
         home=range(home[0], home[-1] + 1) if home else range(0),
     )
 

@@ -10,9 +10,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from configs import pages, rules
 from configs import pools as gang_pools
-from configs import rules
 from configs import speculation as guesses
+from configs.pages import KVConfig
 from configs.pools import PoolConfig, ScalingConfig
 from configs.rules import setting as _setting
 from configs.speculation import SpeculationConfig
@@ -63,38 +64,6 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class KVConfig:
-    """The pages that keys and values live in."""
-
-    block_size: int | None = _setting(
-        None, rules.power_of_two(8, 256), "Tokens in one block; null is 16 on a CPU, 64 on a GPU."
-    )
-    dtype: Literal["auto", "int8", "fp8"] = _setting(
-        "auto",
-        rules.choice("auto", "int8", "fp8"),
-        "Numbers in pages; auto is those of the model, 8 bits hold nearly twice as many tokens.",
-    )
-    memory: int | Literal["auto"] = _setting(
-        "auto", rules.size(auto=True), "Memory for all blocks; auto follows `kv.memory_fraction`."
-    )
-    memory_fraction: float = _setting(
-        0.9,
-        rules.number(0, 1, above=True),
-        "Share of a GPU's free memory to use; on a CPU auto pages take a quarter, at most 2 GiB.",
-    )
-    blocks: int | None = _setting(
-        None,
-        rules.integer(1),
-        "Exact number of blocks, before any other size; null sizes them by memory.",
-    )
-    prefix_cache: bool = _setting(
-        True,
-        rules.flag(),
-        "Keep blocks of finished sequences and reuse them for the same leading tokens.",
-    )
-
-
-@dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """How much work one engine step takes on."""
 
@@ -110,6 +79,11 @@ class SchedulerConfig:
     )
     max_waiting: int = _setting(
         256, rules.integer(1), "Most requests that wait for their first step; more get 429."
+    )
+    preemption: Literal["auto", "recompute", "swap"] = _setting(
+        "auto",
+        rules.choice("auto", "recompute", "swap"),
+        "Where blocks run out: compute a sequence again, or swap it to `kv.host_gib`; auto prices.",
     )
 
 
@@ -313,7 +287,7 @@ class Config:
     """All settings, by section."""
 
     model: ModelConfig = ModelConfig()
-    kv: KVConfig = KVConfig()
+    kv: KVConfig = pages.DEFAULT
     scheduler: SchedulerConfig = SchedulerConfig()
     limits: LimitsConfig = LimitsConfig()
     server: ServerConfig = ServerConfig()
@@ -365,6 +339,7 @@ class Config:
             max_workers=self.scaling.max_workers,
             block_size=self.kv.block_size,
         )
+        yield from pages.conflicts(self.kv, self.scheduler.preemption)
         if self.speculation.method == "draft_model" and self.speculation.draft_model is None:
             yield "speculation.method=draft_model needs a model directory: speculation.draft_model"
         if cluster.collective_timeout_s >= cluster.step_timeout_s:

@@ -4,29 +4,30 @@ A batch says what became findable and what no longer is since the one before, as
 with the gang's load. Batches with events are numbered `seq = 1, 2, ...` within an epoch; one
 without repeats the last `seq`, so that whoever lost a batch learns of it. `number` counts all of
 them and orders loads. A digest states the set as of `seq`: how many identities, and their XOR.
-After every batch the set is prefix-closed: a block is in it only while its parent is.
+After every batch the set is prefix-closed: a block is in it only while its parent is. Each block
+is in one tier, and what is on the GPU is prefix-closed by itself: an event says where a block is
+from now on, and a block that only the host has counts backwards in the XOR.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import astuple, dataclass, fields
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import msgpack  # type: ignore[import-untyped]
 
 from kvpaging.hashing import IDENTITY_BYTES
+from kvpaging.host import GPU, HOST, TIERS
+from kvpaging.ring import RING_BYTES, Ring
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
+    from kvpaging.host import HostPool
     from kvpaging.pool import BlockPool
 
-VERSION = 1
+VERSION = 2
 STORED, REMOVED, CLEARED = EVENTS = ("stored", "removed", "cleared")
-TIERS = ("gpu",)
-RING_BYTES = 1 << 18
 
 
 class EventError(ValueError):
@@ -54,7 +55,8 @@ class Load:
     committed_blocks of its `blocks` are in use, or needed by who waits. step_tokens_max: tokens of
     a step. Measured: prompt_s for having prompts in a step at all and token_s more for each of
     their tokens; step_s for a step of single tokens on an empty pool and block_s more for each
-    committed block; link_tokens_per_s is 0 where nothing can be pulled.
+    committed block; link_tokens_per_s is 0 where nothing can be pulled, host_tokens_per_s where
+    nothing came back from the host yet.
     """
 
     queued_tokens: int = 0
@@ -70,6 +72,7 @@ class Load:
     step_s: float = 0.0
     block_s: float = 0.0
     link_tokens_per_s: float = 0.0
+    host_tokens_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,7 @@ class Event:
     kind: str
     ids: bytes = b""
     parent: bytes = b""
-    tier: str = "gpu"
+    tier: str = GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +103,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Dump:
-    """All identities as of `seq`, parents before their children."""
+    """All identities as of `seq`, `hosted` those that only the host has."""
 
     model: str
     gang: str
@@ -109,7 +112,7 @@ class Dump:
     capacity: int
     digest: Digest
     ids: bytes
-    tier: str = "gpu"
+    hosted: bytes = b""
 
 
 def split(ids: bytes) -> list[bytes]:
@@ -118,8 +121,10 @@ def split(ids: bytes) -> list[bytes]:
     return [ids[at : at + width] for at in range(0, len(ids), width)]
 
 
-def xor_of(ids: bytes) -> int:
-    """The XOR of identities that stand end to end, taken as little-endian numbers."""
+def xor_of(ids: bytes, tier: str = GPU) -> int:
+    """The XOR of identities that stand end to end, taken as little-endian numbers; big-endian ones
+    where only the host has them."""
+    ids = ids if tier == GPU else ids[::-1]
     total, n = int.from_bytes(ids, "little"), len(ids) // IDENTITY_BYTES
     while n > 1:
         n = (n + 1) // 2
@@ -170,7 +175,7 @@ def decode(data: bytes) -> Batch | Dump:
         raise _wrong(digest.count, "digest.count", f"at most the capacity of {body['capacity']}")
     if cls is Dump:
         _ids(body["ids"])
-        _one_of(body["tier"], TIERS, "tier")
+        _ids(body["hosted"])
     else:
         body["load"] = _load(body["load"])
         body["events"] = tuple([_event(e) for e in _typed(body["events"], list, "events")])
@@ -243,32 +248,6 @@ def _event(value: Any) -> Event:
     return Event(kind, ids, parent, tier)
 
 
-class Ring:
-    """The latest encoded batches of one gang's epoch, at most `most_bytes` of them, at least 1.
-
-    Batch `seq = base + 1` is the oldest kept; none before it can be given.
-    """
-
-    def __init__(self, base: int = 0, most_bytes: int = RING_BYTES) -> None:
-        self.base, self.most_bytes = base, most_bytes
-        self._batches: deque[bytes] = deque()
-        self._bytes = 0
-
-    def append(self, batch: bytes) -> None:
-        """Keep the batch after the last one."""
-        self._batches.append(batch)
-        self._bytes += len(batch)
-        while self._bytes > self.most_bytes and len(self._batches) > 1:
-            self._bytes -= len(self._batches.popleft())
-            self.base += 1
-
-    def since(self, seq: int) -> list[bytes] | None:
-        """The batches after `seq`, oldest first; None where some of them are gone."""
-        if seq < self.base:
-            return None
-        return list(islice(self._batches, seq - self.base, None))
-
-
 class Announcer:
     """Turns what a gang's pool says into batches. Lives where the pool does: one thread, no clock.
 
@@ -284,15 +263,18 @@ class Announcer:
         self.seq = self.number = self.capacity = 0
         self._xor = 0
         self._ring = Ring(0, ring_bytes)
-        self._announced: dict[bytes, None] = {}
-        self._fresh: dict[bytes, bytes | None] = {}  # to their parents
+        self._announced: dict[bytes, str] = {}  # to their tiers
+        self._fresh: dict[bytes, tuple[bytes | None, str]] = {}  # to their parents and tiers
         self._gone: dict[bytes, None] = {}
 
-    def listen(self, pool: BlockPool) -> None:
-        """Announce what `pool` says; nothing was published in it so far."""
+    def listen(self, pool: BlockPool, host: HostPool | None = None) -> None:
+        """Announce what `pool` says, or the host below it; nothing was published in it so far."""
         assert self.capacity == 0
-        pool.on_change = self._hear
-        self.capacity = pool.blocks
+        if host is None:
+            pool.on_change = self._hear
+        else:
+            host.on_change = self._hear
+        self.capacity = pool.blocks + (0 if host is None else host.slots)
 
     @property
     def digest(self) -> Digest:
@@ -313,12 +295,13 @@ class Announcer:
             self._xor = 0
         elif self._gone:
             events.append(Event(REMOVED, b"".join(self._gone)))
+            self._count(self._gone)
             for identity in self._gone:
                 del self._announced[identity]
         events += _runs(self._fresh)
-        self._announced.update(dict.fromkeys(self._fresh))
-        for event in events:
-            self._xor ^= xor_of(event.ids)
+        self._count(self._fresh)
+        self._announced.update((identity, tier) for identity, (_, tier) in self._fresh.items())
+        self._count(self._fresh)
         self._gone.clear()
         self._fresh.clear()
         self.number += 1
@@ -340,6 +323,12 @@ class Announcer:
             self._ring.append(batch)
         return batch
 
+    def _count(self, identities: Iterable[bytes]) -> None:
+        """Take those of these that are announced out of the digest, or in."""
+        for tier in TIERS:
+            known = [i for i in identities if self._announced.get(i) == tier]
+            self._xor ^= xor_of(b"".join(known), tier)
+
     def repair(self, epoch: int, seq: int) -> list[bytes]:
         """For one who knows all up to `seq` of `epoch` (-1: nothing for sure): the batches it
         lacks, or one dump as of the last `seq`. What was not cut yet is in neither."""
@@ -348,36 +337,41 @@ class Announcer:
 
     def dump(self) -> bytes:
         """All that is announced, encoded."""
-        ids = b"".join(self._announced)
-        return encode(
-            Dump(self.model, self.gang, self.epoch, self.seq, self.capacity, self.digest, ids)
+        ids, hosted = (
+            b"".join(i for i, tier in self._announced.items() if tier == which) for which in TIERS
         )
+        place = (self.model, self.gang, self.epoch, self.seq, self.capacity, self.digest)
+        return encode(Dump(*place, ids, hosted))
 
-    def _hear(self, kind: str, identity: bytes, parent: bytes | None) -> None:
+    def _hear(self, kind: str, identity: bytes, parent: bytes | None, tier: str = GPU) -> None:
         if kind == STORED:
-            if identity in self._gone:
-                del self._gone[identity]
+            if tier == HOST and identity not in self._fresh and identity not in self._announced:
+                return  # of a group that is not announced
+            self._gone.pop(identity, None)
+            if self._announced.get(identity) == tier:
+                self._fresh.pop(identity, None)
             else:
-                self._fresh[identity] = parent
+                self._fresh[identity] = parent, tier
         elif kind == CLEARED:
             self._fresh.clear()
-            self._gone.update(self._announced)
-        elif identity in self._fresh:
-            del self._fresh[identity]
-        elif identity in self._announced:
-            self._gone[identity] = None
+            self._gone.update(dict.fromkeys(self._announced))
+        else:
+            self._fresh.pop(identity, None)
+            if identity in self._announced:
+                self._gone[identity] = None
 
 
-def _runs(fresh: dict[bytes, bytes | None]) -> Iterator[Event]:
-    """New identities in their order, cut where one does not follow the one before it."""
+def _runs(fresh: dict[bytes, tuple[bytes | None, str]]) -> Iterator[Event]:
+    """New identities in their order, cut where one does not follow the one before it, in its
+    tier."""
     run: list[bytes] = []
-    first = None
-    for identity, parent in fresh.items():
-        if run and parent != run[-1]:
-            yield Event(STORED, b"".join(run), first or b"")
+    first, where = None, GPU
+    for identity, (parent, tier) in fresh.items():
+        if run and (parent != run[-1] or tier != where):
+            yield Event(STORED, b"".join(run), first or b"", where)
             run = []
         if not run:
-            first = parent
+            first, where = parent, tier
         run.append(identity)
     if run:
-        yield Event(STORED, b"".join(run), first or b"")
+        yield Event(STORED, b"".join(run), first or b"", where)

@@ -38,14 +38,16 @@ class BlockPool(Ledger):
     Steps are numbered upwards from 0. `on_change(kind, identity, parent)`, where set, hears each
     identity that becomes findable ("stored", unless published `quiet`) and each that no longer is
     ("removed", the quiet ones too): set transitions, a parent before its children going in and
-    after them going out; "cleared" when a repair dropped all. It must not call back into the
-    pool nor raise.
+    after them going out; "cleared" when a repair dropped all. `on_evict(block)` hears of a block
+    whose content is about to be given up, with all below it, while it is still there. Neither may
+    change the pool nor raise.
     """
 
     def __init__(self, blocks_per_rank: int, ranks: int = 1) -> None:
         super().__init__(blocks_per_rank, ranks)
         self.stats = Stats()
         self.on_change: Callable[[str, bytes, bytes | None], None] | None = None
+        self.on_evict: Callable[[int], None] | None = None
 
     def allocate(self, n: int, rank: int = 0) -> list[int]:
         """`n` blocks of `rank`, one reference each; free ones first, then idle ones, oldest first.
@@ -267,6 +269,8 @@ class BlockPool(Ledger):
                 self._unlink(child)
                 self._link(child, head)
                 found = child
+        if self.on_evict is not None:
+            self.on_evict(found)
         self._withdraw(found)
         self.stats.evictions += 1
         return found

@@ -41,8 +41,8 @@ def start(
     busy: frozenset[int] = frozenset(),
 ) -> BlockTable | None:
     """A table with what is stored already: by a sibling, or blocks of the prefix cache. None when
-    more of it is being computed right now; `rows` are what this step computes, and ranks that are
-    `busy` can compute no more in it."""
+    more of it is being computed right now, or comes back from the host; `rows` are what this
+    step computes, and ranks that are `busy` can compute no more in it."""
     first, beams = sequence.request.sequences[0], sequence.request.beams
     if beams is None and sequence is not first and first.finish_reason is None:
         return _fork(scheduler, first, first.prompt_tokens, rows)
@@ -51,6 +51,8 @@ def start(
     if beam is not None and common > len(hit[0]) * scheduler.block_size:
         return _fork(scheduler, beam, common, rows)
     if scheduler.prefix.being_computed(sequence, len(hit[0])):
+        return None
+    if scheduler.tier is not None and scheduler.tier.brings(sequence, hit):
         return None
     return _placed(scheduler, sequence, hit, busy)
 

@@ -12,13 +12,16 @@ from transformers import PretrainedConfig
 from context_parallel.policy import ShardPolicy
 from context_parallel.shard import Geometry
 from kvpaging.attention import accumulator
+from kvpaging.host import HostPool
+from kvpaging.host_store import HostMemoryRefused, HostStore
 from kvpaging.pool import BlockPool
 from kvpaging.quant import SCALE_BYTES
-from kvpaging.store import Layout
+from kvpaging.store import BlockStore, Layout
 from worker.drafting import DraftModel
 from worker.engine import Engine
 from worker.gang import Ends, Follower, GangRunner, RankRunner
 from worker.gang_plan import GangBuilder
+from worker.memory import GIB, DoesNotFit
 from worker.model import ModelShape, PagedModel
 from worker.plan import BatchBuilder
 from worker.prefix import Identity, PrefixCache
@@ -26,6 +29,7 @@ from worker.runner import Runner
 from worker.sampler import Sampler
 from worker.scheduler import Scheduler
 from worker.speculation import Speculation
+from worker.tier import Tier
 
 if TYPE_CHECKING:
     from worker.startup import Launch
@@ -67,7 +71,7 @@ def build_engine(
         if gang is None
         else GangRunner(gang, model, _gang_builder(launch, gang), sampler, depth=depth, **options)
     )
-    return Engine(
+    engine = Engine(
         Scheduler(
             pools,
             launch.layout.block_size,
@@ -82,6 +86,39 @@ def build_engine(
         cpu_clock=cpu_clock,
         depth=depth,
     )
+    if launch.host_slices:
+        _add_tier(engine, launch, arenas, clock)
+    return engine
+
+
+def _add_tier(
+    engine: Engine, launch: Launch, arenas: Sequence[BlockPool], clock: Callable[[], float]
+) -> None:
+    """Host memory below the pages. Raises DoesNotFit."""
+    runner, pages = engine.runner, launch.layout
+    runner.host = _host_store(launch, runner.model.store, clock)
+    hosts = [
+        HostPool(pool, launch.host_slices * pages.groups_in(a)) for a, pool in enumerate(arenas)
+    ]
+    tier = Tier(
+        engine.scheduler,
+        [hosts[group.arena] for group in pages.groups],
+        runner,
+        engine.rates,
+        arena_bytes=pages.arena_block_bytes,
+        step_bytes=int(launch.config.kv.host_step_gib * GIB),
+        preemption=launch.config.scheduler.preemption,
+    )
+    size, (out_s, back_s) = runner.host.measure()
+    tier.out_rate.add(size, out_s)
+    tier.back_rate.add(size, back_s)
+
+
+def _host_store(launch: Launch, store: BlockStore, clock: Callable[[], float]) -> HostStore:
+    try:
+        return HostStore(store, launch.host_slices, clock)
+    except HostMemoryRefused as error:
+        raise DoesNotFit(str(error)) from error
 
 
 def _policy(launch: Launch, ranks: int) -> ShardPolicy:
@@ -125,10 +162,10 @@ def build_follower(
     ends = end_token_ids(launch.directory, launch.hf_config)
     options = _options(launch, clock, cpu_clock or clock)
     builder, sampler = _gang_builder(launch, gang), _sampler(launch, ends)
-    return Follower(
-        RankRunner(gang, model, builder, sampler, **options),
-        depth=1 if launch.device.type == "cpu" else 2,
-    )
+    runner = RankRunner(gang, model, builder, sampler, **options)
+    if launch.host_slices:
+        runner.host = _host_store(launch, model.store, clock)
+    return Follower(runner, depth=1 if launch.device.type == "cpu" else 2)
 
 
 def _sizes(launch: Launch) -> dict[str, Any]:

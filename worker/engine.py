@@ -71,7 +71,9 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        return not self.scheduler.running and not self.scheduler.waiting and not self._flying
+        scheduler, tier = self.scheduler, self.scheduler.tier
+        waits = scheduler.running or scheduler.waiting or (tier is not None and tier.busy)
+        return not waits and not self._flying
 
     def submit(self, request: Request) -> list[wire.Event]:
         """Queue a checked request. The first event is accepted or rejected; a request that needs
@@ -130,9 +132,7 @@ class Engine:
     def step(self, now: float) -> list[Output]:
         """One turn: plan and launch a step, settle the oldest one under way. Empty when idle."""
         out = self._expire(now)
-        started = self.cpu_clock()
-        plan = self.scheduler.plan()
-        self.stats.schedule_s += self.cpu_clock() - started
+        plan = self._plan()
         if plan.rows:
             self._mark_admitted(plan, now)
             try:
@@ -146,6 +146,21 @@ class Engine:
         if self._flying and (len(self._flying) >= self.depth or not plan.rows):
             out += self._settle(now)
         return out
+
+    def _plan(self, only: Iterable[Sequence] | None = None) -> StepPlan:
+        """The next step, after the copies that it and what waits need have begun."""
+        tier, again = self.scheduler.tier, True
+        if tier is not None:
+            tier.land()
+        while again:
+            started = self.cpu_clock()
+            plan = self.scheduler.plan(only)
+            self.stats.schedule_s += self.cpu_clock() - started
+            again = False
+            if tier is not None:
+                tier.issue()
+                again = only is None and not plan.rows and tier.land()
+        return plan
 
     def _settle(self, now: float) -> list[Output]:
         flight = self._flying.popleft()
@@ -187,7 +202,7 @@ class Engine:
     def _try(
         self, sequences: Iterable[Sequence], now: float
     ) -> tuple[list[Output], Exception | None]:
-        plan = self.scheduler.plan(only=sequences)
+        plan = self._plan(sequences)
         if not plan.rows:
             return [], None
         self._mark_admitted(plan, now)

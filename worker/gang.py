@@ -19,6 +19,8 @@ from torch import Tensor
 
 from context_parallel.exchange import Exchange, ExchangeFailed
 from context_parallel.group import Channel
+from kvpaging.host import Moves
+from kvpaging.host_store import Copying
 from kvpaging.table import Copy
 from worker import gang_wire
 from worker.gang_plan import GangBuilder
@@ -95,6 +97,11 @@ class RankRunner(Runner):
         exchange = self.gang.exchange
         sent = exchange.bytes_sent * exchange.ranks  # all send equally much
         return {"exchange_calls": exchange.calls, "exchange_bytes": sent}
+
+    def move(self, moves: Moves) -> Copying:
+        """Steps come after copies in both directions: nobody says when another rank's ended."""
+        assert self.host is not None
+        return self.host.move(self.host.local(moves, self.gang.rank), wait=True)
 
     def launch(self, plan: StepPlan) -> InFlight:
         self.gang.exchange.step = plan.step
@@ -179,6 +186,10 @@ class GangRunner(RankRunner):
         self._open: deque[int] = deque()  # steps that the others have not answered
         self._due = 0  # of those, how many they answer before they listen again
         self._answers: dict[int, list[Result]] = {}
+
+    def move(self, moves: Moves) -> Copying:
+        self._tell(gang_wire.moving(moves))
+        return super().move(moves)
 
     def launch(self, plan: StepPlan) -> InFlight:
         changes = gang_wire.changes_of(plan)
@@ -306,6 +317,8 @@ class Follower:
                         self._settle()
                 elif kind == SETTLE:
                     self._settle()
+                elif kind == gang_wire.MOVE:
+                    self.runner.move(gang_wire.moved(body))
                 elif kind == STOP:
                     return
         except Exception as error:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import msgpack  # type: ignore[import-untyped]
 
+from kvpaging.host import Move, Moves
 from kvpaging.table import Copy
 from worker import wire
 from worker.decoding import Offer
@@ -22,8 +23,8 @@ from worker.request import Request, Sequence
 from worker.runner import StepResult
 from worker.scheduler import Row, StepPlan
 
-VERSION = 2
-STEP, SETTLE, BEAT, STOP, RESULT = range(5)
+VERSION = 3
+STEP, SETTLE, BEAT, STOP, RESULT, MOVE = range(6)
 _PARAMETERS = tuple(field.name for field in fields(SamplingParams))
 
 
@@ -191,6 +192,20 @@ def unpack_result(message: bytes) -> Result:
         [None if one is None else Offer(*one) for one in offers],
     )
     return result._replace(done=done)
+
+
+def moving(moves: Moves) -> bytes:
+    """What every rank is to copy of its blocks and slots, before the next step."""
+    return _packed(MOVE, *moves)
+
+
+def moved(body: list[Any]) -> Moves:
+    """What `read` gave for such a message. Raises WrongMessage."""
+    try:
+        out, back = (tuple(Move(*move) for move in some) for some in body)
+    except (TypeError, ValueError) as error:
+        raise WrongMessage(f"copies that cannot be read: {error}") from error
+    return Moves(out, back)
 
 
 def note(kind: int) -> bytes:

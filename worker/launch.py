@@ -45,6 +45,7 @@ class Launch:
     dtype: torch.dtype
     device: torch.device
     draft: Draft | None = None
+    host_slices: int = 0  # pieces of `block_size` tokens that host memory holds below the pages
 
     @property
     def page_dtype(self) -> torch.dtype:
@@ -72,6 +73,7 @@ class Launch:
             "weights_bytes": memory.weight_bytes,
             "workspace_bytes": memory.workspace_bytes,
             "kv_bytes": memory.kv_bytes,
+            **self._hosting(),
             **self._drafting(),
             "kv_bytes_per_token": self.layout.bytes_per_token,
             "layer_groups": len(self.layout.groups),
@@ -80,6 +82,15 @@ class Launch:
             "tokens": memory.tokens,
             "max_model_len": memory.max_model_len,
             "max_num_seqs": self.limits.max_num_seqs,
+        }
+
+    def _hosting(self) -> dict[str, int | str]:
+        """The rows of the host tier."""
+        if not self.host_slices:
+            return {}
+        return {
+            "host_bytes": self.host_slices * self.layout.slice_bytes,
+            "host_tokens": self.host_slices * self.layout.block_size,
         }
 
     def _drafting(self) -> dict[str, int | str]:
@@ -110,6 +121,7 @@ class Launch:
             layout=draft.layout,
             memory=replace(self.memory, max_model_len=longest, ranks=1),
             draft=None,
+            host_slices=0,
         )
 
 

@@ -102,6 +102,7 @@ def load_of(scheduler: Scheduler, rates: Rates, *, link_tokens_per_s: float = 0.
         step_s=rates.step_s,
         block_s=rates.block_s,
         link_tokens_per_s=link_tokens_per_s,
+        host_tokens_per_s=0.0 if scheduler.tier is None else scheduler.tier.back_tokens_per_s,
     )
 
 

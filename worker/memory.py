@@ -87,6 +87,27 @@ def plan_memory(
     return with_slices(most, layout, most.slices, asked=max_model_len)
 
 
+def plan_host(
+    layout: Layout, host_gib: float, *, free_bytes: int, taken_bytes: int, on_cpu: bool
+) -> int:
+    """How many pieces of `block_size` tokens `host_gib` of host memory holds beside the
+    `taken_bytes` of what is free there. Raises DoesNotFit."""
+    asked = int(host_gib * GIB)
+    if asked > free_bytes - taken_bytes:
+        there = f"{gib(max(0, free_bytes - taken_bytes))} are left beside weights and pages"
+        raise DoesNotFit(
+            f"kv.host_gib={host_gib:g} does not fit: "
+            + (there if on_cpu else f"the host has {gib(free_bytes)} free")
+            + ". Lower it, or free memory"
+        )
+    if 0 < asked < layout.slice_bytes:
+        raise DoesNotFit(
+            f"kv.host_gib={host_gib:g} is less than a block of {gib(layout.slice_bytes)}: raise "
+            "it, or set it to 0, which is off"
+        )
+    return asked // layout.slice_bytes
+
+
 def with_slices(plan: MemoryPlan, layout: Layout, slices: int, asked: int | None) -> MemoryPlan:
     """The plan with room for `slices` on each rank. The longest sequence is at most that of `plan`,
     and exactly what was `asked` for. Raises DoesNotFit where that is too long."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvpaging import hashing
 from kvpaging.events import Announcer
+from kvpaging.host import HostPool
 from kvpaging.pool import BlockPool
 from worker import request as requests
 
@@ -70,10 +71,12 @@ class PrefixCache:
         self._computing: Counter[bytes] = Counter()
         self._by_step: dict[int, list[bytes]] = {}
 
-    def announce_to(self, announcer: Announcer) -> None:
-        """Let the cluster know what can be found here: nothing where all layers are windowed."""
+    def announce_to(self, announcer: Announcer, hosts: Sequence[HostPool] = ()) -> None:
+        """Let the cluster know what can be found here, and in `hosts[g]` below each group's pool:
+        nothing where all layers are windowed."""
         if self.enabled and self.indexed is not None:
-            announcer.listen(self.pools[self.indexed])
+            host = hosts[self.indexed] if hosts else None
+            announcer.listen(self.pools[self.indexed], host)
 
     def shown(self) -> dict[str, Any]:
         """How blocks of the indexed group get their names, but for the key and the salt, and the

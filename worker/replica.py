@@ -29,6 +29,7 @@ from worker.pull import Answer, Fetch, Puller, no_peers
 from worker.request import Request
 from worker.seat import BEATS, Facts, Seat, facts_of, launched, repeat, told
 from worker.startup import start
+from worker.tier import host_slots
 from worker.transfer import Transfers, TransferStats
 from worker.where import Pages
 
@@ -78,7 +79,7 @@ class GPUWorker:
         self.started = False
         self.live = LiveLists()
         self.announcer = Announcer(self.launch.name, self.gang)
-        self.loop.engine.scheduler.prefix.announce_to(self.announcer)
+        self.loop.engine.scheduler.announce_to(self.announcer)
         self._load: Load | None = None
         self.pressure = Pressure()
 
@@ -272,6 +273,7 @@ class GPUWorker:
             "speculation": asdict(scheduler.speculation.stats),
             "violations": self.loop.violations,
             "transfers": self._transfers(),
+            "tier": None if scheduler.tier is None else scheduler.tier.shown(),
             "blocks": {name: sum(getattr(c, name) for c in counts) for name in states},
             "evictions": sum(pool.stats.evictions for pool in pools),
             "copies": scheduler.copies,
@@ -300,7 +302,7 @@ class GPUWorker:
     async def flush(self) -> int:
         """Forget all cached blocks that no request uses; how many they were."""
         self._start()
-        return await self.loop.call(self.loop.engine.scheduler.prefix.flush)
+        return await self.loop.call(self.loop.engine.scheduler.flush)
 
     async def debug_kv(self) -> dict[str, Any]:
         """This gang's entry of `/debug/kv`."""
@@ -311,6 +313,7 @@ class GPUWorker:
             facts = self._ranks[rank]
             return {
                 **asdict(pages),
+                **host_slots(scheduler.tier, rank),
                 "copies": 0 if rank else scheduler.copies,  # these three are of the whole gang
                 "hit_tokens": 0 if rank else scheduler.prefix.stats.hit_tokens,
                 "evictions": 0

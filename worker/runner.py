@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from kvpaging import attention
+from kvpaging.host import Moves
+from kvpaging.host_store import Copying, HostStore
 from kvpaging.table import Copy
 from worker import wire
 from worker.decoding import Offer
@@ -67,6 +69,13 @@ class Runner:
         self.last_token = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.build_s = self.execute_s = 0.0
         self.saved_reads = 0  # keys of a layer group that were read once for several rows
+        self.host: HostStore | None = None
+
+    def move(self, moves: Moves) -> Copying:
+        """Begin copies between the pages and the host's memory. Steps that are launched from now on
+        come after those out; after those back, when these are `done`."""
+        assert self.host is not None
+        return self.host.move(moves, wait=False)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlight:

@@ -10,6 +10,7 @@ import bisect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import compress
+from typing import TYPE_CHECKING
 
 from context_parallel.policy import ShardPolicy
 from kvpaging.pool import BlockPool
@@ -20,6 +21,10 @@ from worker.prefix import PrefixCache
 from worker.request import NO_SLOT, Request, Sequence
 from worker.speculation import Speculation
 from worker.step import Row, Step, StepPlan
+
+if TYPE_CHECKING:
+    from kvpaging.events import Announcer
+    from worker.tier import Tier
 
 NOTHING: Mapping[int, list[int]] = {}
 
@@ -78,6 +83,7 @@ class Scheduler:
         self.copies_due: list[Copy] = []
         self.prefix = prefix
         self.speculation = speculation or Speculation()
+        self.tier: Tier | None = None  # below the pools, where there is one
         self._orders, self._turns = 0, Turns()
 
     def submit(self, request: Request) -> None:
@@ -101,8 +107,18 @@ class Scheduler:
     def run(self, sequence: Sequence, table: BlockTable) -> None:
         """Give a sequence a slot and the table it starts with."""
         sequence.table, sequence.slot = table, self.slots.pop()
+        if self.tier is not None:
+            self.tier.swaps.release(sequence)
         self._turns.begun(sequence.request.turn)
         bisect.insort(self.running, sequence, key=_rank)
+
+    def announce_to(self, announcer: Announcer) -> None:
+        """Let the cluster know what can be found here."""
+        self.prefix.announce_to(announcer, () if self.tier is None else self.tier.hosts)
+
+    def flush(self) -> int:
+        """Forget the cached blocks that nobody uses; returns how many were forgotten."""
+        return self.prefix.flush() + (0 if self.tier is None else self.tier.flush())
 
     def tables(self) -> list[BlockTable]:
         return [table for s in self.running if (table := s.table) is not None]
@@ -192,13 +208,18 @@ class Scheduler:
         if sequence.finish_reason is not None:
             return
         sequence.finish_reason = reason
+        if self.tier is not None:
+            self.tier.swaps.release(sequence)
         if sequence.slot == NO_SLOT:
             self.waiting.remove(sequence)
         else:
             self._leave(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Give a running sequence's blocks back; it waits, at its old place, to compute again."""
+        """Give a running sequence's blocks back; it waits, at its old place, to compute again what
+        is not found when its turn comes."""
+        if self.tier is not None:
+            self.tier.swaps.preempt(sequence)
         self._leave(sequence)
         sequence.request.preemptions += 1
         self.preemptions += 1

@@ -25,7 +25,7 @@ from worker.device import choose_device, free_memory_bytes, has_fast_bfloat16, h
 from worker.engine import Engine
 from worker.gang import Ends, Follower
 from worker.launch import Draft, Launch, positions
-from worker.memory import DoesNotFit, plan_memory, with_slices
+from worker.memory import DoesNotFit, plan_host, plan_memory, with_slices
 from worker.model import ModelShape, PagedModel, UnsupportedModel, fix_rotary, probe
 from worker.params import MAX_BEAM_WIDTH, MAX_GUESSES, ParamLimits, SamplingParams
 from worker.plan import BatchBuilder
@@ -102,8 +102,22 @@ def resolve(
         ranks=ranks,
         draft_bytes=0 if draft is None else draft.layout.slice_bytes,
     )
-    return Launch(
+    launch = Launch(
         config, directory, hf_config, shape, pages, memory, limits, params, dtype, device, draft
+    )
+    return replace(launch, host_slices=_host_slices(launch))
+
+
+def _host_slices(launch: Launch) -> int:
+    """Room on the host below the pages. Raises DoesNotFit."""
+    memory, on_cpu = launch.memory, launch.device.type == "cpu"
+    taken = memory.weight_bytes + memory.workspace_bytes + memory.kv_bytes
+    return plan_host(
+        launch.layout,
+        launch.config.kv.host_gib,
+        free_bytes=memory.free_bytes if on_cpu else free_memory_bytes(torch.device("cpu")),
+        taken_bytes=taken if on_cpu else 0,
+        on_cpu=on_cpu,
     )
 
 
@@ -269,7 +283,7 @@ def load(
     if launch.config.model.compile:
         progress("compiling the model")
         model.compile(fullgraph=True, dynamic=True)
-        _run_alone_and_together(build_engine(launch, model, clock))
+        _run_alone_and_together(build_engine(replace(launch, host_slices=0), model, clock))
     return model, rotary
 
 

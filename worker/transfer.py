@@ -164,7 +164,7 @@ class Transfers:
         """Find which of the request's first `most` blocks are not here, and keep those that are.
 
         Gives another pull that brings the next one already, if there is one: wait for it, then
-        begin again. Nothing is wanted where the next one is being computed.
+        begin again. Nothing is wanted where the next one is being computed, or all are on the host.
         """
         self._forget(pull)
         prefix = self.scheduler.prefix
@@ -175,6 +175,9 @@ class Transfers:
         found = [column[:most] for column in prefix.match(open_[0])]
         here, end = len(found[0]), min(most, len(chains[0]))
         if here >= end or prefix.being_computed(open_[0], here):
+            return None
+        tier = self.scheduler.tier
+        if tier is not None and tier.covers([chain[:end] for chain in chains], here):
             return None
         other = self._coming.get(chains[0][here])
         if other is not None:
@@ -201,6 +204,8 @@ class Transfers:
             available = min(pool.available for pool in self.pools)
             raise PullFailed("no_room", f"{n} blocks asked, {available} available")
         table.append(n * size)
+        if self.scheduler.tier is not None:  # what this evicts leaves before bytes arrive
+            self.scheduler.tier.issue()
         piece.blocks = table.blocks.copy()
         for pool, column in zip(self.pools, piece.blocks, strict=True):
             for block in column:

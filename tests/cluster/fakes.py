@@ -187,6 +187,7 @@ class FakeWorker:
             "running": len(self.active),
             "prefix": asdict(PrefixStats()),
             "speculation": asdict(SpeculationStats()),
+            "tier": None,
             "blocks": {"free": 6, "owned": 3, "idle": 1, "leased": 0, "quarantined": 0},
             "index": {"seq": self.announcer.seq, **self.announcer.digest.shown()},
             "transfers": self.transfers,

@@ -19,9 +19,15 @@ class Watched:
         self.engine = make_engine(**options)
         self.prefix = self.engine.scheduler.prefix
         self.announcer, self.index = Announcer("m", "g"), PrefixIndex()
-        self.prefix.announce_to(self.announcer)
+        self.engine.scheduler.announce_to(self.announcer)
         self.requests = []
         self.parents: dict[bytes, bytes | None] = {}
+        self.most_hosted = 0
+
+    def hosted(self) -> set[bytes | None]:
+        tier = self.engine.scheduler.tier
+        host = None if tier is None else tier.hosts[0]
+        return set() if host is None else {host.identity(slot) for slot in range(host.slots)}
 
     def submit(self, request) -> None:
         self.requests.append(request)
@@ -35,15 +41,30 @@ class Watched:
             for sequence in request.sequences:
                 for chain in sequence.chains[:1]:
                     self.parents.update(zip(chain, [None, *chain], strict=False))
-        known = self.index.gangs["g"].identities
-        assert known == findable(self.prefix.pools[0]) & self.parents.keys()
+        known, hosted = (getattr(self.index.gangs["g"], n) for n in ("identities", "hosted"))
+        on_gpu = findable(self.prefix.pools[0])
+        assert known == on_gpu & self.parents.keys()
+        assert hosted == (self.hosted() - on_gpu) & self.parents.keys()
+        closed = known | hosted
+        assert all(self.parents[i] in closed for i in closed if self.parents[i] is not None)
+        self.most_hosted = max(self.most_hosted, len(hosted))
         assert all(self.parents[i] in known for i in known if self.parents[i] is not None)
         assert self.index.wanted == {}
         return len(decode(batch).events)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("groups", [{}, {"groups": 2}, {"groups": 2, "shared": True}], ids=str)
+@pytest.mark.parametrize(
+    "groups",
+    [
+        {},
+        {"groups": 2},
+        {"groups": 2, "shared": True},
+        {"host_blocks": 9},
+        {"groups": 2, "shared": True, "host_blocks": 9},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("seed", range(3))
 def test_the_index_knows_what_can_be_found(depth, groups, seed):
     rng = random.Random(seed)
@@ -58,7 +79,7 @@ def test_the_index_knows_what_can_be_found(depth, groups, seed):
             request = make_request(name, prompt, rng.randint(1, 20), options={"n": n})
             watched.submit(request)
         if i == 25:
-            watched.prefix.flush()
+            engine.scheduler.flush()
         if rng.random() < 0.1 and watched.requests:
             engine.abort(rng.choice(watched.requests).id)
         for _ in range(rng.randint(1, 3)):
@@ -68,6 +89,7 @@ def test_the_index_knows_what_can_be_found(depth, groups, seed):
     while not engine.idle:
         engine.step(0.0)
     assert watched.report() + events > 20
+    assert (watched.most_hosted > 0) == ("host_blocks" in groups)
     assert watched.prefix.pools[0].stats.evictions > 5
     watched.prefix.flush()
     watched.report()

@@ -12,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpaging import events
-from kvpaging.events import Announcer, Batch, Digest, Dump, Event, EventError, Load, Ring
+from kvpaging.events import Announcer, Batch, Digest, Dump, Event, EventError, Load
 from kvpaging.pool import BlockPool
+from kvpaging.ring import Ring
 from tests.kvpaging.caching import Cache, documents, findable, parents_of
 from tests.kvpaging.helpers import chained, names
 
 A, B, C, D = names(4)
-LOAD = Load(1, 2, 3, 4, 5, 6, 7, 8, 0.1, 0.2, 0.3, 0.4, 0.5)
+LOAD = Load(1, 2, 3, 4, 5, 6, 7, 8, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
 BATCH = Batch(
     "m",
     "g",
@@ -28,9 +29,9 @@ BATCH = Batch(
     8,
     Digest(2, 3),
     LOAD,
-    (Event("removed", A + B), Event("stored", C + D, A), Event("cleared")),
+    (Event("removed", A + B), Event("stored", C + D, A, "host"), Event("cleared")),
 )
-DUMP = Dump("m", "g", 2, 7, 8, Digest(2, 3), A + B)
+DUMP = Dump("m", "g", 2, 7, 8, Digest(2, 3), A, B)
 
 
 def read(data: bytes) -> Batch:
@@ -62,7 +63,7 @@ def changed(message: Batch | Dump, **fields: Any) -> bytes:
         (b"\xc1", "not a msgpack message"),
         (b"", "not a msgpack message"),
         (msgpack.packb([1]), "a message is a map, not list"),
-        (changed(BATCH, v=2), "message version 2, this side speaks 1"),
+        (changed(BATCH, v=1), "message version 1, this side speaks 2"),
         (changed(BATCH, kind="delta"), "unknown kind 'delta', known are batch, dump"),
         (changed(BATCH, kind=[1]), "unknown kind"),
         (changed(BATCH, gang=..., more=1), "missing fields: gang; unknown fields: more"),
@@ -75,16 +76,16 @@ def changed(message: Batch | Dump, **fields: Any) -> bytes:
         (changed(BATCH, digest=[1]), "digest must be a list of 2"),
         (changed(BATCH, digest=[1, b"x"]), "digest.xor must be 16 bytes"),
         (changed(BATCH, digest=[9, A]), "digest.count must be at most the capacity of 8"),
-        (changed(BATCH, load=[1]), "load must be a list of 13"),
-        (changed(BATCH, load=["1", *[0] * 12]), "load must be a list of 13"),
-        (changed(BATCH, load=[1.5, *[0] * 12]), "load must be a list of 13"),
+        (changed(BATCH, load=[1]), "load must be a list of 14"),
+        (changed(BATCH, load=["1", *[0] * 13]), "load must be a list of 14"),
+        (changed(BATCH, load=[1.5, *[0] * 13]), "load must be a list of 14"),
         (changed(BATCH, events={}), "events must be list"),
         (changed(BATCH, events=[["stored", A, b""]]), "event must be a list of 4"),
         (changed(BATCH, events=[["swapped", A, b"", "gpu"]]), "event.kind must be one of stored"),
         (changed(BATCH, events=[["stored", A[:9], b"", "gpu"]]), "16 for each identity"),
         (changed(BATCH, events=[["stored", A, b"x", "gpu"]]), "event.parent must be 0 or 16"),
         (changed(BATCH, events=[["stored", A, b"", "disk"]]), "event.tier must be one of gpu"),
-        (changed(DUMP, tier="disk"), "tier must be one of gpu"),
+        (changed(DUMP, hosted=b"short"), "16 for each identity"),
         (changed(DUMP, ids=A[:15]), "16 for each identity"),
     ],
 )
@@ -208,7 +209,7 @@ def test_a_batch_without_events_repeats_the_last_seq() -> None:
 
 
 def test_repair_gives_the_batches_that_are_missing_or_a_dump() -> None:
-    pool, announcer = BlockPool(8), Announcer("m", "g", 3, ring_bytes=600)
+    pool, announcer = BlockPool(8), Announcer("m", "g", 3, ring_bytes=630)
     announcer.listen(pool)
     sent = []
     for block, name, parent in zip(pool.allocate(4), (A, B, C, D), (None, A, B, C), strict=True):

@@ -16,6 +16,7 @@ from functools import lru_cache
 from zlib import crc32
 
 from context_parallel.policy import ShardPolicy
+from kvpaging.host import HostPool, Moves
 from kvpaging.pool import BlockPool
 from worker import wire
 from worker.decoding import Offer
@@ -26,6 +27,7 @@ from worker.request import Request, Sequence
 from worker.runner import InFlight, StepResult
 from worker.scheduler import Limits, Scheduler, StepPlan
 from worker.speculation import Speculation
+from worker.tier import Tier
 
 VOCAB = 97
 UNLIKELY = wire.PromptLogprob(-9.0, 9, [])
@@ -60,6 +62,28 @@ class SmallTiles(ShardPolicy):
     tile = 4
 
 
+class FakeCopying:
+    """Copies that were begun; whose blocks come back have rubbish until they have ended."""
+
+    def __init__(self, runner: FakeRunner, moves: Moves) -> None:
+        self.runner, self.moves, self.done = runner, moves, False
+        self._each(lambda page, slot: runner.pages.update({page: (-1, -1)}))
+
+    def _each(self, work: Callable[[tuple[int, int, int], tuple[int, int, int]], None]) -> None:
+        for arena, block, slot in self.moves.back:
+            for group in self.runner._groups(arena):
+                for offset in range(self.runner.block_size):
+                    work((group, block, offset), (group, slot, offset))
+
+    def finish(self) -> None:
+        runner = self.runner
+        self._each(lambda page, slot: runner.pages.update({page: runner.host.get(slot, (-1, -1))}))
+        self.done = True
+
+    def took_s(self) -> tuple[float, float]:
+        return len(self.moves.out) * 0.25, len(self.moves.back) * 0.5
+
+
 class FakeRunner:
     """Stands in for `Runner`: pages are `{(group, block, offset): (position, token)}`, with blocks
     numbered over all ranks; `last_token` is of each rank, by slot."""
@@ -81,6 +105,10 @@ class FakeRunner:
         self.running: list[Sequence] = []
         self.build_s = self.execute_s = 0.0
         self.saved_reads = 0
+        self.shared = False  # groups draw from one pool
+        self.host: dict[tuple[int, int, int], tuple[int, int]] = {}
+        self.slow = False  # copies back end when a test says so
+        self.pending: list[FakeCopying] = []
         self._results: dict[int, StepResult] = {}
         self.words: list[str] = []
 
@@ -89,6 +117,24 @@ class FakeRunner:
 
     def stop(self) -> None:
         self.words.append("stop")
+
+    def move(self, moves: Moves) -> FakeCopying:
+        """Blocks to the host at once; back at once too, or when the copy is `finish`ed."""
+        self.fault("move", moves)  # type: ignore[arg-type]
+        for arena, block, slot in moves.out:
+            for group in self._groups(arena):
+                for offset in range(self.block_size):
+                    if (found := self.pages.get((group, block, offset))) is not None:
+                        self.host[group, slot, offset] = found
+        copying = FakeCopying(self, moves)
+        if self.slow and moves.back:
+            self.pending.append(copying)
+        else:
+            copying.finish()
+        return copying
+
+    def _groups(self, arena: int) -> range:
+        return range(self.groups) if self.shared else range(arena, arena + 1)
 
     def launch(self, plan: StepPlan) -> InFlight:
         self.fault("build", plan)
@@ -228,6 +274,9 @@ def make_engine(
     prefix_cache: bool = True,
     policy: ShardPolicy | None = None,
     speculation: Speculation | None = None,
+    host_blocks: int = 0,
+    host_step_blocks: int = 1000,
+    preemption: str = "auto",
 ) -> Engine:
     policy = policy or ShardPolicy()
     arenas = [
@@ -245,6 +294,7 @@ def make_engine(
     limits = Limits(seqs, batch_tokens, 2 * seqs, max_waiting)
     scheduler = Scheduler(pools, block_size, limits, prefix, policy, speculation)
     runner = FakeRunner(block_size, groups, fault, policy, limits)
+    runner.shared = shared
     runner.running = scheduler.running
     engine = Engine(
         scheduler,
@@ -255,6 +305,17 @@ def make_engine(
         depth=depth,
     )
     engine.on_step_error = _tell_wrong_from_failed
+    if host_blocks:
+        hosts = {a: HostPool(a, host_blocks * (groups if shared else 1)) for a in arenas}
+        Tier(
+            scheduler,
+            [hosts[pool] for pool in pools],
+            runner,
+            engine.rates,
+            arena_bytes=[10] * len(arenas),
+            step_bytes=10 * host_step_blocks,
+            preemption=preemption,
+        )
     return engine
 
 
@@ -279,6 +340,10 @@ def check(engine: Engine) -> None:
     tables = engine.scheduler.tables()
     for pool in engine.scheduler.pools:
         problems = pool.check(t for t in tables)
+        assert not problems, problems
+    tier = engine.scheduler.tier
+    for host in tier.arenas if tier is not None else ():
+        problems = host.check()
         assert not problems, problems
 
 

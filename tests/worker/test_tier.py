@@ -1,0 +1,187 @@
+"""The host tier under an engine: what leaves comes back, others go on, and nothing is lost."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from context_parallel.policy import ShardPolicy
+from tests.worker.fake import (
+    VOCAB,
+    SmallTiles,
+    check,
+    expected,
+    make_engine,
+    make_request,
+    random_prompt,
+    tokens_of,
+)
+from worker import wire
+from worker.engine import Engine
+
+SIZE = 4
+
+
+def run(engine: Engine, name: str) -> list[int]:
+    """Serve until idle; the tokens of one request."""
+    out = []
+    for _ in range(10_000):
+        if engine.idle:
+            break
+        out += engine.step(0.0)
+        check(engine)
+    assert engine.idle
+    assert_empty(engine)
+    return tokens_of(out, name)
+
+
+def assert_empty(engine: Engine) -> None:
+    """Nobody has anything: five counts of the pools, three of the hosts."""
+    for pool in set(engine.scheduler.pools):
+        counts = pool.counts()
+        assert (counts.quarantined, counts.owned, counts.leased) == (0, 0, 0)
+        assert sum(vars_of(counts)) == pool.blocks
+    tier = engine.scheduler.tier
+    assert tier is not None
+    for host in tier.arenas:
+        assert host.counts().held == 0
+        assert sum(host.counts()) == host.slots
+
+
+def vars_of(counts) -> list[int]:  # type: ignore[no-untyped-def]
+    return [counts.quarantined, counts.owned, counts.leased, counts.idle, counts.free]
+
+
+def test_what_was_evicted_comes_back() -> None:
+    engine = make_engine(blocks=8, host_blocks=32)
+    tier = engine.scheduler.tier
+    assert tier is not None
+    prompts = [[seed * 7 + i for i in range(5 * SIZE)] for seed in range(4)]
+    for turn in range(2):
+        for number, prompt in enumerate(prompts):
+            name = f"{turn}-{number}"
+            engine.submit(make_request(name, prompt, 3))
+            assert run(engine, name) == expected(prompt, 3)
+    assert engine.scheduler.prefix.stats.hit_tokens == 4 * (5 * SIZE - 1)
+    assert tier.stats.hit_tokens > 2 * 5 * SIZE
+    assert tier.stats.dropped_blocks == 0
+
+
+CONVERSATIONS, TURNS, ASKED, ANSWERED = 40, 4, 13, 6
+WORKING_SET = CONVERSATIONS * -(-TURNS * (ASKED + ANSWERED) // SIZE)
+"""Blocks of all conversations."""
+
+
+def hits(blocks: int, host_blocks: int, ranks: int = 1) -> int:
+    """Prompt tokens found in conversations that take turns, four at a time."""
+    policy = ShardPolicy(ranks, shard_from_tokens=1000, hit_tokens=1 << 20)
+    engine = make_engine(
+        blocks=blocks,
+        host_blocks=host_blocks,
+        batch_tokens=32,
+        policy=policy if ranks > 1 else None,
+    )
+    engine.runner.slow = host_blocks > 0 and ranks == 1  # type: ignore[attr-defined]
+    rng = random.Random(0)
+    said: list[list[int]] = [[] for _ in range(CONVERSATIONS)]
+    for _ in range(TURNS):
+        order = rng.sample(range(CONVERSATIONS), k=CONVERSATIONS)
+        answers: dict[str, list[int]] = {}
+        asked = 0
+        while asked < CONVERSATIONS or not engine.idle:
+            while asked < CONVERSATIONS and len(engine.requests) < 4:
+                number = order[asked]
+                asked += 1
+                said[number] += rng.choices(range(VOCAB), k=ASKED)
+                answers[str(number)] = []
+                engine.submit(make_request(str(number), said[number], ANSWERED))
+            for request, event in engine.step(0.0):
+                answers[request.id] += event.tokens  # type: ignore[union-attr]
+            for copying in engine.runner.pending:  # type: ignore[attr-defined]
+                copying.finish()
+            engine.runner.pending.clear()  # type: ignore[attr-defined]
+        check(engine)
+        for name, tokens in answers.items():
+            assert tokens == expected(said[int(name)], ANSWERED)
+            said[int(name)] += tokens
+    return engine.scheduler.prefix.stats.hit_tokens
+
+
+def test_a_tenth_on_the_gpu_has_nearly_the_hits_of_all() -> None:
+    """A host that holds the rest makes up for it; a host that holds nothing does not."""
+    everything = hits(WORKING_SET + 20, 0)
+    assert everything > 4000
+    assert hits(WORKING_SET // 10, WORKING_SET) >= 0.9 * everything
+    assert hits(WORKING_SET // 10, 0) < 0.2 * everything
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_happens_no_block_and_no_request_is_lost(seed: int) -> None:
+    rng = random.Random(seed)
+    broken = rng.random() < 0.5
+
+    def fault(point: str, plan: object) -> None:
+        if rng.random() < (0.2 if point == "move" else 0.01) and broken:
+            raise RuntimeError(f"injected at {point}")
+
+    ranks = rng.choice([1, 1, 2, 4])
+    policy = None
+    if ranks > 1:
+        policy = (SmallTiles if rng.random() < 0.5 else ShardPolicy)(
+            ranks, shard_from_tokens=rng.choice([12, 1000]), hit_tokens=4
+        )
+    groups = rng.choice([1, 2])
+    engine = make_engine(
+        blocks=rng.choice([8, 12, 20]),
+        groups=groups,
+        shared=rng.random() < 0.5,
+        seqs=rng.choice([2, 4]),
+        depth=rng.choice([1, 2]),
+        fault=fault,
+        policy=policy,
+        host_blocks=rng.choice([3, 10, 60]),
+        host_step_blocks=rng.choice([2 * groups, 1000]),
+        preemption=rng.choice(["auto", "recompute", "swap"]),
+        max_model_len=32,
+    )
+    runner = engine.runner
+    runner.slow = ranks == 1 and rng.random() < 0.5  # type: ignore[attr-defined]
+    stems = [random_prompt(rng, 12) for _ in range(3)]
+    prompts: dict[str, list[int]] = {}
+    outputs: dict[str, list[int]] = {}
+    ends: dict[str, object] = {}
+    now, number = 0.0, 0
+    while number < 60 or not engine.idle:
+        now += 1.0
+        if number < 60 and rng.random() < 0.6:
+            prompt = [*rng.choice(stems), *random_prompt(rng, 8)]
+            name = f"r{number}"
+            number += 1
+            deadline = now + rng.choice([5, 1e9, 1e9])
+            prompts[name], outputs[name] = prompt, []
+            engine.submit(make_request(name, prompt, rng.randint(1, 6), deadline_s=deadline))
+        if rng.random() < 0.05 and engine.requests:
+            for request, event in engine.abort(rng.choice(list(engine.requests))):
+                ends[request.id] = event
+        if rng.random() < 0.1 and engine.scheduler.running:
+            engine.scheduler.preempt(rng.choice(engine.scheduler.running))
+        if rng.random() < 0.03:
+            engine.scheduler.flush()
+        for copying in list(runner.pending):  # type: ignore[attr-defined]
+            if rng.random() < 0.3:
+                runner.pending.remove(copying)  # type: ignore[attr-defined]
+                copying.finish()
+        for request, event in engine.step(now):
+            if isinstance(event, wire.Delta | wire.Finish):
+                outputs[request.id] += event.tokens
+            if isinstance(event, wire.Finish | wire.Error):
+                ends[request.id] = event
+        check(engine)
+        assert now < 5000, "it does not come to an end"
+    assert_empty(engine)
+    assert ends.keys() == prompts.keys()
+    for name, prompt in prompts.items():
+        assert outputs[name] == expected(prompt, len(outputs[name]))
+        if isinstance(ends[name], wire.Finish) and ends[name].reason == "length":
+            assert outputs[name]
