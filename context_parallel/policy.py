@@ -89,8 +89,3 @@ def share(count: int, ranks: int, tile: int = TILE) -> int:
     dealt to it."""
     rounds, rest = divmod(count, ranks * tile)
     return rounds * tile + min(rest, tile)
-
-
-def longest_sequence(blocks_per_rank: int, block_size: int, ranks: int) -> int:
-    """Tokens of the longest sequence that an idle gang can hold: it has blocks on all ranks."""
-    return blocks_per_rank * block_size * ranks

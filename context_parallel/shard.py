@@ -40,7 +40,7 @@ class ShardMap:
     __slots__ = ("_local", "block_size", "owner", "physical")
 
     def __init__(self, blocks: Sequence[int], per_rank: int, block_size: int) -> None:
-        """`per_rank` is how many blocks each rank's arena has."""
+        """`per_rank` is how many blocks each rank's arena has. GONE blocks are on no rank."""
         ids = np.asarray(blocks, np.int64)
         self.block_size = block_size
         self.owner, self.physical = np.divmod(ids, per_rank)  # int64 [blocks]

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvpaging.windows import GONE
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -20,7 +22,8 @@ class LocalTables:
     `blocks[g, slot]` are the gang-wide numbers of group g's blocks in logical order, `length[slot]`
     of them. `host[g, slot, :used[slot]]` are the physical blocks on this rank and
     `logical[slot, :used[slot]]` which blocks of the sequence they are, ascending. All groups of a
-    logical block lie on one rank.
+    logical block lie on one rank. Where a group gave its block back, `blocks` may say GONE, and
+    `host` then any block: nobody reads it. What all groups gave back is on no rank.
     """
 
     def __init__(
@@ -54,17 +57,18 @@ class LocalTables:
         length, end = int(self.length[slot]), first + new.shape[1]
         if not 0 <= first <= length or end > width:
             raise ValueError(f"blocks {first} to {end} of a table of {length}, {width} at most")
-        owner, physical = np.divmod(new, np.array(self.per_rank)[:, None])
-        if (owner != owner[:1]).any():
+        owners, physical = np.divmod(new, np.array(self.per_rank)[:, None])
+        owner = np.where(new == GONE, GONE, owners).max(0)
+        if ((new != GONE) & (owners != owner)).any():
             raise ValueError(f"the groups of a block of slot {slot} lie on several ranks")
         self._digest -= self._sum(slot, first, length)
         self.blocks[:, slot, first:end] = new
         self.length[slot] = end
         self._digest = (self._digest + self._sum(slot, first, end)) & MASK
         kept = int(np.searchsorted(self.logical[slot, : self.used[slot]], first))
-        mine = np.flatnonzero(owner[0] == self.rank)
+        mine = np.flatnonzero(owner == self.rank)
         used = kept + len(mine)
-        self.host[:, slot, kept:used] = physical[:, mine]
+        self.host[:, slot, kept:used] = np.where(new == GONE, 0, physical)[:, mine]
         self.logical[slot, kept:used] = first + mine
         self.used[slot] = used
 

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from kvpaging.states import FREE, IDLE, LEASED, NONE, OWNED, QUARANTINED, STATES
+from kvpaging.windows import GONE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -81,9 +82,9 @@ def count_entries(pool: BlockPool, tables: Iterable[BlockTable]) -> list[int]:
     """Table entries of each block."""
     entries = [0] * pool.blocks
     for table in tables:
-        for owner, blocks in zip(table.pools, table.blocks, strict=True):
+        for owner, blocks, first in zip(table.pools, table.blocks, table.first, strict=True):
             if owner is pool:
-                for block in blocks:
+                for block in blocks[first:]:
                     entries[block] += 1
     return entries
 
@@ -144,6 +145,11 @@ def _of_tables(tables: Iterable[BlockTable]) -> list[Problem]:
         lengths = [len(blocks) for blocks in table.blocks]
         if any(n != expected for n in lengths):
             found.append((NONE, f"a table of {table.length} tokens has {lengths} blocks"))
+        elif any(
+            blocks[:first] != [GONE] * first or GONE in blocks[first:]
+            for blocks, first in zip(table.blocks, table.first, strict=True)
+        ):
+            found.append((NONE, f"a table lacks other blocks than the first {table.first}"))
         elif table.pools[0].ranks > 1:
             found += _of_places(table)
     return found
@@ -151,18 +157,23 @@ def _of_tables(tables: Iterable[BlockTable]) -> list[Problem]:
 
 def _of_places(table: BlockTable) -> list[Problem]:
     """All groups have a logical block on one rank, which is one of the table's; loads say so."""
-    columns = [
-        [pool.rank_of(block) for block in blocks]
-        for pool, blocks in zip(table.pools, table.blocks, strict=True)
+    rows = [
+        [p.rank_of(b) for p, b in zip(table.pools, row, strict=True) if b != GONE]
+        for row in zip(*table.blocks, strict=True)
     ]
     found = []
-    if any(column != columns[0] for column in columns):
+    if any(len(set(row)) > 1 for row in rows):
         found.append((NONE, "the groups of a table have blocks on different ranks"))
-    if elsewhere := set(columns[0]).difference(table.ranks):
+    if elsewhere := {rank for row in rows for rank in row}.difference(table.ranks):
         found.append((NONE, f"a table of ranks {table.ranks} has blocks on {sorted(elsewhere)}"))
-    loads = [columns[0].count(rank) for rank in range(table.pools[0].ranks)]
+    ranks = range(table.pools[0].ranks)
+    loads = [sum(row[:1] == [rank] for row in rows) for rank in ranks]
     if table.loads != loads:
         found.append((NONE, f"a table with blocks by rank {loads} believes {table.loads}"))
+    entries = [sum(row.count(rank) for row in rows) for rank in ranks]
+    believed = [*map(table.entries, ranks)]
+    if believed != entries and not found:
+        found.append((NONE, f"a table with entries by rank {entries} believes {believed}"))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -143,8 +144,7 @@ def sharing(
         stored += sum(pool.references(block) > 0 for block in doubted)
     entries = 0
     for table in tables:
-        here = rank is None or not table.loads
-        entries += len(table.blocks) * (len(table.blocks[0]) if here else table.loads[rank or 0])
+        entries += table.entries(rank)
     return Sharing(entries, stored)
 
 
@@ -163,12 +163,14 @@ def snapshot(
     full: set[int] = set()
     partial: dict[int, int] = {}
     for table in tables:
-        blocks, (n, rest) = table.blocks[0], divmod(table.length, block_size)
-        full.update(blocks[:n])
-        if rest:
+        # Of groups with a window the widest keeps most; without one, everything.
+        group = max(range(len(table.blocks)), key=lambda g: table.windows[g] or math.inf)
+        pool, blocks = table.pools[group], table.blocks[group]
+        n, rest = divmod(table.length, block_size)
+        full.update(b for b in blocks[table.first[group] : n] if pool.rank_of(b) == rank)
+        if rest and pool.rank_of(blocks[n]) == rank:
             partial[blocks[n]] = max(rest, partial.get(blocks[n], 0))
-    lengths = {**partial, **dict.fromkeys(full, block_size)}
-    stored = [n for b, n in lengths.items() if pools[0].rank_of(b) == rank]
+    stored = [*{**partial, **dict.fromkeys(full, block_size)}.values()]
     return RankPages(
         rank=rank,
         block_size=block_size,
@@ -191,8 +193,8 @@ def holders(pool: BlockPool, tables: Mapping[str, BlockTable]) -> list[BlockRepo
     for owner, table in tables.items():
         for group, blocks in enumerate(table.blocks):
             if table.pools[group] is pool:
-                for index, block in enumerate(blocks):
-                    entries[block].append(Entry(owner, group, index))
+                for index in range(table.first[group], len(blocks)):
+                    entries[blocks[index]].append(Entry(owner, group, index))
     return [
         BlockReport(
             block=block,

@@ -4,7 +4,8 @@ Layers with the same KV shape and window form a *layer group*. A block belongs t
 `block_bytes` raw bytes: for each layer of the group a K plane `(kv_heads, B, k_dim)`, then a V
 plane `(kv_heads, B, v_dim)`, and where pages are quantised the scales of both, `(kv_heads, B)`
 each; every plane on a 16-byte border. So moving a block is one copy, and nothing outside it is
-needed to read it. Groups whose blocks have equal bytes share one arena; others have one each.
+needed to read it. Groups whose blocks have equal bytes share one arena; others have one each. In
+models with windows larger groups are split so that they share one, where little padding does it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,8 +21,13 @@ import torch
 from torch import Tensor
 
 from kvpaging.quant import LARGEST, SCALE_BYTES, Scales
+from kvpaging.windows import GONE, Needs
 
 ALIGN_BYTES = 16
+GROUPS_MAX = 8
+"""Layer groups that are made to share an arena: each has a table and identities of its own."""
+PADDING_MAX = 0.15
+"""Share of the blocks' bytes that may be padding for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +80,22 @@ class Layout:
         full = (i for i, group in enumerate(self.groups) if group.shape.window is None)
         return next(full, None)
 
+    def needs(self, chunk: int) -> Needs:
+        """What sequences need of which at most `chunk` tokens are computed at once."""
+        windows = tuple(group.shape.window for group in self.groups)
+        arenas = tuple(group.arena for group in self.groups)
+        return Needs(windows, arenas, self.block_size, chunk)
+
+    def longest(self, slices: int, chunk: int, ranks: int = 1) -> int:
+        """Tokens of the longest sequence that `slices` on each of `ranks` hold."""
+        room = [slices * self.groups_in(arena) for arena in range(len(self.arena_block_bytes))]
+        return self.needs(chunk).longest(room, ranks)
+
+    def sequence_bytes(self, tokens: int, chunk: int) -> int:
+        """What a sequence takes at most on its way to so many tokens."""
+        blocks = self.needs(chunk).blocks(tokens)
+        return sum(n * group.block_bytes for n, group in zip(blocks, self.groups, strict=True))
+
     def groups_in(self, arena: int) -> int:
         return sum(group.arena == arena for group in self.groups)
 
@@ -94,14 +117,50 @@ def layout(
     members: dict[LayerShape, list[int]] = {}
     for layer, shape in enumerate(shapes):
         members.setdefault(shape, []).append(layer)
+    sizes = {shape: sum(_planes(shape, block_size, itemsize, quantised)) for shape in members}
+    whole = [(shape, tuple(layers)) for shape, layers in members.items()]
+    parts = _equal(whole, sizes)
+    least = max(sizes[shape] * len(layers) for shape, layers in parts) if parts else 0
     arenas: list[int] = []
     groups = []
-    for shape, layers in members.items():
-        block_bytes = sum(_planes(shape, block_size, itemsize, quantised)) * len(layers)
+    for shape, layers in parts or whole:
+        block_bytes = max(least, sizes[shape] * len(layers))
         if block_bytes not in arenas:
             arenas.append(block_bytes)
-        groups.append(Group(tuple(layers), shape, arenas.index(block_bytes), block_bytes))
+        groups.append(Group(layers, shape, arenas.index(block_bytes), block_bytes))
     return Layout(block_size, itemsize, tuple(groups), tuple(arenas), quantised)
+
+
+Members = list[tuple[LayerShape, tuple[int, ...]]]
+
+
+def _equal(whole: Members, sizes: dict[LayerShape, int]) -> Members:
+    """The layers in more groups, whose blocks have nearly equal bytes, so that they can share an
+    arena: what groups with a window give back, the others then take. None where this is no use,
+    or where it makes too many groups or blocks with too much padding."""
+    if len({shape.window for shape, _ in whole}) == 1:
+        return []
+    total = sum(sizes[shape] * len(layers) for shape, layers in whole)
+    found = []
+    for target in {sizes[shape] * (n + 1) for shape, layers in whole for n in range(len(layers))}:
+        if target >= max(sizes.values()):
+            parts = [
+                (shape, layers[start:stop])
+                for shape, layers in whole
+                for start, stop in _cuts(len(layers), target // sizes[shape])
+            ]
+            least = max(sizes[shape] * len(layers) for shape, layers in parts)
+            full = sum(shape.window is None for shape, _ in parts)
+            if len(parts) <= GROUPS_MAX and least * len(parts) <= total * (1 + PADDING_MAX):
+                # Padding costs most where nothing is given back.
+                found.append((full * least, least * len(parts), len(parts), parts))
+    return min(found, key=lambda one: one[:3])[3] if found else []
+
+
+def _cuts(count: int, most: int) -> list[tuple[int, int]]:
+    """So many layers in parts of at most `most`, as equal as can be: where each starts and ends."""
+    parts = -(-count // most)
+    return [*pairwise(count * i // parts for i in range(parts + 1))]
 
 
 def _planes(
@@ -184,14 +243,15 @@ class BlockStore:
         }
 
     def export(self, blocks: Sequence[Sequence[int]]) -> Any:
-        """The bytes of whole blocks, a uint8 numpy array `[n * slice_bytes]`.
+        """The bytes of whole blocks, a uint8 numpy array `[bytes_of(blocks)]`.
 
-        `blocks[g]` are n blocks of group g. The array has the first block of each group, groups in
-        order, then the second ones, so its beginning is the beginning of a sequence. Any thread may
-        call while nobody writes these blocks; on a GPU the copies queue behind the steps launched
-        so far. Raises ValueError for blocks that there are not.
+        `blocks[g]` are n blocks of group g, or GONE, which takes no byte. The array has the first
+        block of each group, groups in order, then the second ones, so its beginning is the
+        beginning of a sequence. Any thread may call while nobody writes these blocks; on a GPU the
+        copies queue behind the steps launched so far. Raises ValueError for blocks that there are
+        not.
         """
-        out = np.empty(self._columns(blocks) * self.layout.slice_bytes, np.uint8)
+        out = np.empty(self.bytes_of(blocks), np.uint8)
         for arena, block, start, stop in self._moves(blocks):
             # Not by torch on a CPU: its copies would start a second team of threads there.
             if self.device.type == "cpu":
@@ -206,7 +266,7 @@ class BlockStore:
         Any thread may call while nobody else uses these blocks. Raises ValueError when `data` has
         not exactly their bytes, before anything is written.
         """
-        size, wanted = memoryview(data).nbytes, self._columns(blocks) * self.layout.slice_bytes
+        size, wanted = memoryview(data).nbytes, self.bytes_of(blocks)
         if size != wanted:
             raise ValueError(f"{size} bytes were given for blocks of {wanted} bytes")
         given = np.frombuffer(data, np.uint8) if size else np.empty(0, np.uint8)
@@ -216,20 +276,26 @@ class BlockStore:
             else:  # through a copy, because torch takes no read-only memory
                 arena[block].copy_(torch.from_numpy(given[start:stop].copy()))
 
-    def _columns(self, blocks: Sequence[Sequence[int]]) -> int:
+    def bytes_of(self, blocks: Sequence[Sequence[int]]) -> int:
+        """Bytes of whole blocks, as `export` gives them. Raises ValueError for blocks that there
+        are not."""
         groups, n = self.layout.groups, len(blocks[0]) if blocks else 0
         if len(blocks) != len(groups) or any(len(column) != n for column in blocks):
             raise ValueError(f"{len(groups)} equally long block lists are needed")
+        total = 0
         for group, column in zip(groups, blocks, strict=True):
-            most = self.blocks(group.arena)
-            if not all(0 <= block < most for block in column):
+            most, there = self.blocks(group.arena), [block for block in column if block != GONE]
+            if not all(0 <= block < most for block in there):
                 raise ValueError(f"blocks are numbered from 0 to {most - 1}, not {list(column)}")
-        return n
+            total += len(there) * group.block_bytes
+        return total
 
     def _moves(self, blocks: Sequence[Sequence[int]]) -> Iterator[tuple[Tensor, int, int, int]]:
         """Arena, block, and the range of its bytes in an exported array."""
         start = 0
         for row in zip(*blocks, strict=True):
             for group, block in zip(self.layout.groups, row, strict=True):
+                if block == GONE:
+                    continue
                 yield self.arenas[group.arena], block, start, start + group.block_bytes
                 start += group.block_bytes

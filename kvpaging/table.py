@@ -7,6 +7,10 @@ either happens in all groups or changes nothing.
 In a gang, blocks are numbered over all ranks (see `ledger`), so the lists say who owns what. New
 blocks go to `ranks`: one rank, or each block to the one of them that has fewest of this table. All
 groups have a logical block on one rank.
+
+A group with a window gives back the blocks that no query to come sees (`give_back`); `GONE` stands
+in their place, so an entry's index is its logical block all the same. What is gone stays gone: a
+table is never cut so short that its next query would look there.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from kvpaging.pool import BlockPool, OutOfBlocks
+from kvpaging.windows import GONE, first_seen
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,22 +41,35 @@ class Copy:
 
 
 class BlockTable:
-    """Blocks and length of one sequence. `length` counts tokens stored or being stored."""
+    """Blocks and length of one sequence. `length` counts tokens stored or being stored; the first
+    `first[g]` blocks of group g were given back."""
 
-    __slots__ = ("_limit", "block_size", "blocks", "length", "loads", "pools", "ranks")
+    __slots__ = (
+        *("_behind", "_limit", "block_size", "blocks", "first", "length", "loads", "pools"),
+        *("ranks", "windows"),
+    )
 
     def __init__(
-        self, pools: Sequence[BlockPool], block_size: int, ranks: Sequence[int] = (0,)
+        self,
+        pools: Sequence[BlockPool],
+        block_size: int,
+        ranks: Sequence[int] = (0,),
+        windows: Sequence[int | None] = (),
     ) -> None:
+        """`windows[g]` is the window of group g; without any, all groups keep everything."""
         if not pools or block_size < 1:
             raise ValueError(f"a table needs pools and a block size, not {pools!r}, {block_size}")
         self.pools = tuple(pools)
         self.block_size = block_size
+        self.windows = tuple(windows) or (None,) * len(self.pools)
         self.blocks: list[list[int]] = [[] for _ in pools]
+        self.first = [0] * len(self.pools)
         self.length = 0
         self.ranks = tuple(ranks)  # widened when the sequence grows to more ranks
-        # Logical blocks on each rank of a gang.
+        # On each rank of a gang: logical blocks of which some group has its part there, and how
+        # many parts of these were given back.
         self.loads = [0] * pools[0].ranks if pools[0].ranks > 1 else []
+        self._behind = self.loads.copy()
         # The end of the last block where this table was once alone in it, else 0. Whoever shares
         # it since (a fork, a hold) has only what was stored then and copies before it writes, so
         # appending up to here needs no block and no copy.
@@ -61,6 +79,23 @@ class BlockTable:
     def wasted_slots(self) -> int:
         """Slots per layer group that this table keeps and does not use: at most B - 1."""
         return len(self.blocks[0]) * self.block_size - self.length
+
+    def entries(self, rank: int | None = None) -> int:
+        """Blocks that it has in all groups, on one rank or all."""
+        if rank is None or not self.loads:
+            return sum(map(len, self.blocks)) - sum(self.first)
+        return len(self.pools) * self.loads[rank] - self._behind[rank]
+
+    def held(self, group: int) -> int:
+        """Blocks that it has in one group."""
+        return len(self.blocks[group]) - self.first[group]
+
+    def rank_at(self, index: int) -> int | None:
+        """The rank of logical block `index`; None where every group gave it back."""
+        for pool, blocks in zip(self.pools, self.blocks, strict=True):
+            if blocks[index] != GONE:
+                return pool.rank_of(blocks[index])
+        return None
 
     def blocks_needed(self, n: int) -> tuple[int, ...]:
         """Blocks that `append(n)` would allocate now, per group, copies included."""
@@ -183,26 +218,39 @@ class BlockTable:
         Where this table may write on in that block it still may: the twin has to copy it, the
         last one to write excepted.
         """
-        twin = BlockTable(self.pools, self.block_size, self.ranks)
-        twin.loads[:] = self.loads
+        twin = BlockTable(self.pools, self.block_size, self.ranks, self.windows)
+        twin.loads[:], twin._behind[:], twin.first[:] = self.loads, self._behind, self.first
         for pool, mine, theirs in zip(self.pools, self.blocks, twin.blocks, strict=True):
             for block in mine:
-                pool.ref(block)
+                if block != GONE:
+                    pool.ref(block)
             theirs.extend(mine)
         twin.length = self.length
         return twin
 
     def truncate(self, length: int, step: int | None = None) -> None:
-        """Keeps the first `length` tokens; surplus blocks go back tail first, after `step`."""
+        """Keeps the first `length` tokens; surplus blocks go back tail first, after `step`.
+
+        Raises ValueError where a query at `length` would see what was given back, unless nothing
+        is kept.
+        """
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot truncate a table of {self.length} tokens to {length}")
+        if length and not self.keeps(length):
+            raise ValueError(f"a table cut to {length} tokens would lack blocks it gave back")
         keep = -(-length // self.block_size)
         if self.loads:
-            for block in self.blocks[0][keep:]:
-                self.loads[self.pools[0].rank_of(block)] -= 1
-        for pool, blocks in zip(self.pools, self.blocks, strict=True):
-            while len(blocks) > keep:
-                pool.unref(blocks.pop(), step)
+            for index in range(keep, len(self.blocks[0])):
+                if (rank := self.rank_at(index)) is not None:
+                    self.loads[rank] -= 1
+        # All of a logical block goes before any of the one before it: a hit needs all groups.
+        for _ in range(keep, len(self.blocks[0])):
+            for pool, blocks in zip(self.pools, self.blocks, strict=True):
+                if (block := blocks.pop()) != GONE:
+                    pool.unref(block, step)
+        if not keep:
+            self.first[:] = [0] * len(self.pools)
+            self._behind[:] = [0] * len(self._behind)
         self.length = length
         private = keep and all(
             pool.private(blocks[-1]) for pool, blocks in zip(self.pools, self.blocks, strict=True)
@@ -213,38 +261,81 @@ class BlockTable:
         """Gives all blocks back, tail first, after `step`; the table is then empty."""
         self.truncate(0, step)
 
+    def give_back(self, position: int, step: int | None = None) -> None:
+        """No query before `position` will come: blocks that its window hides, and those before,
+        go back, the first ones first, after `step`. Groups without a window keep theirs."""
+        for group, window in enumerate(self.windows):
+            stop = first_seen(position, window, self.block_size)
+            for index in range(self.first[group], min(stop, len(self.blocks[group]))):
+                self._give(group, index, step)
+                self.first[group] = index + 1
+
+    def _give(self, group: int, index: int, step: int | None) -> None:
+        pool, blocks = self.pools[group], self.blocks[group]
+        block, blocks[index] = blocks[index], GONE
+        pool.unref(block, step)
+        if self.loads:
+            rank = pool.rank_of(block)
+            self._behind[rank] += 1
+            if self.rank_at(index) is None:
+                self.loads[rank] -= 1
+                self._behind[rank] -= len(self.pools)
+
+    def keeps(self, position: int) -> bool:
+        """Whether all blocks are here that a query at `position` sees."""
+        return all(
+            first <= first_seen(position, window, self.block_size)
+            for first, window in zip(self.first, self.windows, strict=True)
+        )
+
     def attach(self, blocks: Sequence[Sequence[int]]) -> None:
-        """Adopts cached full blocks, one equally long list per group, at the table's end."""
+        """Adopts cached full blocks, one equally long list per group, at the table's end.
+
+        The first of a group with a window may be GONE, where the table has none before them.
+        """
         n = len(blocks[0]) if blocks else 0
         if len(blocks) != len(self.pools) or any(len(b) != n for b in blocks):
             raise ValueError(f"{len(self.pools)} equally long block lists are needed")
         if self.length % self.block_size:
             raise ValueError(f"cached blocks cannot follow a partial block ({self.length} tokens)")
-        for pool, theirs in zip(self.pools, blocks, strict=True):
-            for block in theirs:
+        holes = [self._holes(group, theirs) for group, theirs in enumerate(blocks)]
+        for pool, theirs, hole in zip(self.pools, blocks, holes, strict=True):
+            for block in theirs[hole:]:
                 if not pool.usable(block):
                     raise ValueError(f"block {block} is {pool.describe(block)}: not attached")
         if self.loads:
             self._load(blocks)
-        for pool, mine, theirs in zip(self.pools, self.blocks, blocks, strict=True):
-            for block in theirs:
+        parts = zip(self.pools, self.blocks, blocks, holes, strict=True)
+        for group, (pool, mine, theirs, hole) in enumerate(parts):
+            for block in theirs[hole:]:
                 pool.ref(block)
             mine.extend(theirs)
+            self.first[group] += hole
         self.length += n * self.block_size
         self._limit = 0
 
+    def _holes(self, group: int, blocks: Sequence[int]) -> int:
+        """How many of a group's cached blocks, the first ones, are GONE. Raises ValueError where
+        that may not be."""
+        hole = sum(block == GONE for block in blocks)
+        before = self.first[group] < len(self.blocks[group])
+        if hole and (self.windows[group] is None or before or set(blocks[:hole]) != {GONE}):
+            raise ValueError(f"{hole} blocks of group {group} are missing: not attached")
+        return hole
+
     def _load(self, blocks: Sequence[Sequence[int]]) -> None:
         """Count cached blocks by rank; refuses any that may not be where they are."""
-        columns = [
-            [pool.rank_of(b) for b in column]
-            for pool, column in zip(self.pools, blocks, strict=True)
-        ]
-        if any(column != columns[0] for column in columns):
-            raise ValueError("the groups have these blocks on different ranks: not attached")
-        if elsewhere := set(columns[0]).difference(self.ranks):
+        owners = []
+        for row in zip(*blocks, strict=True):
+            there = [p.rank_of(b) for p, b in zip(self.pools, row, strict=True) if b != GONE]
+            if len(set(there)) > 1:
+                raise ValueError("the groups have these blocks on different ranks: not attached")
+            owners.append(there)
+        if elsewhere := {rank for there in owners for rank in there}.difference(self.ranks):
             raise ValueError(f"blocks on {sorted(elsewhere)} for a table of ranks {self.ranks}")
-        for rank in columns[0]:
-            self.loads[rank] += 1
+        for there in filter(None, owners):
+            self.loads[there[0]] += 1
+            self._behind[there[0]] += len(self.pools) - len(there)
 
     def swap(self, group: int, index: int, block: int, step: int | None = None) -> None:
         """Replaces a full block by its canonical twin (`publish`) on the same rank; the old goes
@@ -253,6 +344,8 @@ class BlockTable:
             raise ValueError(f"block {index} of a table of {self.length} tokens is not full")
         pool, mine = self.pools[group], self.blocks[group]
         old = mine[index]
+        if old == GONE:
+            raise ValueError(f"block {index} of group {group} was given back: not swapped")
         if pool.rank_of(old) != pool.rank_of(block):
             raise ValueError(f"blocks {old} and {block} are on different ranks: not swapped")
         pool.ref(block)
@@ -260,8 +353,11 @@ class BlockTable:
         pool.unref(old, step)
 
     def locate(self, position: int, group: int = 0) -> tuple[int, int]:
-        """Physical block and offset of the token at logical `position`."""
+        """Physical block and offset of the token at logical `position`. Raises IndexError where
+        there is none, or none any more."""
         if not 0 <= position < self.length:
             raise IndexError(f"position {position} of a table of {self.length} tokens")
         index, offset = divmod(position, self.block_size)
+        if self.blocks[group][index] == GONE:
+            raise IndexError(f"position {position} of group {group}: its block was given back")
         return self.blocks[group][index], offset

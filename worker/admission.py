@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING
 
 from context_parallel.policy import Start
 from kvpaging.table import BlockTable
+from kvpaging.windows import GONE
 from worker.request import NO_SLOT, Sequence
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
     from kvpaging.pool import BlockPool
     from worker.scheduler import Row, Scheduler
 
@@ -44,11 +47,13 @@ def start(
     more of it is being computed right now, or comes back from the host; `rows` are what this
     step computes, and ranks that are `busy` can compute no more in it."""
     first, beams = sequence.request.sequences[0], sequence.request.beams
-    if beams is None and sequence is not first and first.finish_reason is None:
+    waits = beams is None and sequence is not first and first.finish_reason is None
+    if waits and _keeps(first, sequence, first.prompt_tokens):
         return _fork(scheduler, first, first.prompt_tokens, rows)
     hit = scheduler.prefix.match(sequence)
     beam, common = (None, 0) if beams is None else _nearest(sequence)
-    if beam is not None and common > len(hit[0]) * scheduler.block_size:
+    longer = common > len(hit[0]) * scheduler.block_size
+    if beam is not None and longer and _keeps(beam, sequence, common):
         return _fork(scheduler, beam, common, rows)
     if scheduler.prefix.being_computed(sequence, len(hit[0])):
         return None
@@ -62,12 +67,12 @@ def _placed(
 ) -> BlockTable:
     """A table with cached blocks, at the best place that can afford the sequence now; at the best
     of all when none can. A rank that is busy is waited for where it has the blocks."""
-    pool, policy = scheduler.pools[0], scheduler.policy
+    policy = scheduler.policy
     if policy.ranks == 1:
-        return _attached(scheduler, Start((0,), len(hit[0])), hit)
+        return _attached(scheduler, sequence, Start((0,), len(hit[0])), hit)
     starts = policy.starts(
         len(sequence.tokens),
-        [pool.rank_of(block) for block in hit[0]],
+        owners(scheduler, hit),
         queued=queued(scheduler),
         block_size=scheduler.block_size,
         rank_blocks=scheduler.rank_blocks,
@@ -77,17 +82,33 @@ def _placed(
             if start_at.hit_blocks:
                 break
             continue
-        table = _attached(scheduler, start_at, hit)
+        table = _attached(scheduler, sequence, start_at, hit)
         if affordable(scheduler, sequence, table):
             return table
         table.release()
-    return _attached(scheduler, starts[0], hit)
+    return _attached(scheduler, sequence, starts[0], hit)
 
 
-def _attached(scheduler: Scheduler, start_at: Start, hit: list[list[int]]) -> BlockTable:
-    table = BlockTable(scheduler.pools, scheduler.block_size, start_at.ranks)
-    if start_at.hit_blocks:
-        table.attach([column[: start_at.hit_blocks] for column in hit])
+def owners(scheduler: Scheduler, hit: list[list[int]]) -> list[int]:
+    """The rank of each logical block; of one that no group needs, that of the next."""
+    found: list[int] = []
+    for row in zip(*map(reversed, hit), strict=True):
+        there = [p.rank_of(b) for p, b in zip(scheduler.pools, row, strict=True) if b != GONE]
+        found.append(there[0] if there else found[-1])
+    return found[::-1]
+
+
+def _attached(
+    scheduler: Scheduler, sequence: Sequence, start_at: Start, hit: list[list[int]]
+) -> BlockTable:
+    if start_at.hit_blocks < len(hit[0]):  # groups with a window need earlier ones then
+        hit = scheduler.prefix.match(sequence, start_at.hit_blocks)
+        if not {*owners(scheduler, hit)} <= {*start_at.ranks}:
+            hit = [[] for _ in hit]
+    windows = scheduler.needs.windows
+    table = BlockTable(scheduler.pools, scheduler.block_size, start_at.ranks, windows)
+    if hit[0]:
+        table.attach(hit)
     return table
 
 
@@ -140,41 +161,54 @@ def _fork(
     return twin
 
 
+def _keeps(source: Sequence, sequence: Sequence, length: int) -> bool:
+    """Whether a fork of another's first `length` tokens would find what it sees, once they are
+    stored: the other may have gone on and given it back."""
+    return source.table is None or source.table.keeps(sequence.resumes_at(length))
+
+
 def affordable(scheduler: Scheduler, sequence: Sequence, table: BlockTable) -> bool:
     """Whether the whole sequence fits beside what running ones were promised, a beam search with a
     block more for each beam to come: on its rank, or on all."""
     if not scheduler.running:
         return True
-    size = scheduler.block_size
-    asked = -(-(len(sequence.tokens) + 1) // size) - len(table.blocks[0])
-    asked += max(0, sequence.request.params.beam_width - len(sequence.request.sequences))
-    return room(scheduler, asked, table.ranks)
+    beams = max(0, sequence.request.params.beam_width - len(sequence.request.sequences))
+    more = _more(scheduler, table, len(sequence.tokens) + 1)
+    return room(scheduler, [blocks + beams for blocks in more], table.ranks)
 
 
-def room(scheduler: Scheduler, blocks: int, ranks: tuple[int, ...]) -> bool:
+def _more(scheduler: Scheduler, table: BlockTable, tokens: int) -> list[int]:
+    """Blocks of each group that a table has yet to take at most, to hold so many tokens."""
+    if not scheduler.needs.windowed:
+        return [max(0, -(-tokens // table.block_size) - table.held(0))] * len(table.pools)
+    need = scheduler.needs.blocks(tokens, tokens - table.length)
+    return [max(0, blocks - table.held(group)) for group, blocks in enumerate(need)]
+
+
+def room(scheduler: Scheduler, blocks: Seq[int], ranks: tuple[int, ...]) -> bool:
     """Whether one rank, or all, have so many blocks of each group that nobody was promised."""
     rank = ranks[0] if len(ranks) < scheduler.policy.ranks else None
-    asked = blocks + promised(scheduler, rank)
     need: dict[BlockPool, int] = {}
-    for pool in scheduler.pools:
-        need[pool] = need.get(pool, 0) + asked
+    asked = zip(scheduler.pools, blocks, promised(scheduler, rank), strict=True)
+    for pool, some, others in asked:
+        need[pool] = need.get(pool, 0) + some + others
     return all(
         n <= (pool.available if rank is None else pool.available_on(rank))
         for pool, n in need.items()
     )
 
 
-def promised(scheduler: Scheduler, rank: int | None = None) -> int:
+def promised(scheduler: Scheduler, rank: int | None = None) -> list[int]:
     """Blocks of each layer group that running sequences were promised and have not taken: on all
     ranks, or on one, where those that run on all ranks are to get their share."""
-    size, ranks = scheduler.block_size, scheduler.policy.ranks
-    narrow = wide = 0
+    ranks = scheduler.policy.ranks
+    narrow, wide = ([0] * len(scheduler.pools) for _ in "nw")
     for sequence in scheduler.running:
         table = sequence.table
         if table is not None:
-            more = max(0, -(-(sequence.target + 1) // size) - len(table.blocks[0])) + 1
-            if rank is None or (len(table.ranks) < ranks and table.ranks[0] == rank):
-                narrow += more
-            elif len(table.ranks) == ranks:
-                wide += more
-    return narrow + -(-wide // ranks)
+            here = rank is None or (len(table.ranks) < ranks and table.ranks[0] == rank)
+            if here or len(table.ranks) == ranks:
+                sums = narrow if here else wide
+                for group, more in enumerate(_more(scheduler, table, sequence.target + 1)):
+                    sums[group] += more + 1
+    return [some + -(-others // ranks) for some, others in zip(narrow, wide, strict=True)]

@@ -62,6 +62,7 @@ def build_engine(
         enabled=launch.config.kv.prefix_cache,
         cpu_clock=cpu_clock,
         indexed=launch.layout.indexed,
+        windows=[group.shape.window for group in launch.layout.groups],
     )
     depth = 1 if launch.device.type == "cpu" else 2
     ends = end_token_ids(launch.directory, launch.hf_config)
@@ -123,7 +124,7 @@ def _host_store(launch: Launch, store: BlockStore, clock: Callable[[], float]) -
 
 def _policy(launch: Launch, ranks: int) -> ShardPolicy:
     """As configured: without a threshold, what one rank cannot hold is spread."""
-    held = launch.memory.slices * launch.layout.block_size
+    held = launch.memory.rank_tokens(launch.layout)
     threshold = launch.config.pool.shard_from_tokens
     return ShardPolicy(ranks, shard_from_tokens=threshold or held)
 

@@ -140,15 +140,17 @@ def _check_room(scheduler: Scheduler, width: int, prompt: int, more: int) -> Non
     if width > scheduler.limits.max_num_seqs:
         allowed = f"at most {scheduler.limits.max_num_seqs}, the sequences that run at a time"
         raise ParamError("beam_width", width, allowed, "scheduler.max_num_seqs")
-    size = scheduler.block_size
-    shared = prompt // size
-    each = -(-(prompt + more - 1) // size) - shared
-    for pool in set(scheduler.pools):
-        left = pool.blocks // scheduler.pools.count(pool) - shared
-        if width * each > left:
+    needs, tokens = scheduler.needs, prompt + more
+    shared = prompt // scheduler.block_size
+    whole = -(-(tokens - 1) // scheduler.block_size)
+    most = needs.blocks(tokens - 1)
+    each = needs.by_arena(min(blocks, whole - shared) for blocks in most)
+    common = needs.by_arena(min(blocks, shared) for blocks in most)
+    for pool, one, together in zip(dict.fromkeys(scheduler.pools), each, common, strict=True):
+        if width * one > pool.blocks - together:
             allowed = (
-                f"at most {left // each} for sequences of {prompt + more} tokens in a pool of "
-                f"{pool.blocks} blocks of {size}"
+                f"at most {(pool.blocks - together) // one} for sequences of {tokens} tokens in a "
+                f"pool of {pool.blocks} blocks of {scheduler.block_size}"
             )
             raise ParamError("beam_width", width, allowed, "kv.memory")
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from context_parallel.exchange import ExchangeFailed
 from context_parallel.group import Channel
 from kvpaging.store import BlockStore
+from kvpaging.windows import GONE
 
 log = logging.getLogger("kvatlas.worker")
 
@@ -44,20 +45,23 @@ class GangPages:
 
     def export(self, blocks: Sequence[Sequence[int]]) -> Any:
         share = _Share(self.store, blocks)
-        out = np.empty((len(share.owner), self.store.layout.slice_bytes), np.uint8)
-        out[share.owner == 0] = share.export(0)
+        out = np.empty(share.bytes, np.uint8)
+        share.put(out, share.export(0), [0])
         if share.elsewhere:
             for rank, part in enumerate(self._ask((EXPORT, share.columns, b""))[1:], 1):
-                out[share.owner == rank] = np.frombuffer(part, np.uint8).reshape(-1, out.shape[1])
-        return out.reshape(-1)
+                share.put(out, np.frombuffer(part, np.uint8), [rank])
+        return out
 
     def import_(self, blocks: Sequence[Sequence[int]], data: Any) -> None:
         share = _Share(self.store, blocks)
-        rows = share.rows_of(data)
+        whole = share.given(data)
         if share.elsewhere:
-            others = rows[share.owner != 0].tobytes()
-            self._ask((IMPORT, share.columns, others))
-        share.import_(0, rows)
+            self._ask((IMPORT, share.columns, share.take(whole, share.others).tobytes()))
+        share.import_(0, whole)
+
+    def bytes_of(self, blocks: Sequence[Sequence[int]]) -> int:
+        """As that of `BlockStore`."""
+        return _Share(self.store, blocks).bytes
 
     def beat(self) -> None:
         """Say that rank 0 is alive: the others wait for its next word, but not for ever."""
@@ -113,17 +117,17 @@ def serve_pages(store: BlockStore, channel: Channel) -> None:
             if kind == EXPORT:
                 part = share.export(channel.rank).tobytes()
             else:
-                elsewhere = share.owner != 0
-                rows = np.empty((len(elsewhere), store.layout.slice_bytes), np.uint8)
-                rows[elsewhere] = np.frombuffer(data, np.uint8).reshape(-1, rows.shape[1])
-                share.import_(channel.rank, rows)
+                whole = np.empty(share.bytes, np.uint8)
+                share.put(whole, np.frombuffer(data, np.uint8), share.others)
+                share.import_(channel.rank, whole)
         except ValueError as error:
             refusal = str(error)
         channel.gather(msgpack.packb((refusal, part)))
 
 
 class _Share:
-    """Gang-wide blocks, `columns[g]` of group g, and who has which."""
+    """Gang-wide blocks, `columns[g]` of group g, who has which, and where their bytes are in the
+    bytes of all. GONE is nobody's and takes none."""
 
     def __init__(self, store: BlockStore, columns: Sequence[Sequence[int]]) -> None:
         groups = store.layout.groups
@@ -132,33 +136,61 @@ class _Share:
         per_rank = np.array([store.blocks(group.arena) for group in groups])[:, None]
         self.store = store
         self.columns = [list(column) for column in columns]
-        owners, self._blocks = np.divmod(np.array(self.columns, np.int64), per_rank)
-        if (owners != owners[:1]).any():
+        ids = np.array(self.columns, np.int64)
+        owners, blocks = np.divmod(ids, per_rank)
+        there = ids != GONE
+        self.owner = np.where(there, owners, 0).max(0)
+        if (there & (owners != self.owner)).any():
             raise ValueError("the groups of a block lie on several ranks")
-        self.owner = owners[0]
+        self._blocks = np.where(there, blocks, GONE)
+        sizes = np.array([group.block_bytes for group in groups])[:, None]
+        self._ends = np.append(0, (there * sizes).sum(0).cumsum())
+        self.others = sorted({*self.owner.tolist()} - {0})
+
+    @property
+    def bytes(self) -> int:
+        """Of all blocks."""
+        return int(self._ends[-1])
 
     @property
     def elsewhere(self) -> bool:
         """Whether any block is not on rank 0."""
-        return bool(self.owner.any())
+        return bool(self.others)
 
     def export(self, rank: int) -> Bytes:
-        """The bytes of this rank's blocks, `[n, slice_bytes]`."""
+        """The bytes of this rank's blocks."""
         found: Bytes = self.store.export(self._of(rank))
-        return found.reshape(-1, self.store.layout.slice_bytes)
+        return found
 
-    def import_(self, rank: int, rows: Bytes) -> None:
-        """Fill this rank's blocks out of `rows`, one for each block of the whole."""
-        mine = np.ascontiguousarray(rows[self.owner == rank])
-        self.store.import_(self._of(rank), mine)
+    def import_(self, rank: int, whole: Bytes) -> None:
+        """Fill this rank's blocks out of the bytes of all."""
+        self.store.import_(self._of(rank), self.take(whole, [rank]))
 
-    def rows_of(self, data: Any) -> Bytes:
+    def take(self, whole: Bytes, ranks: Sequence[int]) -> Bytes:
+        """The bytes of some ranks' blocks, out of those of all."""
+        parts = [whole[start:end] for start, end in self._spans(ranks)]
+        return np.concatenate(parts) if parts else whole[:0]
+
+    def put(self, whole: Bytes, part: Bytes, ranks: Sequence[int]) -> None:
+        """Put the bytes of some ranks' blocks where they are among those of all. Raises ValueError
+        for as many bytes as these blocks do not have."""
+        spans, at = self._spans(ranks), 0
+        if len(part) != sum(end - start for start, end in spans):
+            raise ValueError(f"{len(part)} bytes came for the blocks of ranks {list(ranks)}")
+        for start, end in spans:
+            whole[start:end] = part[at : at + end - start]
+            at += end - start
+
+    def given(self, data: Any) -> Bytes:
         """Raises ValueError when data has not exactly these blocks' bytes."""
-        size, wanted = memoryview(data).nbytes, len(self.owner) * self.store.layout.slice_bytes
-        if size != wanted:
-            raise ValueError(f"{size} bytes were given for blocks of {wanted} bytes")
-        given = np.frombuffer(data, np.uint8) if size else np.empty(0, np.uint8)
-        return given.reshape(-1, self.store.layout.slice_bytes)
+        size = memoryview(data).nbytes
+        if size != self.bytes:
+            raise ValueError(f"{size} bytes were given for blocks of {self.bytes} bytes")
+        return np.frombuffer(data, np.uint8) if size else np.empty(0, np.uint8)
+
+    def _spans(self, ranks: Sequence[int]) -> list[tuple[int, int]]:
+        at = np.flatnonzero(np.isin(self.owner, ranks))
+        return [*zip(self._ends[at].tolist(), self._ends[at + 1].tolist(), strict=True)]
 
     def _of(self, rank: int) -> list[list[int]]:
         mine: list[list[int]] = self._blocks[:, self.owner == rank].tolist()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from context_parallel.policy import longest_sequence
 from kvpaging.store import Layout
 
 GIB = 1 << 30
@@ -18,7 +17,8 @@ class DoesNotFit(Exception):
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """All sizes in bytes; `slices` pieces of `block_size` tokens fit on each of `ranks`, `tokens`
-    of a sequence on all of them together."""
+    on all of them together. A sequence of which layers keep only a window may be longer: `chunk`
+    tokens of it are computed at once."""
 
     free_bytes: int
     weight_bytes: int
@@ -27,7 +27,12 @@ class MemoryPlan:
     slices: int
     tokens: int
     max_model_len: int
+    chunk: int
     ranks: int = 1
+
+    def rank_tokens(self, layout: Layout) -> int:
+        """The longest sequence that one rank holds."""
+        return layout.longest(self.slices, self.chunk)
 
 
 def plan_memory(
@@ -38,6 +43,7 @@ def plan_memory(
     workspace_bytes: int,
     model_limit: int,
     max_model_len: int | None,
+    chunk: int,
     memory: int | None,
     memory_fraction: float,
     blocks: int | None,
@@ -82,6 +88,7 @@ def plan_memory(
         slices=budget // slice_bytes,
         tokens=0,
         max_model_len=max_model_len or model_limit,
+        chunk=chunk,
         ranks=ranks,
     )
     return with_slices(most, layout, most.slices, asked=max_model_len)
@@ -111,20 +118,27 @@ def plan_host(
 def with_slices(plan: MemoryPlan, layout: Layout, slices: int, asked: int | None) -> MemoryPlan:
     """The plan with room for `slices` on each rank. The longest sequence is at most that of `plan`,
     and exactly what was `asked` for. Raises DoesNotFit where that is too long."""
-    tokens = longest_sequence(slices, layout.block_size, plan.ranks)
+    chunk = plan.chunk * plan.ranks
+    most = layout.longest(slices, chunk, plan.ranks) if slices else 0
     kv_bytes = slices * layout.slice_bytes
-    longest = asked or min(plan.max_model_len, tokens)
-    if longest > tokens or slices == 0:
+    longest = asked or min(plan.max_model_len, most)
+    if longest > most or slices == 0:
         there = f"{gib(kv_bytes)} are there"
         if plan.ranks > 1:
             there += f" on each of {plan.ranks} ranks"
         raise DoesNotFit(
             f"a sequence of {longest} tokens does not fit: it needs "
-            f"{gib(longest * layout.bytes_per_token)} of pages, {there}, which is "
-            f"{tokens} tokens. Lower model.max_model_len to {tokens} or less, raise kv.memory or "
+            f"{gib(layout.sequence_bytes(longest, chunk))} of pages, {there}, which is "
+            f"{most} tokens. Lower model.max_model_len to {most} or less, raise kv.memory or "
             "kv.blocks, or free memory"
         )
-    return replace(plan, slices=slices, kv_bytes=kv_bytes, tokens=tokens, max_model_len=longest)
+    return replace(
+        plan,
+        slices=slices,
+        kv_bytes=kv_bytes,
+        tokens=slices * layout.block_size * plan.ranks,
+        max_model_len=longest,
+    )
 
 
 def gib(size: int) -> str:

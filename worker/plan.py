@@ -1,6 +1,7 @@
 """StepPlan -> index tensors: everything a forward pass needs, filled into a ring of host buffers.
 
 Block tables live on the device, a row per running sequence, and learn only their changed entries.
+They are not told that a block behind a window was given back: nobody reads such an entry again.
 An input token is an id or, written as `-1 - slot`, the last token sampled for that slot, which the
 host need not know.
 """
@@ -23,6 +24,9 @@ from kvpaging.store import Layout
 from worker.scheduler import Row, StepPlan
 
 RING = 3
+
+NEVER_READ = 0
+"""The entry of a block that was given back: no query of the row, or of a later one, sees it."""
 
 Ints = NDArray[np.int64]
 NO_TOKENS: Ints = np.zeros(0, np.int64)
@@ -194,6 +198,8 @@ class BatchBuilder:
             assert table is not None
             for group, blocks in enumerate(table.blocks):
                 new = blocks[row.changed_from :]
+                if row.changed_from < table.first[group]:
+                    new = [max(block, NEVER_READ) for block in new]
                 if new:
                     end = row.changed_from + len(new)
                     self.host[group, row.slot, row.changed_from : end] = new

@@ -1,8 +1,9 @@
 """The prefix cache: full blocks of earlier sequences, found again by their identities.
 
-A match is tentative until the scheduler admits the sequence with it. Blocks are published at commit
-only, generated ones included; what a step under way is computing is known too, so that a request
-waits a step and hits it instead of computing it a second time.
+A match is tentative until the scheduler admits the sequence with it. It has all blocks of layer
+groups without a window, and of the others those that the first token to be computed sees. Blocks
+are published at commit only, generated ones included; what a step under way is computing is known
+too, so that a request waits a step and hits it instead of computing it a second time.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from kvpaging import hashing
 from kvpaging.events import Announcer
 from kvpaging.host import HostPool
 from kvpaging.pool import BlockPool
+from kvpaging.windows import GONE, first_seen
 from worker import request as requests
 
 PROBE_BLOCKS = 2
 PROBE_SALT = b"probe"
+UNWANTED = bytes(hashing.IDENTITY_BYTES)
+"""In place of the identity of a block that nobody will look at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,8 @@ class PrefixCache:
     """Matches and publishes over `pools[g]` of each layer group; `enabled` False does neither.
 
     `cpu_clock` gives CPU seconds, for `stats`. Listeners of the pools hear of blocks of group
-    `indexed` only (None: of none).
+    `indexed` only (None: of none). `windows[g]` is the window of group g; without any, none has
+    one. A block of a group with a window is found without the one before it.
     """
 
     def __init__(
@@ -63,8 +68,10 @@ class PrefixCache:
         enabled: bool,
         cpu_clock: Callable[[], float],
         indexed: int | None = 0,
+        windows: Sequence[int | None] = (),
     ) -> None:
         self.pools, self.block_size = tuple(pools), block_size
+        self.windows = tuple(windows) or (None,) * len(self.pools)
         self.identity, self.enabled, self.indexed = identity, enabled, indexed
         self.cpu_clock = cpu_clock
         self.stats = PrefixStats()
@@ -116,28 +123,76 @@ class PrefixCache:
             "group": group,
         }
 
-    def match(self, sequence: requests.Sequence) -> list[list[int]]:
-        """The longest run of leading blocks that all groups have, each on one rank; one list of
-        blocks per group."""
+    def match(self, sequence: requests.Sequence, most: int | None = None) -> list[list[int]]:
+        """The most leading blocks, up to `most`, that a sequence can start with; one list of blocks
+        per group, GONE where it will not look. All groups have a logical block on one rank."""
         if not self.enabled:
             return [[] for _ in self.pools]
         chains = self.chains(sequence)
         started = self.cpu_clock()
-        found = self.find(chains)
+        found = self._longest([chain[:most] for chain in chains], sequence.resumes_at)
         self.stats.match_s += self.cpu_clock() - started
         return found
 
     def find(self, chains: Sequence[Sequence[bytes]]) -> list[list[int]]:
-        """As `match`, of one list of identities per group. Raises ValueError for any other."""
+        """The longest run of leading blocks that are all here, each on one rank; `chains` are as
+        many identities of each group, UNWANTED ones give GONE. Raises ValueError for any other."""
         found: list[list[int]] = [[] for _ in self.pools]
         for identities in zip(*chains, strict=True):
-            blocks = [p.lookup(i) for p, i in zip(self.pools, identities, strict=True)]
-            if None in blocks or (self._scattered and len(self._owners(blocks)) > 1):
+            blocks = self._row(identities)
+            if blocks is None:
                 break
             for column, block in zip(found, blocks, strict=True):
-                assert block is not None
                 column.append(block)
         return found
+
+    def _row(self, identities: Sequence[bytes]) -> list[int] | None:
+        """The blocks of one logical block; None unless all that are wanted are here, on one
+        rank."""
+        blocks = []
+        for pool, identity in zip(self.pools, identities, strict=True):
+            block = GONE if identity == UNWANTED else pool.lookup(identity)
+            if block is None:
+                return None
+            blocks.append(block)
+        return None if self._scattered and len(self._owners(blocks)) > 1 else blocks
+
+    def _longest(
+        self, chains: Sequence[Sequence[bytes]], resumes_at: Callable[[int], int]
+    ) -> list[list[int]]:
+        """Groups without a window are looked at from their heads, the others from their tails: a
+        missing block there leaves the tokens before it as the most there can be."""
+        if all(window is None for window in self.windows):
+            return self.find(chains)
+        wanted = [
+            chain if window is None else [UNWANTED] * len(chain)
+            for chain, window in zip(chains, self.windows, strict=True)
+        ]
+        count = len(self.find(wanted)[0])
+        while count:
+            since = self.needed_from(resumes_at(count * self.block_size))
+            missing = self._missing(chains, since, count)
+            if missing is None:
+                parts = zip(chains, since, strict=True)
+                return self.find([[UNWANTED] * n + [*chain[n:count]] for chain, n in parts])
+            count = missing
+        return [[] for _ in self.pools]
+
+    def _missing(
+        self, chains: Sequence[Sequence[bytes]], since: Sequence[int], count: int
+    ) -> int | None:
+        """The last of the first `count` blocks that is not here, of group g from `since[g]` on;
+        groups without a window are known to have theirs."""
+        lowest = min(n for n, w in zip(since, self.windows, strict=True) if w is not None)
+        for index in range(count - 1, lowest - 1, -1):
+            parts = zip(chains, since, strict=True)
+            if self._row([c[index] if index >= n else UNWANTED for c, n in parts]) is None:
+                return index
+        return None
+
+    def needed_from(self, position: int) -> list[int]:
+        """Of each group, the first block that a query at `position` sees."""
+        return [first_seen(position, window, self.block_size) for window in self.windows]
 
     @property
     def _scattered(self) -> bool:
@@ -145,9 +200,9 @@ class PrefixCache:
         return self.pools[0].ranks > 1 < len(self.pools)
 
     def _owners(self, blocks: Sequence[int | None]) -> set[int]:
-        """The ranks of these blocks of the groups, those that are None left out."""
+        """The ranks of these blocks of the groups, None and GONE left out."""
         pairs = zip(self.pools, blocks, strict=True)
-        return {pool.rank_of(block) for pool, block in pairs if block is not None}
+        return {pool.rank_of(block) for pool, block in pairs if block not in (None, GONE)}
 
     def being_computed(self, sequence: requests.Sequence, index: int) -> bool:
         """Whether a step planned or under way computes the sequence's block `index`."""
@@ -210,7 +265,7 @@ class PrefixCache:
         parents: Sequence[bytes | None],
     ) -> list[int]:
         """Publish one logical block, of each group its block on one rank; the blocks that are found
-        from now on.
+        from now on. GONE stays so.
 
         No rank can use it where its groups are found on several: earlier ones elsewhere give way.
         """
@@ -221,11 +276,15 @@ class PrefixCache:
             for pool, identity, twin in zip(self.pools, identities, twins, strict=True):
                 if len(owners) > 1 and twin is not None and pool.rank_of(twin) != own:
                     pool.forget(identity)
-        parts = zip(self.pools, blocks, identities, parents, strict=True)
-        return [
-            pool.publish(block, identity, parent, quiet=group != self.indexed)
-            for group, (pool, block, identity, parent) in enumerate(parts)
-        ]
+        kept = []
+        for group, (pool, block, identity) in enumerate(
+            zip(self.pools, blocks, identities, strict=True)
+        ):
+            if block != GONE:
+                parent = parents[group] if self.windows[group] is None else None
+                block = pool.publish(block, identity, parent, quiet=group != self.indexed)
+            kept.append(block)
+        return kept
 
     def flush(self) -> int:
         """Forget what nobody uses; returns how many blocks were forgotten."""

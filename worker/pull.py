@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 from kvpaging.hashing import IDENTITY_BYTES
 from worker import wire
 from worker.request import Request
-from worker.transfer import Loan, Piece, Pull, PullFailed, Transfers, TransferStats
+from worker.transfer import Loan, Piece, Pull, PullFailed, Transfers, TransferStats, counted
 
 log = logging.getLogger("kvatlas.worker")
 
@@ -27,8 +27,9 @@ Answer = tuple[int, Any]
 """How many leading blocks the owner had, and their bytes: any object with a buffer."""
 
 Fetch = Callable[[str, list[bytes], float], Awaitable[Answer]]
-"""Ask a gang, within seconds, for blocks: identities end to end, of each group. When it has
-returned or raised, nobody uses the bytes any more. Raises PullFailed."""
+"""Ask a gang, within seconds, for blocks: identities end to end, of each group, zeros for a block
+that is not wanted. When it has returned or raised, nobody uses the bytes any more. Raises
+PullFailed."""
 
 
 async def no_peers(gang: str, chains: list[bytes], timeout_s: float) -> Answer:
@@ -38,6 +39,8 @@ async def no_peers(gang: str, chains: list[bytes], timeout_s: float) -> Answer:
 
 class Pages(Protocol):
     """The part of `BlockStore` that is used here."""
+
+    def bytes_of(self, blocks: Sequence[Sequence[int]]) -> int: ...
 
     def export(self, blocks: Sequence[Sequence[int]]) -> Any: ...
 
@@ -102,7 +105,7 @@ class Puller:
             finally:
                 self._after(copying, lambda: self.transfers.returned(loan))
         self.stats.exports += 1
-        self.stats.exported_blocks += sum(map(len, blocks))
+        self.stats.exported_blocks += counted(blocks)
         self.stats.exported_bytes += memoryview(data).nbytes
         return len(blocks[0]), data
 
@@ -183,9 +186,9 @@ class Puller:
 
     async def _land(self, pull: Pull, piece: Piece, count: int, data: Any) -> None:
         size = memoryview(data).nbytes
-        if not 0 <= count <= piece.stop - piece.start or size != count * self.slice_bytes:
+        blocks = [column[: max(0, count)] for column in piece.blocks]
+        if not 0 <= count <= piece.stop - piece.start or size != self.pages.bytes_of(blocks):
             raise PullFailed("wrong_size", f"{size} bytes came for {count} blocks")
-        blocks = [column[:count] for column in piece.blocks]
         writing = self.in_thread(lambda: self.pages.import_(blocks, data))
         piece.writing = True
         try:

@@ -85,6 +85,18 @@ class Sequence:
             return 0 if params.prompt_logprobs is None else self.prompt_tokens - 1
         return len(self.tokens) + self.pending
 
+    @property
+    def scores(self) -> bool:
+        """Whether prompt log-probabilities are still wanted of it, for all choices."""
+        wanted = self.request.params.prompt_logprobs is not None and not self.choice
+        return wanted and self.scored < self.prompt_tokens - 1
+
+    def resumes_at(self, stored: int) -> int:
+        """The first token that is computed where so many are stored: the last one always is, for
+        its logits, and those that are scored."""
+        first = min(stored, len(self.tokens) - 1)
+        return min(first, self.scored) if self.scores else first
+
     def reset(self) -> None:
         """Forget what was computed; steps under way are void for this sequence."""
         self.computed = self.planned = self.pending = self.synced = 0
@@ -153,7 +165,7 @@ class Request:
                 "prompt_tokens": sequence.prompt_tokens,
                 "generated_tokens": sequence.generated_tokens,
                 "computed_tokens": sequence.computed,
-                "blocks": 0 if sequence.table is None else sum(map(len, sequence.table.blocks)),
+                "blocks": 0 if sequence.table is None else sequence.table.entries(),
                 "preemptions": self.preemptions,
                 "age_s": round(now - self.arrival_s, 3),
             }

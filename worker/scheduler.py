@@ -16,6 +16,7 @@ from context_parallel.policy import ShardPolicy
 from kvpaging.pool import BlockPool
 from kvpaging.report import PageMap, page_map
 from kvpaging.table import BlockTable, Copy
+from kvpaging.windows import Needs
 from worker.fairness import Turns
 from worker.prefix import PrefixCache
 from worker.request import NO_SLOT, Request, Sequence
@@ -70,8 +71,14 @@ class Scheduler:
         self.pools, self.block_size, self.limits = tuple(pools), block_size, limits
         self.policy = policy or ShardPolicy()
         assert all(pool.ranks == self.policy.ranks for pool in self.pools)
-        groups = {pool: self.pools.count(pool) for pool in self.pools}
-        self.rank_blocks = min(pool.per_rank // n for pool, n in groups.items())
+        arenas = [*dict.fromkeys(self.pools)]
+        self.needs = Needs(
+            prefix.windows,
+            tuple(map(arenas.index, self.pools)),
+            block_size,
+            self.policy.most(limits.max_batch_tokens),
+        )
+        self.rank_blocks = self.needs.longest([pool.per_rank for pool in arenas]) // block_size
         self.running: list[Sequence] = []  # by rank
         self.waiting: list[Sequence] = []  # by rank
         self.slots = list(range(limits.max_num_seqs - 1, -1, -1))
@@ -167,11 +174,19 @@ class Scheduler:
             else:
                 sequence.computed += row.count
             self.prefix.publish(sequence)
+            self._give_back(sequence)
         for copy in plan.copies:
             self.pools[copy.group].unhold(copy.src)
         self.copies += len(plan.copies)
         self._ended(plan.step)
         return valid
+
+    def _give_back(self, sequence: Sequence) -> None:
+        """What no token to come sees goes back, after the last step that was planned before."""
+        if self.needs.windowed:
+            assert sequence.table is not None
+            step = sequence.last_step if sequence.planned else None
+            sequence.table.give_back(sequence.computed, step)
 
     def _keep(self, row: Row, said: list[int]) -> None:
         """Go on after the guesses that were right; blocks that only others needed go back."""

@@ -95,6 +95,7 @@ def resolve(
         workspace_bytes=workspace + (0 if draft is None else draft.workspace_bytes),
         model_limit=model_limit,
         max_model_len=asked,
+        chunk=limits.max_batch_tokens,
         memory=None if config.kv.memory == "auto" else config.kv.memory,
         memory_fraction=config.kv.memory_fraction,
         blocks=config.kv.blocks,

@@ -369,9 +369,7 @@ class Step:
         and prompt log-probabilities from the first one asked for."""
         sequence.stored = table.length
         sequence.published = table.length // self.scheduler.block_size
-        sequence.computed = min(table.length, len(sequence.tokens) - 1)
-        if scoring_from(sequence, 0) is not None:
-            sequence.computed = min(sequence.computed, sequence.scored)
+        sequence.computed = sequence.resumes_at(table.length)
         if sequence.epoch == 0:
             stats = self.scheduler.prefix.stats
             sequence.cached_tokens = min(sequence.computed, sequence.prompt_tokens)
@@ -383,7 +381,7 @@ class Step:
 
 def scoring_from(sequence: Sequence, start: int) -> int | None:
     """The first position from `start` on whose prompt log-probabilities are still wanted."""
-    if sequence.request.params.prompt_logprobs is None or sequence.choice:
+    if not sequence.scores:
         return None
     first = max(start, sequence.scored)
     return first if first < sequence.prompt_tokens - 1 else None

@@ -109,17 +109,18 @@ class Swaps:
     def _blocks(self, sequence: Served) -> list[Block]:
         """Its leading full blocks, of all groups, as far as the pool or the host finds them."""
         tier, found = self.tier, list[Block]()
-        chains = tier.scheduler.prefix.chains(sequence)
+        prefix = tier.scheduler.prefix
+        chains, windows = prefix.chains(sequence), prefix.windows
         for index in range(sequence.computed // tier.scheduler.block_size):
             row = [
                 Block(
                     host,
                     chain[index],
-                    chain[index - 1] if index else None,
+                    chain[index - 1] if index and window is None else None,
                     host.pool.lookup(chain[index]),
                     host.lookup(chain[index]),
                 )
-                for host, chain in zip(tier.hosts, chains, strict=True)
+                for host, chain, window in zip(tier.hosts, chains, windows, strict=True)
             ]
             if any(each.block is None and each.slot is None for each in row):
                 break

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvpaging.host import HostPool, Move, Moves, below
+from kvpaging.windows import GONE
 from worker import admission
 from worker.request import NO_SLOT
 from worker.swapping import Swaps
@@ -248,7 +249,8 @@ class Tier:
         ]
         for host, blocks, slots in zip(hosts, held, coming.slots, strict=True):
             for block in blocks:
-                host.pool.hold(block)
+                if block != GONE:
+                    host.pool.hold(block)
             for slot in slots:
                 if slot is not None:
                     host.hold(slot)
@@ -282,7 +284,8 @@ class Tier:
         ranks = {rank for _, rank in need}
         every = tuple(range(scheduler.policy.ranks))
         asked = -(-(len(coming.sequence.tokens) + 1) // scheduler.block_size) - len(coming.kept[0])
-        return admission.room(scheduler, asked, tuple(ranks) if len(ranks) == 1 else every)
+        blocks = [asked] * len(scheduler.pools)
+        return admission.room(scheduler, blocks, tuple(ranks) if len(ranks) == 1 else every)
 
     def _take(self, host: HostPool, slot: int | None) -> int:
         """A block, held, for what is in a slot."""
@@ -372,7 +375,8 @@ class Tier:
         """Tail first, so that a chain's tail is evicted before its head."""
         for host, column in zip(self.hosts, columns, strict=True):
             for block in reversed(column):
-                host.pool.unhold(block)
+                if block != GONE:
+                    host.pool.unhold(block)
 
     def _unhold_slots(self, coming: Return) -> None:
         for host, slots in zip(self.hosts, coming.slots, strict=True):

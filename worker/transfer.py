@@ -9,12 +9,16 @@ its pull ends, so that a pull never evicts what it brought.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from kvpaging.pool import BlockPool, OutOfBlocks
 from kvpaging.table import BlockTable
+from kvpaging.windows import GONE
 from worker import admission
+from worker.prefix import UNWANTED
 
 if TYPE_CHECKING:
     from worker.engine import EngineStats
@@ -121,7 +125,9 @@ class Piece:
 @dataclass(slots=True, eq=False)
 class Pull:
     """One request's pull. `wanted[g]` are identities of group g whose blocks are not here, the
-    first of which follow `parents`; `kept[g]` the blocks before and those that came, all held."""
+    first of which follow `parents`; `kept[g]` the blocks before and those that came, all held.
+    Blocks that a window would hide are UNWANTED, and GONE. `names` are identities of one group
+    that are never so."""
 
     request: Request
     gang: str
@@ -129,6 +135,7 @@ class Pull:
     parents: list[bytes | None] = field(default_factory=list)
     wanted: list[list[bytes]] = field(default_factory=list)
     kept: list[list[int]] = field(default_factory=list)
+    names: list[bytes] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
     ranks: tuple[int, ...] = ()  # where they go
     failure: str = ""
@@ -136,8 +143,8 @@ class Pull:
 
     @property
     def count(self) -> int:
-        """Blocks wanted of each group."""
-        return len(self.wanted[0]) if self.wanted else 0
+        """Logical blocks wanted."""
+        return len(self.names)
 
 
 class Transfers:
@@ -151,9 +158,7 @@ class Transfers:
     def lend(self, loan: Loan, chains: Seq[Seq[bytes]]) -> None:
         """Hold the longest run of leading identities that all groups have, each on one rank."""
         loan.blocks = self.scheduler.prefix.find(chains)
-        for pool, column in zip(self.pools, loan.blocks, strict=True):
-            for block in column:
-                pool.hold(block)
+        self._hold(loan.blocks)
 
     def returned(self, loan: Loan) -> None:
         """Nobody reads them for the loan any more."""
@@ -172,23 +177,26 @@ class Transfers:
         if not open_ or not prefix.enabled:
             return None
         chains = prefix.chains(open_[0])
-        found = [column[:most] for column in prefix.match(open_[0])]
+        found = prefix.match(open_[0], most)
         here, end = len(found[0]), min(most, len(chains[0]))
         if here >= end or prefix.being_computed(open_[0], here):
             return None
         tier = self.scheduler.tier
         if tier is not None and tier.covers([chain[:end] for chain in chains], here):
             return None
-        other = self._coming.get(chains[0][here])
+        names = chains[prefix.indexed or 0][here:end]
+        other = self._coming.get(names[0])
         if other is not None:
             return other
-        for pool, column in zip(self.pools, found, strict=True):
-            for block in column:
-                pool.hold(block)
-        pull.kept = found
+        self._hold(found)
+        pull.kept, pull.names = found, names
         pull.parents = [chain[here - 1] if here else None for chain in chains]
-        pull.wanted = [chain[here:end] for chain in chains]
-        self._coming.update(dict.fromkeys(pull.wanted[0], pull))
+        since = prefix.needed_from(open_[0].resumes_at(end * self.scheduler.block_size))
+        pull.wanted = [
+            [UNWANTED] * (max(here, first) - here) + chain[max(here, first) : end]
+            for chain, first in zip(chains, since, strict=True)
+        ]
+        self._coming.update(dict.fromkeys(names, pull))
         return None
 
     def reserve(self, pull: Pull, piece: Piece) -> None:
@@ -199,25 +207,55 @@ class Transfers:
         n, size = piece.stop - piece.start, self.scheduler.block_size
         pull.ranks = pull.ranks or self._ranks(pull)
         at = piece.start % len(pull.ranks)  # pieces go on where those before end
-        table = BlockTable(self.pools, size, pull.ranks[at:] + pull.ranks[:at])
-        if not admission.room(self.scheduler, n, table.ranks) or not table.fits(n * size):
-            available = min(pool.available for pool in self.pools)
-            raise PullFailed("no_room", f"{n} blocks asked, {available} available")
-        table.append(n * size)
-        if self.scheduler.tier is not None:  # what this evicts leaves before bytes arrive
-            self.scheduler.tier.issue()
-        piece.blocks = table.blocks.copy()
-        for pool, column in zip(self.pools, piece.blocks, strict=True):
-            for block in column:
-                pool.hold(block)
+        ranks = pull.ranks[at:] + pull.ranks[:at]
+        wanted = [[name != UNWANTED for name in c[piece.start : piece.stop]] for c in pull.wanted]
+        whole = [group for group, some in enumerate(wanted) if all(some)]
+        groups = whole or [*range(len(wanted))]
+        table = BlockTable([self.pools[group] for group in groups], size, ranks)
+        loose: list[tuple[BlockPool, int]] = []
+        try:
+            if not admission.room(self.scheduler, [*map(sum, wanted)], ranks):
+                raise OutOfBlocks(n, min(pool.available for pool in self.pools))
+            table.append(n * size)
+            blocks = dict(zip(groups, table.blocks, strict=True))
+            for group in set(range(len(wanted))).difference(groups):
+                blocks[group] = self._beside(table, group, wanted[group], loose)
+            piece.blocks = [
+                [block if some else GONE for block, some in zip(blocks[g], one, strict=True)]
+                for g, one in enumerate(wanted)
+            ]
+            self._hold(piece.blocks)
+            if self.scheduler.tier is not None:  # what this evicts leaves before bytes arrive
+                self.scheduler.tier.issue()
+        except OutOfBlocks as lack:
+            message = f"{n} blocks asked, {lack.available} available"
+            raise PullFailed("no_room", message) from None
+        finally:
+            table.release()
+            for pool, block in loose:
                 pool.unref(block)
         pull.pieces.append(piece)
+
+    def _beside(
+        self,
+        table: BlockTable,
+        group: int,
+        wanted: Seq[bool],
+        loose: list[tuple[BlockPool, int]],
+    ) -> list[int]:
+        """A block of another group for each wanted one of a table, on the same rank, noted in
+        `loose` too. Raises OutOfBlocks."""
+        pool, blocks = self.pools[group], [GONE] * len(wanted)
+        for index in (index for index, some in enumerate(wanted) if some):
+            [blocks[index]] = pool.allocate(1, table.rank_at(index) or 0)
+            loose.append((pool, blocks[index]))
+        return blocks
 
     def _ranks(self, pull: Pull) -> tuple[int, ...]:
         """Where a request's blocks go: to all ranks if it will run there, else beside those that
         are here, or where there is most room."""
         policy, pool = self.scheduler.policy, self.pools[0]
-        here = [pool.rank_of(block) for block in pull.kept[0]] if pull.kept else []
+        here = admission.owners(self.scheduler, pull.kept)
         tokens = max(len(sequence.tokens) for sequence in pull.request.sequences)
         size, most = self.scheduler.block_size, self.scheduler.rank_blocks
         long = policy.wide_for(tokens, block_size=size, rank_blocks=most)
@@ -238,26 +276,24 @@ class Transfers:
                     pool.hold(found)
                     pool.unhold(block)
                 column.append(found)
+            self.stats.pulled_blocks += counted([kept])
         piece.blocks = rest
-        self.stats.pulled_blocks += count * len(self.pools)
 
     def quarantine(self, piece: Piece) -> None:
         """The end of a copy into these blocks is overdue: nobody gets them until it is known."""
         if not piece.writing:
             return
         piece.overdue = True
-        self.stats.unconfirmed_blocks += sum(map(len, piece.blocks))
-        for pool, column in zip(self.pools, piece.blocks, strict=True):
-            for block in column:
-                pool.quarantine(block, "a copy into it has not ended")
+        self.stats.unconfirmed_blocks += counted(piece.blocks)
+        for pool, block in self._each(piece.blocks):
+            pool.quarantine(block, "a copy into it has not ended")
 
     def confirmed(self, piece: Piece) -> None:
         """Nobody writes to these blocks any more."""
         if piece.overdue:
-            self.stats.unconfirmed_blocks -= sum(map(len, piece.blocks))
-            for pool, column in zip(self.pools, piece.blocks, strict=True):
-                for block in column:
-                    pool.readmit(block)
+            self.stats.unconfirmed_blocks -= counted(piece.blocks)
+            for pool, block in self._each(piece.blocks):
+                pool.readmit(block)
         piece.writing = piece.overdue = False
         self._unhold(piece.blocks)
         piece.blocks = []
@@ -272,14 +308,27 @@ class Transfers:
         pull.request.pulling = False
 
     def _forget(self, pull: Pull) -> None:
-        for identity in pull.wanted[0] if pull.wanted else ():
+        for identity in pull.names:
             if self._coming.get(identity) is pull:
                 del self._coming[identity]
         self._unhold(pull.kept)
-        pull.wanted, pull.kept = [], []
+        pull.wanted, pull.kept, pull.names = [], [], []
+
+    def _each(self, blocks: Seq[Seq[int]]) -> Iterator[tuple[BlockPool, int]]:
+        """All blocks, by their pools, the last of each group first: a chain's tail is evicted
+        before its head."""
+        for pool, column in zip(self.pools, blocks, strict=False):
+            yield from ((pool, block) for block in reversed(column) if block != GONE)
+
+    def _hold(self, blocks: Seq[Seq[int]]) -> None:
+        for pool, block in self._each(blocks):
+            pool.hold(block)
 
     def _unhold(self, blocks: Seq[Seq[int]]) -> None:
-        """Tail first, so that a chain's tail is evicted before its head."""
-        for pool, column in zip(self.pools, blocks, strict=False):
-            for block in reversed(column):
-                pool.unhold(block)
+        for pool, block in self._each(blocks):
+            pool.unhold(block)
+
+
+def counted(blocks: Seq[Seq[int]]) -> int:
+    """How many blocks there are, of all groups."""
+    return sum(block != GONE for column in blocks for block in column)

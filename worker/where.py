@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from context_parallel.shard import ShardMap
+from kvpaging.table import BlockTable
+from kvpaging.windows import GONE
 from worker.engine import Engine
 from worker.request import Request, Sequence
 from worker.seat import Facts, arenas
@@ -42,9 +44,16 @@ class Pages:
             )
         assert sequence.table is not None
         layout = self._launch.layout
-        tables = sequence.table.blocks
-        places = [self._place(blocks, token, group) for group, blocks in enumerate(tables)]
-        first = {name: value for name, value in places[0].items() if name != "group"}
+        table = sequence.table
+        places = [self._place(table, token, group) for group in range(len(table.pools))]
+        kept = [place for place in places if "given_back" not in place]
+        if not kept:
+            widest = max(group.shape.window or 0 for group in layout.groups)
+            raise ValueError(
+                f"token {token} of request {request_id} is not in its pages any more: its block "
+                f"was given back, for no layer sees more than the last {widest} tokens"
+            )
+        first = {name: value for name, value in kept[0].items() if name != "group"}
         return {
             "request": request_id,
             "token": token,
@@ -92,9 +101,15 @@ class Pages:
         place = {"gang": self._gang, "rank": rank, "group": group, "physical_block": block}
         return {**place, **self._at(rank, group, block, 0), "holders": found}
 
-    def _place(self, blocks: list[int], token: int, group: int) -> dict[str, Any]:
-        size = self._launch.layout.block_size
-        place = ShardMap(blocks, self._per_rank(group), size).locate(token)
+    def _place(self, table: BlockTable, token: int, group: int) -> dict[str, Any]:
+        size, own = self._launch.layout.block_size, self._per_rank(group)
+        if table.blocks[group][token // size] == GONE:
+            return {"group": group, "window": table.windows[group], "given_back": True}
+        blocks = [*table.blocks[group]]
+        for index in range(table.first[group]):  # counted where other groups have their part
+            rank = table.rank_at(index)
+            blocks[index] = GONE if rank is None else rank * own
+        place = ShardMap(blocks, own, size).locate(token)
         return {
             "group": group,
             "rank": place.rank,

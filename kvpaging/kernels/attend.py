@@ -45,8 +45,9 @@ def _tokens(stacked, token, query, queries):
 
 
 @triton.jit
-def _locate(table, logical, start, high, end, B: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Block, slot in it and position of the keys from `start` on, and which of them exist."""
+def _locate(table, logical, start, begin, high, end, B: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Block, slot in it and position of the keys from `start` on, and which of them exist. Keys
+    before `begin`, None where there is no window, may lie in blocks that are another's now."""
     key = start + tl.arange(0, BLOCK_N)
     exists = key < high
     slot = key % B
@@ -56,6 +57,8 @@ def _locate(table, logical, start, high, end, B: tl.constexpr, BLOCK_N: tl.const
         if logical is not None:
             where = tl.load(logical + start // B) * B + slot
     else:
+        if begin is not None:
+            exists = exists & (key >= begin)
         block = tl.load(table + key // B, mask=exists, other=0).to(tl.int64)
         if logical is not None:
             where = tl.load(logical + key // B, mask=exists, other=0) * B + slot
@@ -198,7 +201,9 @@ def attend_kernel(
     all_acc, all_m, all_total = _empty(BLOCK_M, DV_PAD)
     acc, m, total = _empty(BLOCK_M, DV_PAD)
     for start in range(low, high, BLOCK_N):
-        block, slot, where, exists = _locate(table, logical, start, high, end, B, BLOCK_N)
+        block, slot, where, exists = _locate(
+            table, logical, start, None if window is None else begin, high, end, B, BLOCK_N
+        )
         k_at = k_pages + block * k_stride * k_units + slot * DK
         k = tl.load(k_at[None, :] + dk[:, None], mask=(dk < DK)[:, None], other=0.0)
         beside = block * k_stride * 8 + kv_head * B + slot  # of scales: a block's stride is one

@@ -7,7 +7,7 @@ from dataclasses import fields
 from hypothesis import given
 from hypothesis import strategies as st
 
-from context_parallel.policy import ShardPolicy, Start, longest_sequence
+from context_parallel.policy import ShardPolicy, Start
 from context_parallel.shard import SHORT_TOKENS
 
 RANKS = st.sampled_from([1, 2, 4, 8])
@@ -85,7 +85,3 @@ def test_all_ranks_begin_with_home(ranks: int, home: int) -> None:
     wide = ShardPolicy(ranks).wide(home % ranks)
     assert wide[0] == home % ranks
     assert sorted(wide) == list(range(ranks))
-
-
-def test_n_ranks_hold_a_sequence_n_times_longer() -> None:
-    assert [longest_sequence(100, 16, n) for n in (1, 2, 4, 8)] == [1600, 3200, 6400, 12800]

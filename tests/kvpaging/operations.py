@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvpaging.pool import WHOLE
 from kvpaging.table import BlockTable
+from kvpaging.windows import GONE
 from tests.kvpaging.world import GARBAGE, Sequence, Transfer, World
 
 MOST = 9
@@ -19,31 +20,47 @@ def start(world: World) -> None:
     tokens += [world.rng.randrange(2) for _ in range(world.rng.randrange(3))]
     ranks = place(world)
     names: list[list[bytes]] = [[] for _ in world.groups]
-    hits: list[list[int]] = [[] for _ in world.groups]
+    stored: list[list[int | None]] = []
     for i in range((len(tokens) - 1) // world.size):
         part = tuple(tokens[i * world.size : (i + 1) * world.size])
         row = [world.name(g, names[g][-1] if i else None, part) for g, *_ in world.groups]
         found = [pool.lookup(n) for n, (_, _, pool, _) in zip(row, world.groups, strict=True)]
         for block, n, (_, _, _, model) in zip(found, row, world.groups, strict=True):
             assert block == model.block_of.get(n)
-        if None in found or not found_on(world, found, ranks):
-            break
-        for g, block in enumerate(found):
-            assert block is not None
-            names[g].append(row[g])
-            hits[g].append(block)
-    table = BlockTable([g[2] for g in world.groups], world.size, ranks)
+        for g, n in enumerate(row):
+            names[g].append(n)
+        stored.append(found)
+    hits = longest_hit(world, stored, ranks)
+    names = [chain[: len(hits[0])] for chain in names]
+    table = BlockTable([g[2] for g in world.groups], world.size, ranks, world.shape.windows)
     sequence = Sequence(table, [], names=names)
     sequence.table.attach(hits)
     for (_, _, _, model), blocks in zip(world.groups, hits, strict=True):
         for block in blocks:
-            model.ref(block)
+            if block != GONE:
+                model.ref(block)
+    world.seen["hit with holes"] += any(GONE in blocks for blocks in hits)
     sequence.written = len(hits[0]) * world.size
     sequence.tokens = tokens[: sequence.written]
     world.seen["hit"] += len(hits[0])
     world.sequences.append(sequence)
     if not world.grow(sequence, tokens[sequence.written :]):
         world.release(sequence)
+
+
+def longest_hit(
+    world: World, stored: list[list[int | None]], ranks: tuple[int, ...]
+) -> list[list[int]]:
+    """Of each group the blocks of the most tokens after which the next one finds all it sees."""
+    for n in range(len(stored), 0, -1):
+        first = [world.seen_from(g, n * world.size) for g, *_ in world.groups]
+        rows = [
+            [block if i >= first[g] else GONE for g, block in enumerate(row)]
+            for i, row in enumerate(stored[:n])
+        ]
+        if all(None not in row and found_on(world, row, ranks) for row in rows):
+            return [[row[g] for row in rows] for g, *_ in world.groups]  # type: ignore[misc]
+    return [[] for _ in world.groups]
 
 
 def place(world: World) -> tuple[int, ...]:
@@ -58,8 +75,8 @@ def place(world: World) -> tuple[int, ...]:
 def found_on(world: World, found: list[int | None], ranks: tuple[int, ...]) -> bool:
     """Whether all groups have a logical block on the same one of these ranks."""
     pairs = zip(found, world.groups, strict=True)
-    owners = {pool.rank_of(block) for block, (_, _, pool, _) in pairs if block is not None}
-    return len(owners) == 1 and owners <= set(ranks)
+    owners = {p.rank_of(block) for block, (_, _, p, _) in pairs if block not in (None, GONE)}
+    return len(owners) <= 1 and owners <= set(ranks)
 
 
 def spread(world: World) -> None:
@@ -89,6 +106,12 @@ def truncate(world: World) -> None:
         world.cut(sequence, world.rng.randint(0, len(sequence.tokens)))
 
 
+def slide(world: World) -> None:
+    """Blocks behind the windows go back, whether or not a step is under way."""
+    if world.sequences:
+        world.slide(world.rng.choice(world.sequences))
+
+
 def speculate(world: World) -> None:
     """Tokens that are only guessed; the step that computes them tells how many were right."""
     quiet = [s for s in world.sequences if not s.busy]
@@ -104,7 +127,8 @@ def twin(world: World, parent: Sequence) -> Sequence:
     twin.names = [list(n) for n in parent.names]
     for g, _, _, model in world.groups:
         for block in twin.table.blocks[g]:
-            model.ref(block)
+            if block != GONE:
+                model.ref(block)
     world.sequences.append(twin)
     return twin
 
@@ -328,6 +352,8 @@ OPERATIONS = {
 def run(world: World, operations: int, prove_every: int = 50) -> None:
     """That many operations and the end of all work, proved on the way."""
     weights = OPERATIONS if world.shape.ranks == 1 else {**OPERATIONS, spread: 2}
+    if world.shape.windowed:
+        weights = {**weights, slide: 15}
     chosen = world.rng.choices(list(weights), list(weights.values()), k=operations)
     for at, operation in enumerate(chosen):
         operation(world)

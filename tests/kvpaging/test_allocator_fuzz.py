@@ -28,17 +28,22 @@ SHAPES = {
     "two-pools": Shape((0, 1), (16, 20), 2),
     "three-pools": Shape((0, 1, 2), (20, 14, 20), 4),
     "windowed": Shape((0, 0, 1), (40, 16), 4, frozenset({1})),
+    "windowed-only": Shape((0, 0), (24,), 2, frozenset({0, 1}), window=7),
 }
 RANKS = {
     "two-ranks": Shape((0,), (12,), 4, ranks=2),
     "four-ranks": Shape((0, 1), (8, 9), 4, ranks=4),
     "four-ranks-shared": Shape((0, 0, 1), (13, 6), 2, frozenset({1}), ranks=4),
+    "two-ranks-windowed": Shape((0, 0), (14,), 2, frozenset({0, 1}), ranks=2, window=4),
     "eight-ranks": Shape((0,), (4,), 4, ranks=8),
 }
 KINDS = (
     *("hit", "copy", "swap", "written in place", "rollback", "branch", "pruned"),
     *("out of blocks", "taken back", "copy for nobody", "quarantine"),
 )
+
+
+SLIDING = ("given back", "shared, given back", "too short", "hit with holes")
 
 
 @pytest.fixture(autouse=True)
@@ -52,10 +57,13 @@ def test_random_work_leaves_nothing_behind(shape: Shape) -> None:
     share = OPERATIONS / len(SHAPES) if shape.ranks == 1 else OPERATIONS_OF_RANKS / len(RANKS)
     run(world, math.ceil(share))
     least = 100 if shape.ranks == 1 else 10
-    for what in KINDS if shape.ranks == 1 else (*KINDS, "spread", "twin elsewhere"):
+    of_ranks = () if shape.ranks == 1 else ("spread", "twin elsewhere")
+    for what in (*KINDS, *of_ranks, *(SLIDING if shape.windowed else ())):
         assert world.seen[what] > least, f"the work hardly ever met: {what}"
-    for pool in world.pools:
-        assert min(pool.stats.evictions, pool.stats.duplicates, pool.stats.orphans) > least
+    for p, pool in enumerate(world.pools):
+        assert min(pool.stats.evictions, pool.stats.duplicates) > least
+        chained = any(q == p and g not in shape.windowed for g, q in enumerate(shape.groups))
+        assert pool.stats.orphans > least if chained else pool.stats.orphans == 0
         assert pool.stats.violations == 0
 
 

@@ -16,6 +16,7 @@ import pytest
 from kvpaging.audit import follow
 from kvpaging.pool import BlockPool, OutOfBlocks
 from kvpaging.table import BlockTable, Copy
+from kvpaging.windows import GONE
 from tests.kvpaging.model import IDLE, Model
 
 if TYPE_CHECKING:
@@ -33,6 +34,11 @@ class Shape:
     block_size: int
     windowed: frozenset[int] = frozenset()
     ranks: int = 1
+    window: int = 5
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        return tuple(self.window if g in self.windowed else None for g in range(len(self.groups)))
 
 
 @dataclass(eq=False)
@@ -172,7 +178,11 @@ class World:
         is lacking of which pool, asked and available, and where more would help."""
         left = [[model.available(r) for r in range(self.shape.ranks)] for model in self.models]
         asked: Counter[int] = Counter()
-        owners = [self.groups[0][2].rank_of(block) for block in table.blocks[0]]
+        rows = [
+            {g[2].rank_of(b) for g, b in zip(self.groups, row, strict=True) if b != GONE}
+            for row in zip(*table.blocks, strict=True)
+        ]
+        owners = [rank for row in rows for rank in row]
         last = owners[-1] if owners else table.ranks[0] - 1
         for (_, p, _, _), copy in zip(self.groups, copied, strict=True):
             asked[p] += fresh + copy
@@ -230,12 +240,44 @@ class World:
         self.copies += copies
         self.seen["copy"] += len(copies)
 
+    def seen_from(self, group: int, position: int) -> int:
+        """The first block of a group that a query at `position` sees, or that the token before it
+        lies in."""
+        window = self.shape.windows[group]
+        tokens = range(position + 1) if window is None else range(position - window + 1, position)
+        return max(0, min([*tokens, position - 1])) // self.size
+
+    def slide(self, sequence: Sequence) -> None:
+        """Give back what no query from the first token that is not stored on sees."""
+        table, position = sequence.table, sequence.written
+        step = self.last_step(sequence)
+        for g, p, _, _ in self.groups:
+            for index in range(self.seen_from(g, position)):
+                if (block := table.blocks[g][index]) != GONE:
+                    self.unref(p, block, step)
+                    self.seen["given back"] += 1
+                    self.seen["shared, given back"] += self.models[p].refs[block] > 0
+        table.give_back(position, step)
+        for g, *_ in self.groups:
+            assert table.first[g] == max(table.first[g], self.seen_from(g, position))
+
+    def keeps(self, sequence: Sequence, length: int) -> bool:
+        return all(sequence.table.first[g] <= self.seen_from(g, length) for g, *_ in self.groups)
+
     def cut(self, sequence: Sequence, length: int) -> None:
         step, table = self.last_step(sequence), sequence.table
+        if length and not self.keeps(sequence, length):
+            before = [list(b) for b in table.blocks], table.length
+            with pytest.raises(ValueError, match="gave back"):
+                table.truncate(length, step)
+            assert ([list(b) for b in table.blocks], table.length) == before
+            self.seen["too short"] += 1
+            return
         keep = -(-length // self.size)
-        for g, p, _, _ in self.groups:
-            for block in reversed(table.blocks[g][keep:]):
-                self.unref(p, block, step)
+        for index in reversed(range(keep, len(table.blocks[0]))):
+            for g, p, _, _ in self.groups:
+                if (block := table.blocks[g][index]) != GONE:
+                    self.unref(p, block, step)
         if length:
             table.truncate(length, step)
         else:
@@ -305,17 +347,24 @@ class World:
     def read(self, sequence: Sequence) -> None:
         """A table finds each of its written tokens where `locate` says."""
         for g, p, _, _ in self.groups:
-            blocks = sequence.table.blocks[g]
-            found = [x for block in blocks for x in self.memory[p][block]][: sequence.written]
-            wanted = [4 * t + g for t in sequence.tokens[: sequence.written]]
-            assert found == wanted, "other contents than were written"
+            blocks, first = sequence.table.blocks[g], sequence.table.first[g]
+            found = [x for block in blocks[first:] for x in self.memory[p][block]]
+            wanted = [4 * t + g for t in sequence.tokens[first * self.size : sequence.written]]
+            assert found[: len(wanted)] == wanted, "other contents than were written"
 
     def proved(self) -> None:
         """Everything, derived again."""
         tables = [sequence.table for sequence in self.sequences]
         for p, (pool, model) in enumerate(zip(self.pools, self.models, strict=True)):
             assert pool.check(tables) == []
-            held = [b for g, q, _, _ in self.groups if q == p for t in tables for b in t.blocks[g]]
+            held = [
+                b
+                for g, q, _, _ in self.groups
+                if q == p
+                for t in tables
+                for b in t.blocks[g]
+                if b != GONE
+            ]
             assert +model.refs == Counter(held)
             for block in range(pool.blocks):
                 assert pool.references(block) == model.refs[block]

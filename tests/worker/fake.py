@@ -18,6 +18,7 @@ from zlib import crc32
 from context_parallel.policy import ShardPolicy
 from kvpaging.host import HostPool, Moves
 from kvpaging.pool import BlockPool
+from kvpaging.windows import GONE
 from worker import wire
 from worker.decoding import Offer
 from worker.engine import Engine
@@ -95,8 +96,10 @@ class FakeRunner:
         fault: Fault | None = None,
         policy: ShardPolicy | None = None,
         limits: Limits | None = None,
+        windows: Seq[int | None] = (),
     ) -> None:
         self.block_size, self.groups = block_size, groups
+        self.windows = tuple(windows) or (None,) * groups
         self.policy, self.limits = policy or ShardPolicy(), limits
         self.pages: dict[tuple[int, int, int], tuple[int, int]] = {}
         self.last_token: list[dict[int, int]] = [{} for _ in range(self.policy.ranks)]
@@ -209,6 +212,7 @@ class FakeRunner:
             for pool, blocks in zip(
                 row.sequence.table.pools, row.sequence.table.blocks, strict=True
             )
+            if blocks[position // self.block_size] != GONE
         }
         assert len(owners) == 1, "the groups of a block are on several ranks"
         assert row.sharded or owners == {row.home}, "a rank touches another's block"
@@ -238,17 +242,19 @@ class FakeRunner:
                 assert max(other.stored, other.computed) <= position, "another's key is written"
 
     def _read(self, row, length: int) -> list[int]:  # type: ignore[no-untyped-def]
-        lanes = []
-        for group in range(self.groups):
-            lane = []
-            for position in range(length):
+        """The tokens, as each group finds them that sees them from the row's first query on; those
+        that none sees, as they are known."""
+        known = [*row.sequence.tokens[: row.start], *self._known(row)][:length]
+        for group, window in enumerate(self.windows):
+            first = 0 if window is None else max(0, row.start - window + 1)
+            for position in range(first, length):
                 block, offset = self._locate(row, position, group)
                 stored, token = self.pages[group, block, offset]
                 assert stored == position, "another position's key is there"
-                lane.append(token)
-            lanes.append(lane)
-        assert all(lane == lanes[0] for lane in lanes)
-        return lanes[0]
+                if window is None:
+                    known[position] = token
+                assert token == known[position], "another token's key is there"
+        return known
 
     def collect(self, flight: InFlight) -> StepResult:
         self.fault("collect", flight.plan)
@@ -277,7 +283,9 @@ def make_engine(
     host_blocks: int = 0,
     host_step_blocks: int = 1000,
     preemption: str = "auto",
+    windows: Seq[int | None] = (),
 ) -> Engine:
+    """`windows` are of the groups, none where there are none given."""
     policy = policy or ShardPolicy()
     arenas = [
         BlockPool(blocks * (groups if shared else 1), policy.ranks)
@@ -290,10 +298,12 @@ def make_engine(
     def clock() -> float:
         return float(next(ticks))
 
-    prefix = PrefixCache(pools, block_size, identity, enabled=prefix_cache, cpu_clock=clock)
+    prefix = PrefixCache(
+        pools, block_size, identity, enabled=prefix_cache, cpu_clock=clock, windows=windows
+    )
     limits = Limits(seqs, batch_tokens, 2 * seqs, max_waiting)
     scheduler = Scheduler(pools, block_size, limits, prefix, policy, speculation)
-    runner = FakeRunner(block_size, groups, fault, policy, limits)
+    runner = FakeRunner(block_size, groups, fault, policy, limits, windows)
     runner.shared = shared
     runner.running = scheduler.running
     engine = Engine(

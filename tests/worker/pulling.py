@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from kvpaging.windows import GONE
 from tests.worker.fake import check, make_engine, make_request
 from worker.engine import Engine
 from worker.pull import Puller
@@ -33,8 +34,12 @@ class FakePages:
             (group, block, offset)
             for row in zip(*blocks, strict=True)
             for group, block in enumerate(row)
+            if block != GONE
             for offset in range(self.size)
         ]
+
+    def bytes_of(self, blocks: Any) -> int:
+        return 8 * len(self._slots(blocks))
 
     def export(self, blocks: Any) -> Any:
         found = np.array([self.pages[slot] for slot in self._slots(blocks)], np.int32)

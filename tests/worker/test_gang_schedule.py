@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from kvpaging.table import BlockTable
+from kvpaging.windows import Needs
 from tests.worker.fake import (
     VOCAB,
     SmallTiles,
@@ -38,9 +39,10 @@ def said(outputs, name, choice):
     return [t for e in events for t in getattr(e, "tokens", ())]
 
 
-def storm(seed, ranks, speculation=None):
+def storm(seed, ranks, speculation=None, windows=()):
     """Arrivals, forks, beams, aborts, failures, preemptions, growth, small pools: nobody's output
-    changes, nothing leaks, and none keeps a block that it does not need."""
+    changes, nothing leaks, and none keeps a block that it does not need. With `windows` the pools
+    are as small as can be."""
     rng, flaky = random.Random(seed), random.Random(seed)
 
     def fault(where, plan):
@@ -48,19 +50,31 @@ def storm(seed, ranks, speculation=None):
             raise RuntimeError("injected")
 
     ends = frozenset(rng.sample(range(VOCAB), 3))
+    policy = gang(ranks, shard_from_tokens=rng.choice([8, 24, 1000]))
+    groups = len(windows) or rng.choice([1, 2])
+    shared, batch_tokens = rng.random() < 0.5, rng.choice([1, 5, 16, 64])
+    blocks = -(-rng.choice([16, 20, 40]) // ranks)
+    if windows:
+        arenas = (0,) * groups if shared else tuple(range(groups))
+        needs = Needs(tuple(windows), arenas, 4, policy.most(batch_tokens))
+        room = (1,) * (1 if shared else groups)
+        fits = (n for n in range(1, 99) if needs.longest([n * r for r in room], ranks) >= 60)
+        least = -(-next(fits) // (groups if shared else 1))
+        blocks = max(least, -(-14 // ranks)) + rng.choice([0, 3])
     engine = make_engine(
         depth=rng.choice([1, 2]),
-        blocks=-(-rng.choice([16, 20, 40]) // ranks),
-        groups=rng.choice([1, 2]),
-        shared=rng.random() < 0.5,
+        blocks=blocks,
+        groups=groups,
+        shared=shared,
         seqs=rng.choice([6, 9]),
-        batch_tokens=rng.choice([1, 5, 16, 64]),
+        batch_tokens=batch_tokens,
         max_model_len=60,
         end_tokens=ends,
         fault=fault,
         prefix_cache=rng.random() < 0.8,
-        policy=gang(ranks, shard_from_tokens=rng.choice([8, 24, 1000])),
+        policy=policy,
         speculation=speculation,
+        windows=windows,
     )
     stems = [[rng.randrange(90) for _ in range(rng.randint(1, 40))] for _ in range(3)]
     made, gone, outputs, count = {}, set(), [], 0
@@ -70,7 +84,7 @@ def storm(seed, ranks, speculation=None):
             stem = rng.choice(stems)
             prompt = [*stem[: rng.randint(1, len(stem))], *random_prompt(rng, 3)]
             if kind < 0.25:
-                width = rng.randint(1, 4)
+                width = rng.randint(1, 2 if windows else 4)
                 made[name] = beam_request(name, prompt[:16], width, rng.randint(1, 8))
             elif kind < 0.5:
                 choices = ((),) * rng.randint(2, 4)
@@ -96,6 +110,9 @@ def storm(seed, ranks, speculation=None):
             if sequence.planned == 0:
                 stored = max(sequence.computed, sequence.stored)
                 assert len(sequence.table.blocks[0]) == -(-stored // 4)
+                for group, window in enumerate(windows):
+                    seen = sequence.computed - (stored if window is None else max(window - 1, 1))
+                    assert sequence.table.first[group] >= max(0, seen) // 4
     assert not [e for _, e in outputs if isinstance(e, wire.Error)]
     for name, request in made.items():
         if request.params.beam_width and name not in gone:

@@ -14,6 +14,7 @@ DEFAULTS = {
     "workspace_bytes": GIB // 2,
     "model_limit": 4096,
     "max_model_len": None,
+    "chunk": 512,
     "memory": None,
     "memory_fraction": 0.9,
     "blocks": None,
@@ -75,7 +76,7 @@ def test_a_gang_has_a_sequence_of_as_many_times_the_length(ranks):
         ),
         (
             {"blocks": 10, "max_model_len": 161},
-            ["161", "322.0 KiB", "320.0 KiB"],
+            ["161", "352.0 KiB", "320.0 KiB"],
             ["model.max_model_len to 160", "kv.memory", "free memory"],
         ),
     ],

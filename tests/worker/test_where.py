@@ -82,6 +82,9 @@ def test_the_key_of_every_token_of_a_sharded_request_is_where_it_is_said_to_be(
                 assert (expected["degree"], expected["rank"]) == (1, 0)
                 there.append(found)
                 for place, same in zip(found["groups"], expected["groups"], strict=True):
+                    if "given_back" in place:
+                        check_given_back(place, same, launch, stored(engine, choice) - token)
+                        continue
                     assert (place["host"], place["pid"]) == (
                         f"host-{place['rank']}",
                         100 + place["rank"],
@@ -95,6 +98,29 @@ def test_the_key_of_every_token_of_a_sharded_request_is_where_it_is_said_to_be(
         while not engine.idle:
             engine.step(0.0)
         assert pages.locate(NAME, 0, 0) is None
+
+
+def check_given_back(place: dict[str, Any], same: dict[str, Any], launch: Launch, ago: int) -> None:
+    """Only a block that no token to come sees."""
+    window = launch.layout.groups[place["group"]].shape.window
+    assert place == same == {"group": place["group"], "window": window, "given_back": True}
+    assert window is not None
+    assert ago > window - 1
+
+
+def test_a_token_that_no_layer_sees_any_more_is_said_to_be_given_back(models: Models) -> None:
+    launch, _ = models.load("mistral", 8)
+    engine = models.engine("mistral", 8, chunk=64)
+    run(engine)
+    pages = Pages(engine, launch, "gang-1", 0, facts(engine, None))
+    with pytest.raises(ValueError, match="given back, for no layer sees more than the last 20"):
+        pages.locate(NAME, 0, 0)
+    last = stored(engine, 0) - 1
+    found = pages.locate(NAME, last, 0)
+    assert found is not None
+    assert found["logical_block"] == last // 8
+    check_holders(pages, found["groups"][0], last, 0)
+    assert pages.holders(0, found["physical_block"], 0)["holders"]
 
 
 def check_holders(pages: Pages, place: dict[str, Any], token: int, choice: int) -> None:

@@ -77,6 +77,25 @@ def worst(case: dict[str, Any]) -> float:
     return max(error(got, want), error(*sums))
 
 
+def given_back(size: int, keys: str, chip: str) -> float:
+    """Largest error where table entries behind the windows lead to a block that holds no number."""
+    case = {"head": "64", "group": 2, "block": size, "rows": "mixed", "dtype": "fp32", "keys": keys}
+    batch = batch_of(case)
+    rows, options = batch.rows, options_of(case | {"window": True, "softcap": False}, 64)
+    exact = attend_reference(batch.q.double(), batch.k_pages, batch.v_pages, rows, **options)
+    pages = [
+        torch.cat([x, torch.full_like(x[:1], torch.nan)]) for x in (batch.k_pages, batch.v_pages)
+    ]
+    index = torch.arange(rows.table.shape[1]) if rows.logical is None else rows.logical
+    behind = index < ((rows.first - WINDOW + 1).clip(0) // size)[:, None]
+    assert behind.any()
+    table = torch.where(behind, len(pages[0]) - 1, rows.table).int()
+    with mock.patch.object(launch, "chip", return_value=chip):
+        partial = Partial(*launch.attend(batch.q, *pages, replace(rows, table=table), **options))
+    got, want = (finish_reference(p, None, torch.float64) for p in (partial, exact))
+    return error(got, want)
+
+
 def error(got: Tensor, want: Tensor) -> float:
     assert got.shape == want.shape
     return (got.double() - want).abs().max().item() if want.numel() else 0.0

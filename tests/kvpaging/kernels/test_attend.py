@@ -50,6 +50,14 @@ def test_equals_the_formula(interpreted: Interpreted, case: dict[str, Any]) -> N
     assert interpreted(sums.worst, case) < TOLERANCE[case["dtype"]]
 
 
+@pytest.mark.parametrize("keys", ["all", "logical"])
+@pytest.mark.parametrize(("size", "chip"), [(8, "sm_80"), (16, "sm_90"), (64, "sm_80")])
+def test_what_was_given_back_behind_a_window_is_never_read(
+    interpreted: Interpreted, size: int, chip: str, keys: str
+) -> None:
+    assert interpreted(sums.given_back, size, keys, chip) < TOLERANCE["fp32"]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("head", "group", "block"),
