@@ -99,11 +99,12 @@ class Launch:
             return {}
         return {
             "draft_model": self.draft.directory.name,
-            "draft_kv_bytes": self.memory.slices * self.draft.layout.slice_bytes,
+            "draft_kv_bytes": self.drafting().memory.slices * self.draft.layout.slice_bytes,
         }
 
     def drafting(self) -> Launch:
-        """The launch of the draft model, beside the same number of tokens."""
+        """The launch of the draft model, beside the same number of tokens: rank 0 of a gang has
+        those of all ranks."""
         draft = self.draft
         assert draft is not None
         longest = positions(draft.hf_config.get_text_config(decoder=True))
@@ -119,7 +120,12 @@ class Launch:
             hf_config=draft.hf_config,
             shape=draft.shape,
             layout=draft.layout,
-            memory=replace(self.memory, max_model_len=longest, ranks=1),
+            memory=replace(
+                self.memory,
+                slices=self.memory.slices * self.memory.ranks,
+                max_model_len=longest,
+                ranks=1,
+            ),
             draft=None,
             host_slices=0,
         )

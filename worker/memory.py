@@ -55,7 +55,8 @@ def plan_memory(
 
     An explicit `blocks` or `memory` wins over the automatic size: on a GPU `memory_fraction` of
     what is free, less weights and workspaces; on a CPU a quarter of the rest, at most 2 GiB.
-    A draft model takes `draft_bytes` of it for each slice.
+    A draft model takes `draft_bytes` of it for each slice, on rank 0 for those of all ranks; the
+    others leave as much free.
     Without an explicit `max_model_len` the longest sequence is what model and pages both allow.
     """
     usable = free_bytes if on_cpu else int(free_bytes * memory_fraction)

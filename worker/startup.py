@@ -101,7 +101,7 @@ def resolve(
         blocks=config.kv.blocks,
         on_cpu=on_cpu,
         ranks=ranks,
-        draft_bytes=0 if draft is None else draft.layout.slice_bytes,
+        draft_bytes=0 if draft is None else ranks * draft.layout.slice_bytes,
     )
     launch = Launch(
         config, directory, hf_config, shape, pages, memory, limits, params, dtype, device, draft

@@ -11,8 +11,10 @@ import pytest
 from configs.loading import load
 from tests.families import PROMPT_LENGTHS, reference
 from tests.worker.gang_processes import Job
+from tests.worker.gangs import gang_engine
 from tests.worker.served import FREE_BYTES, GREEDY, MAX_NUM_SEQS, answer, request_of
 from tests.worker.test_gang_equality import threads
+from worker import startup
 from worker.building import build_draft
 from worker.drafting import DraftModel
 from worker.model import UnsupportedModel
@@ -76,6 +78,21 @@ def test_a_gang_of_two_drafts_on_its_first_rank(models: Models) -> None:
         assert engine.runner.gang.exchange.calls > 0
     assert said == [[reference("llama", index)] for index in ALL[::-1]]
     assert speculation.stats.drafts > 0
+
+
+def test_a_gang_drafts_for_sequences_that_no_rank_holds(models: Models) -> None:
+    config = load(None, settings(models, "llama", **{"kv.blocks": 8}))
+    launch = resolve(config, models.directory("llama"), free_bytes=FREE_BYTES, ranks=2)
+    small = launch.drafting()
+    draft = build_draft(small, startup.load(small, lambda: 0.0)[0])
+    index = max(ALL, key=lambda index: PROMPT_LENGTHS[index])
+    assert PROMPT_LENGTHS[index] > launch.memory.slices * launch.layout.block_size
+    _, model = models.load("llama", 8)
+    with gang_engine(launch, model, 2, sharded_from=1) as (engine, _):
+        speculation = engine.scheduler.speculation
+        speculation.makers[DRAFT_MODEL], speculation.step_tokens = draft.proposer, 999
+        assert answer(engine, [asking(index)]) == [[reference("llama", index)]]
+    assert speculation.stats.accepted_tokens == speculation.stats.draft_tokens > 0
 
 
 def test_a_proposer_says_what_its_model_says_whatever_was_taken_before(models: Models) -> None:
