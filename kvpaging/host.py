@@ -88,6 +88,10 @@ class HostPool:
     def identity(self, slot: int) -> bytes | None:
         return self._identity[slot]
 
+    def parent(self, slot: int) -> bytes | None:
+        """The identity that a slot's block is found after, in either tier."""
+        return self._parent[slot]
+
     def counts(self, rank: int | None = None) -> HostCounts:
         """Of one rank, or of all."""
         if rank is None:
@@ -258,6 +262,29 @@ class HostPool:
         return found
 
 
+class Union:
+    """A pool and the host below it as one to look into. A block has its own number, and a slot the
+    one that follows those of all blocks and of the slots before it."""
+
+    def __init__(self, host: HostPool) -> None:
+        self.host, self.pool, self.ranks = host, host.pool, host.pool.ranks
+
+    def lookup(self, identity: bytes) -> int | None:
+        block = self.pool.lookup(identity)
+        if block is not None:
+            return block
+        slot = self.host.lookup(identity)
+        return None if slot is None else self.pool.blocks + slot
+
+    def slot(self, number: int) -> int | None:
+        """Which slot a number is; None for a block's."""
+        return None if number < self.pool.blocks else number - self.pool.blocks
+
+    def rank_of(self, number: int) -> int:
+        slot = self.slot(number)
+        return self.pool.rank_of(number) if slot is None else self.host.rank_of(slot)
+
+
 def below(pool: BlockPool, block: int) -> Iterator[tuple[int, bytes, bytes | None]]:
     """`block` and all that the pool would lose with it, leaves first: (block, identity, parent)."""
     order, nodes = [], [block]
@@ -269,6 +296,6 @@ def below(pool: BlockPool, block: int) -> Iterator[tuple[int, bytes, bytes | Non
             nodes.append(child)
             child = pool._younger[child]
     for node in reversed(order):
-        identity, parent = pool.identity(node), pool._parent[node]
+        identity = pool.identity(node)
         assert identity is not None
-        yield node, identity, None if parent == NONE else pool.identity(parent)
+        yield node, identity, pool.parent(node)

@@ -83,6 +83,11 @@ class Ledger:
     def identity(self, block: int) -> bytes | None:
         return self._identity[block]
 
+    def parent(self, block: int) -> bytes | None:
+        """The identity that a findable block is found after."""
+        above = self._parent[block]
+        return None if above == NONE else self._identity[above]
+
     def lookup(self, identity: bytes) -> int | None:
         """The block that holds `identity`; valid until the next call that may evict."""
         return self._found.get(identity)

@@ -57,9 +57,11 @@ def start(
         return _fork(scheduler, beam, common, rows)
     if scheduler.prefix.being_computed(sequence, len(hit[0])):
         return None
-    if scheduler.tier is not None and scheduler.tier.brings(sequence, hit):
+    table = _placed(scheduler, sequence, hit, busy)
+    if scheduler.tier is not None and scheduler.tier.brings(sequence, hit, table):
+        table.release()
         return None
-    return _placed(scheduler, sequence, hit, busy)
+    return table
 
 
 def _placed(

@@ -24,13 +24,13 @@ class Sequence:
     """
 
     __slots__ = (
-        "brought",
         "cached_tokens",
         "chains",
         "choice",
         "computed",
         "epoch",
         "finish_reason",
+        "lacking",
         "last_step",
         "offer",
         "params",
@@ -63,7 +63,7 @@ class Sequence:
         self.published = 0  # leading blocks that have an identity
         self.chains: list[list[bytes]] = []  # identities of full blocks, per layer group
         self.cached_tokens = 0
-        self.brought = -1  # blocks that were in the pools when others were last sent for
+        self.lacking = 1 << 62  # blocks that were not in the pools when some were last sent for
         self.last_step: int | None = None
         self.seated = False  # the sampler's seat for penalties is filled
         self.synced = 0  # table entries that the device has been told
@@ -101,7 +101,7 @@ class Sequence:
         """Forget what was computed; steps under way are void for this sequence."""
         self.computed = self.planned = self.pending = self.synced = 0
         self.stored = self.published = 0
-        self.brought = -1
+        self.lacking = 1 << 62
         self.seated = False
         self.epoch += 1
 

@@ -8,14 +8,16 @@ come back as any blocks do that a waiting sequence finds on the host.
 from __future__ import annotations
 
 import logging
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvpaging.host import HostPool
     from worker.load import Rates
     from worker.request import Sequence as Served
-    from worker.tier import Tier
+    from worker.tier import Place, Tier
 
 log = logging.getLogger("kvatlas.worker")
 
@@ -33,16 +35,6 @@ class SwapStats:
     swapped_sequences: int = 0
 
 
-class Block(NamedTuple):
-    """A full block of a sequence in one layer group: where the pool or the host has it."""
-
-    host: HostPool
-    identity: bytes
-    parent: bytes | None
-    block: int | None
-    slot: int | None
-
-
 class Swaps:
     """The choice for each preempted sequence. `preemption` is `auto`, `recompute` or `swap`."""
 
@@ -57,17 +49,19 @@ class Swaps:
 
     def preempt(self, sequence: Served) -> None:
         """Called before the sequence gives its blocks back."""
-        blocks = self._blocks(sequence)
-        tokens = sequence.computed
-        back = sum(self.tier.block_bytes[each.host] for each in blocks)
-        out = sum(self.tier.block_bytes[each.host] for each in blocks if each.slot is None)
+        tier, tokens = self.tier, sequence.computed
+        found = tier.union.match(sequence)
+        slots, blocks = tier.parts(found)
+        new = [place for place in blocks if self._slot(*place) is None]
+        out = sum(tier.block_bytes[tier.hosts[group]] for group, _ in new)
+        back = sum(tier.block_bytes[tier.hosts[group]] for group, _ in (*slots, *blocks))
         again_s = tokens * self.rates.token_s
-        rest = tokens - len(blocks) // len(self.tier.hosts) * self.tier.scheduler.block_size
+        rest = max(0, tokens - len(found[0]) * tier.scheduler.block_size)
         swap_s = self._copy_s(out, back)
         if swap_s is not None:
             swap_s += rest * self.rates.token_s
-        reason = self._against(blocks, out, swap_s, again_s)
-        kind = SWAP if reason == "" and self._hold(sequence, blocks) else RECOMPUTE
+        reason = self._against(back, out, swap_s, again_s)
+        kind = SWAP if reason == "" and self._hold(sequence, found, new) else RECOMPUTE
         if kind == SWAP:
             self.stats.swaps += 1
             self.stats.swap_expected_s += swap_s or 0.0
@@ -92,11 +86,11 @@ class Swaps:
             return None
         return out / rates[0] + back / rates[1]
 
-    def _against(self, blocks: list[Block], out: int, swap_s: float | None, again_s: float) -> str:
+    def _against(self, back: int, out: int, swap_s: float | None, again_s: float) -> str:
         """Why not to swap; empty where nothing speaks against it."""
         if self.preemption == RECOMPUTE:
             return "scheduler.preemption=recompute"
-        if not blocks:
+        if not back:
             return "no full block"
         if not self.tier.time_for(out):
             return "more than kv.host_step_gib allows"
@@ -106,53 +100,44 @@ class Swaps:
             return "rates not measured yet"
         return "" if swap_s < again_s else "computing is faster"
 
-    def _blocks(self, sequence: Served) -> list[Block]:
-        """Its leading full blocks, of all groups, as far as the pool or the host finds them."""
-        tier, found = self.tier, list[Block]()
-        prefix = tier.scheduler.prefix
-        chains, windows = prefix.chains(sequence), prefix.windows
-        for index in range(sequence.computed // tier.scheduler.block_size):
-            row = [
-                Block(
-                    host,
-                    chain[index],
-                    chain[index - 1] if index and window is None else None,
-                    host.pool.lookup(chain[index]),
-                    host.lookup(chain[index]),
-                )
-                for host, chain, window in zip(tier.hosts, chains, windows, strict=True)
-            ]
-            if any(each.block is None and each.slot is None for each in row):
-                break
-            found += row
-        return found
-
-    def _hold(self, sequence: Served, blocks: list[Block]) -> bool:
-        """Hold all of them on the host, or none where there is no room."""
-        held = [(each.host, each.slot) for each in blocks if each.slot is not None]
-        for host, there in held:
-            host.hold(there)
-        need: dict[tuple[HostPool, int], int] = {}
-        for each in blocks:
-            if each.slot is None and each.block is not None:
-                place = each.host, each.host.pool.rank_of(each.block)
-                need[place] = need.get(place, 0) + 1
-        for (host, rank), n in need.items():
-            counts = host.counts(rank)
-            if n > counts.free + counts.idle:
-                self._unhold(held)
-                return False
-        for host, identity, parent, block, slot in blocks:
-            if slot is None and block is not None:
-                kept = self.tier.keep(host, block, identity, parent)
-                taken = host.lookup(identity)
-                assert kept, "there was time"
-                assert taken is not None, "there was room"
-                host.hold(taken)
-        # Heads first, as `_unhold` wants them.
-        slots = ((each.host, each.host.lookup(each.identity)) for each in blocks)
-        self._held[sequence] = [(host, slot) for host, slot in slots if slot is not None]
+    def _hold(self, sequence: Served, found: Sequence[Sequence[int]], new: Sequence[Place]) -> bool:
+        """Hold on the host all that a match has `found`, or none where there is no room for what is
+        `new` there."""
+        tier = self.tier
+        held = [
+            (tier.hosts[group], slot)
+            for group, column in enumerate(found)
+            for number in column
+            if (slot := self._slot(group, number)) is not None
+        ]
+        for host, slot in held:
+            host.hold(slot)
+        need = Counter((tier.hosts[g], tier.hosts[g].pool.rank_of(block)) for g, block in new)
+        counts = {place: place[0].counts(place[1]) for place in need}
+        if any(n > counts[place].free + counts[place].idle for place, n in need.items()):
+            self._unhold(held)
+            return False
+        for group, block in new:
+            host, pool = tier.hosts[group], tier.hosts[group].pool
+            identity = pool.identity(block)
+            assert identity is not None
+            kept = tier.keep(host, block, identity, pool.parent(block))
+            slot_ = host.lookup(identity)
+            assert kept, "there was time"
+            assert slot_ is not None, "there was room"
+            host.hold(slot_)
+            held.append((host, slot_))
+        self._held[sequence] = held
         return True
+
+    def _slot(self, group: int, number: int) -> int | None:
+        """Where the host has what a match has found as `number`; None where it does not."""
+        host = self.tier.hosts[group]
+        slot = self.tier.unions[group].slot(number)
+        if slot is None and number >= 0:
+            identity = host.pool.identity(number)
+            slot = None if identity is None else host.lookup(identity)
+        return slot
 
     def release(self, sequence: Served) -> None:
         """It runs again, or never will: what was held for it may go."""

@@ -9,19 +9,20 @@ thread; `HostPool` keeps the books, a runner moves the bytes.
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from copy import copy
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from kvpaging.host import HostPool, Move, Moves, below
-from kvpaging.windows import GONE
+from kvpaging.host import HostPool, Move, Moves, Union, below
+from kvpaging.states import IDLE, STATES
 from worker import admission
-from worker.request import NO_SLOT
 from worker.swapping import Swaps
 from worker.transfer import Rate
 
 if TYPE_CHECKING:
+    from kvpaging.table import BlockTable
     from worker.load import Rates
     from worker.request import Sequence as Served
     from worker.scheduler import Scheduler
@@ -64,23 +65,33 @@ class TierStats:
     failures: int = 0
 
 
+class Place(NamedTuple):
+    """A block or a slot of a layer group."""
+
+    group: int
+    number: int
+
+
+class Coming(NamedTuple):
+    """A block of a group that is held here and filled from a slot, which is held too, and what it
+    is named."""
+
+    group: int
+    identity: bytes
+    parent: bytes | None
+    slot: int
+    block: int
+
+
 @dataclass(slots=True, eq=False)
 class Return:
-    """Logical blocks of one sequence that come back. Of each group and each of them: a block held
-    here, and the slot it is copied from, None where the pool had it. `kept` are the blocks before
-    them, held, and `copying` is None until it has begun."""
+    """What comes back for a sequence, heads first. `kept` are the blocks that it builds on, held;
+    `copying` is None until it has begun."""
 
     sequence: Served
-    kept: list[list[int]]
-    parents: list[bytes | None]
-    names: list[list[bytes]]
-    slots: list[list[int | None]]
-    blocks: list[list[int]] = field(default_factory=list)
+    kept: list[Place]
+    blocks: list[Coming]
     copying: Copying | None = None
-
-    @property
-    def count(self) -> int:
-        return len(self.names[0])
 
 
 class Tier:
@@ -114,6 +125,9 @@ class Tier:
         self.swaps = Swaps(self, rates, preemption)
         for host in self.arenas:
             host.pool.on_evict = self._evicts(host)
+        self.unions = [Union(host) for host in self.hosts]
+        self.union = copy(scheduler.prefix)  # the same over both tiers
+        self.union.pools = tuple(self.unions)  # type: ignore[arg-type]
         scheduler.tier = self
 
     @property
@@ -171,131 +185,87 @@ class Tier:
         """Whether so many bytes may still be copied out before the next step."""
         return size <= self._room["out"]
 
-    def brings(self, sequence: Served, hit: Sequence[Sequence[int]]) -> bool:
-        """Whether a waiting sequence that finds `hit` in the pools should wait for what follows;
-        its copy is begun where it fits. Nobody is preempted for it.
+    def depth(self, sequence: Served) -> int:
+        """Leading blocks of a sequence that are in the pools or on the host."""
+        return len(self.union.match(sequence)[0])
 
-        A sequence never asks again for what came and went: it computes it.
+    def brings(self, sequence: Served, hit: Sequence[Sequence[int]], table: BlockTable) -> bool:
+        """Whether a waiting sequence that finds `hit` in the pools, and would start with `table`,
+        should wait for more from the host. What fits is begun; nobody is preempted for it.
+
+        A sequence asks again only while less is missing than before: what came and went meanwhile
+        it computes.
         """
-        here, prefix = len(hit[0]), self.scheduler.prefix
-        chains = prefix.chains(sequence)
-        if here >= len(chains[0]):
+        if not any(map(len, self.arenas)):
             return False
-        if chains[0][here] in self._coming:
+        found = self.union.match(sequence)
+        if len(found[0]) <= len(hit[0]):
+            return False
+        wanted, kept = self.parts(found)
+        if any(self.hosts[g].identity(slot) in self._coming for g, slot in wanted):
             return True
-        if here <= sequence.brought or prefix.being_computed(sequence, here):
+        if not 0 < len(wanted) < sequence.lacking:
             return False
-        slots = self._find(chains, here, self._room["back"])
-        if not slots[0]:  # there may be time for them next time
-            return bool(self._back and self._find(chains, here, self.step_bytes)[0])
-        end = here + len(slots[0])
-        coming = Return(
-            sequence,
-            [list(column) for column in hit],
-            [chain[here - 1] if here else None for chain in chains],
-            [chain[here:end] for chain in chains],
-            slots,
-        )
-        if not self._begin(coming):
+        some = self._in_time(wanted, self._room["back"])
+        if not some:  # there may be time for them after the next step
+            return bool(self._back)
+        if not self._fits(some, kept) or not admission.affordable(self.scheduler, sequence, table):
             return self.busy and not self.scheduler.running
-        sequence.brought = here
+        sequence.lacking = len(wanted)
+        self._begin(sequence, some, kept)
         return True
 
-    def covers(self, chains: Sequence[Sequence[bytes]], here: int) -> bool:
-        """Whether all blocks from `here` on are in the pools or on the host."""
-        left = len(chains[0]) - here
-        return len(self._find(chains, here, left * self.slice_bytes)[0]) == left
-
-    def _find(
-        self, chains: Sequence[Sequence[bytes]], here: int, left: int
-    ) -> list[list[int | None]]:
-        """Slots of the blocks from `here` on, of each group, None where the pool has one: as far as
-        all groups have them on one rank, and at most `left` bytes."""
-        slots: list[list[int | None]] = [[] for _ in self.hosts]
-        for names in zip(*(chain[here:] for chain in chains), strict=True):
-            row: list[int | None] = []
-            ranks = set()
-            for host, name in zip(self.hosts, names, strict=True):
-                block = host.pool.lookup(name)
-                slot = None if block is not None else host.lookup(name)
-                if block is not None:
-                    ranks.add(host.pool.rank_of(block))
-                elif slot is not None:
-                    ranks.add(host.rank_of(slot))
-                    left -= self.block_bytes[host]
-                else:
-                    return slots
-                row.append(slot)
-            if len(ranks) > 1 or left < 0:
-                return slots
-            for column, slot in zip(slots, row, strict=True):
-                column.append(slot)
-        return slots
-
-    def _begin(self, coming: Return) -> bool:
-        """Hold what is there, take blocks for what is not; False, and nothing has changed but the
-        order of eviction, where there is no room."""
-        hosts = self.hosts
-        here = [
-            [
-                host.pool.lookup(name) if slot is None else None
-                for name, slot in zip(names, slots, strict=True)
-            ]
-            for host, names, slots in zip(hosts, coming.names, coming.slots, strict=True)
-        ]
-        held = [
-            [*kept, *(block for block in column if block is not None)]
-            for kept, column in zip(coming.kept, here, strict=True)
-        ]
-        for host, blocks, slots in zip(hosts, held, coming.slots, strict=True):
-            for block in blocks:
-                if block != GONE:
-                    host.pool.hold(block)
-            for slot in slots:
+    def parts(self, found: Sequence[Sequence[int]]) -> tuple[list[Place], list[Place]]:
+        """Slots and blocks of what a match in both tiers found, heads first."""
+        slots: list[Place] = []
+        blocks: list[Place] = []
+        for row in zip(*found, strict=True):
+            for group, number in enumerate(row):
+                slot = self.unions[group].slot(number)
                 if slot is not None:
-                    host.hold(slot)
-        if not self._fits(coming):
-            self._unhold(held)
-            self._unhold_slots(coming)
-            return False
-        for host, column, slots in zip(hosts, here, coming.slots, strict=True):
-            coming.blocks.append(
-                [
-                    self._take(host, slot) if block is None else block
-                    for block, slot in zip(column, slots, strict=True)
-                ]
-            )
+                    slots.append(Place(group, slot))
+                elif number >= 0:  # windows hide some blocks
+                    blocks.append(Place(group, number))
+        return slots, blocks
+
+    def _in_time(self, wanted: Sequence[Place], left: int) -> list[Place]:
+        """The first of these slots, of `left` bytes at most."""
+        some = []
+        for place in wanted:
+            left -= self.block_bytes[self.hosts[place.group]]
+            if left < 0:
+                break
+            some.append(place)
+        return some
+
+    def _fits(self, wanted: Sequence[Place], kept: Sequence[Place]) -> bool:
+        """Whether each rank has the blocks now, beside those that are kept."""
+        hosts, idle = self.hosts, STATES[IDLE]
+        need = Counter((hosts[g].pool, hosts[g].rank_of(slot)) for g, slot in wanted)
+        for pool, block in ((hosts[group].pool, block) for group, block in kept):
+            need[pool, pool.rank_of(block)] += pool.state(block) == idle
+        return all(n <= pool.available_on(rank) for (pool, rank), n in need.items())
+
+    def _begin(self, sequence: Served, wanted: Sequence[Place], kept: list[Place]) -> None:
+        """Hold what is there, then take blocks for what is not, which may evict others."""
+        for group, block in kept:
+            self.hosts[group].pool.hold(block)
+        for group, slot in wanted:
+            self.hosts[group].hold(slot)
+        coming = Return(sequence, kept, [self._take(*place) for place in wanted])
         self._returns.append(coming)
-        self._coming.update(dict.fromkeys(coming.names[0], coming))
-        return True
+        self._coming.update((each.identity, coming) for each in coming.blocks)
 
-    def _fits(self, coming: Return) -> bool:
-        """Whether the pools have the blocks now, and the whole sequence could start."""
-        scheduler, need = self.scheduler, dict[tuple[HostPool, int], int]()
-        for host, slots in zip(self.hosts, coming.slots, strict=True):
-            for slot in slots:
-                if slot is not None:
-                    place = host, host.rank_of(slot)
-                    need[place] = need.get(place, 0) + 1
-        if any(n > host.pool.available_on(rank) for (host, rank), n in need.items()):
-            return False
-        if not scheduler.running:
-            return True
-        ranks = {rank for _, rank in need}
-        every = tuple(range(scheduler.policy.ranks))
-        asked = -(-(len(coming.sequence.tokens) + 1) // scheduler.block_size) - len(coming.kept[0])
-        blocks = [asked] * len(scheduler.pools)
-        return admission.room(scheduler, blocks, tuple(ranks) if len(ranks) == 1 else every)
-
-    def _take(self, host: HostPool, slot: int | None) -> int:
-        """A block, held, for what is in a slot."""
-        assert slot is not None
+    def _take(self, group: int, slot: int) -> Coming:
+        host = self.hosts[group]
+        identity, parent = host.identity(slot), host.parent(slot)
+        assert identity is not None
         (block,) = host.pool.allocate(1, host.rank_of(slot))
         host.pool.hold(block)
         host.pool.unref(block)
         self._room["back"] -= self.block_bytes[host]
         self._back.append(Move(self.arenas.index(host), block, slot))
-        return block
+        return Coming(group, identity, parent, slot, block)
 
     def issue(self) -> None:
         """Begin the copies that were asked for, before anything writes to the blocks of those out.
@@ -352,37 +322,25 @@ class Tier:
         return landed
 
     def _land(self, coming: Return) -> None:
-        parents = coming.parents
-        for index in range(coming.count):
-            names = [column[index] for column in coming.names]
-            blocks = [column[index] for column in coming.blocks]
-            self.scheduler.prefix.name(blocks, names, parents)
-            parents = list(names)
-        sequence = coming.sequence
-        if sequence.epoch == 0 and sequence.slot == NO_SLOT and sequence.finish_reason is None:
-            self.stats.hit_tokens += coming.count * self.scheduler.block_size
+        """Publish what has come, unless it was computed meanwhile."""
+        indexed = self.scheduler.prefix.indexed
+        for group, identity, parent, _, block in coming.blocks:
+            pool = self.hosts[group].pool
+            pool.publish(block, identity, parent, quiet=group != indexed)
+        if coming.sequence.epoch == 0:
+            columns = Counter(each.group for each in coming.blocks)
+            self.stats.hit_tokens += max(columns.values()) * self.scheduler.block_size
         self._end(coming)
 
     def _end(self, coming: Return) -> None:
-        for name in coming.names[0]:
-            if self._coming.get(name) is coming:
-                del self._coming[name]
-        self._unhold(coming.blocks)
-        self._unhold(coming.kept)
-        self._unhold_slots(coming)
-
-    def _unhold(self, columns: Sequence[Sequence[int]]) -> None:
-        """Tail first, so that a chain's tail is evicted before its head."""
-        for host, column in zip(self.hosts, columns, strict=True):
-            for block in reversed(column):
-                if block != GONE:
-                    host.pool.unhold(block)
-
-    def _unhold_slots(self, coming: Return) -> None:
-        for host, slots in zip(self.hosts, coming.slots, strict=True):
-            for slot in reversed(slots):
-                if slot is not None:
-                    host.unhold(slot)
+        """Tails first, so that a chain's tail is evicted before its head."""
+        for group, identity, _, slot, block in reversed(coming.blocks):
+            if self._coming.get(identity) is coming:
+                del self._coming[identity]
+            self.hosts[group].pool.unhold(block)
+            self.hosts[group].unhold(slot)
+        for group, block in reversed(coming.kept):
+            self.hosts[group].pool.unhold(block)
 
 
 def host_slots(tier: Tier | None, rank: int) -> dict[str, int]:

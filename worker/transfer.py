@@ -182,7 +182,7 @@ class Transfers:
         if here >= end or prefix.being_computed(open_[0], here):
             return None
         tier = self.scheduler.tier
-        if tier is not None and tier.covers([chain[:end] for chain in chains], here):
+        if tier is not None and tier.depth(open_[0]) >= end:
             return None
         names = chains[prefix.indexed or 0][here:end]
         other = self._coming.get(names[0])
@@ -225,8 +225,6 @@ class Transfers:
                 for g, one in enumerate(wanted)
             ]
             self._hold(piece.blocks)
-            if self.scheduler.tier is not None:  # what this evicts leaves before bytes arrive
-                self.scheduler.tier.issue()
         except OutOfBlocks as lack:
             message = f"{n} blocks asked, {lack.available} available"
             raise PullFailed("no_room", message) from None
@@ -235,6 +233,8 @@ class Transfers:
             for pool, block in loose:
                 pool.unref(block)
         pull.pieces.append(piece)
+        if self.scheduler.tier is not None:  # what this evicts leaves before bytes arrive
+            self.scheduler.tier.issue()
 
     def _beside(
         self,

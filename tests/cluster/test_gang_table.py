@@ -69,6 +69,13 @@ def test_what_is_sent_counts_until_a_later_report() -> None:
     assert (row.sent_requests, row.sent_tokens, row.sent_blocks) == (0, 0, 0)
 
 
+def test_an_ask_says_what_only_hosts_have() -> None:
+    gangs, index = table(*"ab")
+    index.found = {"a": Match(2, 6, 3)}
+    ask = gangs.ask(1, CHAIN, 700, 1.0, 0.0)
+    assert (ask.stored, ask.matched, ask.hosted) == ([2, 0], [6, 0], [3, 0])
+
+
 def test_gangs_are_shared_out_among_ingresses() -> None:
     homes = [
         table(*"abcdefg", at=at, ingresses=3)[0].ask(1, [], 9, 1.0, 0.0).home for at in (0, 1, 2)

@@ -11,6 +11,8 @@ from cluster.metrics import Metrics, Record, Times
 from tests.cluster.fakes import FakeWorker
 from worker.prefix import PrefixStats
 from worker.speculation import SpeculationStats
+from worker.swapping import SwapStats
+from worker.tier import TierStats
 
 
 async def snapshot() -> dict[str, object]:
@@ -102,7 +104,17 @@ async def _engines() -> Metrics:
     stats["evictions"], stats["saved_reads"] = 6, 2048
     stats["exchange_calls"], stats["exchange_bytes"] = 33, 4096
     stats["queued_s"], stats["filled"] = 1.5, 0.75
-    return Metrics("m", "i", lambda: {"g1": stats, "g2": {**stats, "running": 1}})
+    stats["preemptions"] = 5
+    tier = {
+        **asdict(TierStats(out_bytes=4096, hit_tokens=12)),
+        **asdict(SwapStats(2, 0.5, 3, 1.5, 1)),
+        "blocks": {"free": 1, "idle": 2, "held": 1},
+        "evictions": 0,
+        "out_bytes_per_s": 4e8,
+        "back_bytes_per_s": 5e8,
+    }
+    first = {**stats, "tier": tier}
+    return Metrics("m", "i", lambda: {"g1": first, "g2": {**stats, "running": 1}})
 
 
 def test_engines_are_shown_from_their_snapshots() -> None:
@@ -159,6 +171,20 @@ def test_transfers_are_shown_by_reason_and_by_source() -> None:
     for reason, count in (("lost", 2), ("no_room", 1)):
         assert value(metrics, "kvatlas:pull_failures_total", reason=reason) == count
     assert value(metrics, "kvatlas:pull_bytes_per_second", source="gang-2") == 5e8
+
+
+def test_the_host_tier_is_shown_by_tier_state_and_choice() -> None:
+    metrics = asyncio.run(_engines())
+    for labels, wanted in (({"tier": "gpu"}, 20), ({"tier": "host"}, 12)):
+        assert value(metrics, "kvatlas:prefix_hits_total", engine="g1", **labels) == wanted
+    assert value(metrics, "kvatlas:prefix_hits_total", engine="g2", tier="gpu") == 32
+    assert value(metrics, "kvatlas:host_blocks", engine="g1", state="held") == 1
+    assert value(metrics, "kvatlas:host_out_bytes_total", engine="g1") == 4096
+    assert value(metrics, "kvatlas:host_back_bytes_per_second", engine="g1") == 5e8
+    assert value(metrics, "kvatlas:preemptions_total", engine="g1", choice="swap") == 2
+    assert value(metrics, "kvatlas:preemptions_total", engine="g1", choice="recompute") == 3
+    assert value(metrics, "kvatlas:preemption_expected_seconds_total", choice="swap", engine="g1")
+    assert value(metrics, "kvatlas:preemptions_total", engine="g2", choice="recompute") == 5
 
 
 def test_the_pages_name_samples_that_are_there() -> None:

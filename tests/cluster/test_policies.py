@@ -48,6 +48,28 @@ def priced(*, pull: bool = False, **factors: float) -> Policy:
     return policies.make("priced", factors=Factors(tie_s=0.0, **factors), pull=pull)  # type: ignore[arg-type]
 
 
+def test_blocks_on_the_host_cost_the_time_to_bring_them_back() -> None:
+    """Less than to compute them, more than none: the GPU that has them is chosen first."""
+    rows = [row("far", host_tokens_per_s=1e5), row("near", host_tokens_per_s=1e5), row("none")]
+    choice = priced()(ask(100, 100, 0, stored=(0, 100, 0), hosted=(100, 0, 0)), rows)
+    assert choice.row == 1
+    prices = {price.row: price for price in choice.prices}
+    assert prices[0].host_s == pytest.approx(6400 / 1e5)
+    assert prices[1].host_s == prices[2].host_s == 0
+    assert prices[1].total_s < prices[0].total_s < prices[2].total_s
+    assert prices[0].ttft_s - prices[1].ttft_s == pytest.approx(0.064, rel=0.02)
+    slow = [row("far", host_tokens_per_s=1e3), row("none")]
+    assert priced()(ask(100, 0, stored=(0, 0), hosted=(100, 0)), slow).row == 1
+    assert "host=0.064" in priced()(ask(100, stored=(0,), hosted=(100,)), rows[:1]).explained(rows)
+
+
+def test_what_only_a_host_has_is_not_pulled() -> None:
+    rows = [row("full", queued_tokens=900_000), row("idle")]
+    choice = priced(pull=True)(ask(100, 0, stored=(0, 0), hosted=(100, 0)), rows)
+    assert (choice.row, choice.pull_from) == (1, None)
+    assert priced(pull=True)(ask(100, 0), rows).pull_from == 0
+
+
 def test_round_robin_takes_turns_from_its_start() -> None:
     policy = policies.make("round_robin", factors=Factors(), pull=False, start=2)
     rows = [row(name) for name in "abc"]

@@ -246,6 +246,12 @@ def test_settings_that_are_possible_alone_may_contradict_each_other() -> None:
         load(None, ["cluster.workers=4", "scaling.max_workers=3"])
     (problem,) = error.value.problems
     assert problem.startswith("scaling.max_workers=3 is less than cluster.workers=4: raise")
+    assert load(None, ["kv.host_gib=2", "scheduler.preemption=swap"]).kv.host_gib == 2.0
+    with pytest.raises(ConfigError) as error:
+        load(None, ["kv.host_gib=0.5", "kv.prefix_cache=false"])
+    assert "kv.host_gib=0.5 keeps blocks" in str(error.value)
+    with pytest.raises(ConfigError, match=r"scheduler\.preemption=swap needs memory"):
+        load(None, ["scheduler.preemption=swap"])
 
 
 def test_live_settings_change_and_others_do_not() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgpack
 import pytest
 
+from kvpaging.host import Move, Moves
 from kvpaging.pool import BlockPool
 from kvpaging.table import BlockTable, Copy
 from worker import gang_wire, wire
@@ -132,6 +133,16 @@ def test_results_come_back_as_they_were():
 def test_what_cannot_be_read_is_refused(message):
     with pytest.raises(WrongMessage):
         gang_wire.unpack_result(message)
+
+
+def test_copies_come_back_as_they_were_or_are_refused():
+    moves = Moves((Move(0, 3, 9), Move(1, 2, 2)), (Move(0, 4, 1),))
+    kind, body = gang_wire.read(gang_wire.moving(moves))
+    assert kind == gang_wire.MOVE
+    assert gang_wire.moved(body) == moves
+    for wrong in ([], [[]], [[], [[1, 2]]], [7, []]):
+        with pytest.raises(WrongMessage, match="copies that cannot be read"):
+            gang_wire.moved(wrong)
 
 
 def test_a_step_that_cannot_be_read_is_refused():

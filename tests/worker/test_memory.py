@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvpaging.store import LayerShape, layout
-from worker.memory import GIB, DoesNotFit, gib, plan_memory
+from worker.memory import GIB, DoesNotFit, gib, plan_host, plan_memory
 
 PAGES = layout([LayerShape(2, 64, 64)] * 4, 16, 2)  # 2 KiB a token, 32 KiB a block
 DEFAULTS = {
@@ -88,6 +88,19 @@ def test_a_refusal_has_three_numbers_and_three_remedies(options, numbers, remedi
     assert "\n" not in text
     assert [n for n in numbers if n not in text] == []
     assert [r for r in remedies if r not in text] == []
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_the_host_holds_what_fits_beside_what_it_has(on_cpu):
+    free = {"free_bytes": 8 * GIB, "taken_bytes": 2 * GIB, "on_cpu": on_cpu}
+    assert plan_host(PAGES, 0, **free) == 0
+    assert plan_host(PAGES, 6, **free) == 6 * GIB // PAGES.slice_bytes
+    with pytest.raises(DoesNotFit) as refused:
+        plan_host(PAGES, 6.5, **free)
+    assert "kv.host_gib=6.5 does not fit" in str(refused.value)
+    assert ("6.00 GiB are left" if on_cpu else "the host has 8.00 GiB") in str(refused.value)
+    with pytest.raises(DoesNotFit, match=r"less than a block of 32\.0 KiB"):
+        plan_host(PAGES, 1e-6, **free)
 
 
 def test_sizes_for_people():

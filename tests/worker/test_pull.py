@@ -256,6 +256,29 @@ async def test_running_requests_keep_the_room_they_were_promised() -> None:
     side.assert_whole()
 
 
+async def test_what_a_pull_evicts_is_on_the_host_as_it_was() -> None:
+    """It leaves before the bytes that come are written over it."""
+    other = list(range(90, 90 - 5 * SIZE, -1))
+    _, side = pair(blocks=10, host_blocks=20)
+    side.compute(other, 1, "other")
+    await pull(side)
+    assert finish(side) == BLOCKS * SIZE
+    tier = side.engine.scheduler.tier
+    assert tier is not None
+    side.engine.submit(make_request("r", other, COUNT))
+    assert tokens_of(side.run(), "r") == expected(other, COUNT)
+    assert tier.stats.hit_tokens > 0
+
+
+async def test_what_the_host_has_is_not_pulled() -> None:
+    _, side = pair(blocks=10, host_blocks=20)
+    side.compute(PROMPT)
+    side.compute(list(range(90, 90 - 8 * SIZE, -1)), 1, "filler")
+    await pull(side)
+    assert side.calls == []
+    assert finish(side) == BLOCKS * SIZE
+
+
 async def test_no_room_is_no_reason_to_preempt() -> None:
     """There are as many blocks as are wanted, but one is promised to a running request."""
     _, side = pair(blocks=BLOCKS + 4)

@@ -68,6 +68,108 @@ def test_what_was_evicted_comes_back() -> None:
     assert tier.stats.dropped_blocks == 0
 
 
+PROMPT = list(range(40, 40 + 5 * SIZE + 1))
+
+
+def on_host(**options: object) -> Engine:
+    """An engine whose pool has forgotten `PROMPT`, which its host has."""
+    engine = make_engine(blocks=8, host_blocks=32, **options)  # type: ignore[arg-type]
+    for name, prompt in (("first", PROMPT), ("filler", list(range(29)))):
+        engine.submit(make_request(name, prompt, 2))
+        run(engine, name)
+    return engine
+
+
+def test_others_go_on_while_blocks_come_back() -> None:
+    engine = on_host()
+    runner, pool = engine.runner, engine.scheduler.pools[0]
+    runner.slow = True  # type: ignore[attr-defined]
+    engine.submit(make_request("back", PROMPT, 2))
+    assert engine.step(0.0) == []
+    engine.submit(make_request("other", [5, 6], 3))
+    outputs = [output for _ in range(3) for output in engine.step(0.0)]
+    assert tokens_of(outputs, "other") == expected([5, 6], 3)
+    assert pool.counts().leased >= 5
+    for copying in runner.pending:  # type: ignore[attr-defined]
+        copying.finish()
+    computed = engine.stats.batch_tokens
+    assert run(engine, "back") == expected(PROMPT, 2)
+    assert engine.stats.batch_tokens - computed <= 1 + 1
+
+
+@pytest.mark.parametrize("when", ["begins", "is under way"])
+def test_who_leaves_while_blocks_come_back_leaves_no_block_behind(when: str) -> None:
+    engine = on_host()
+    runner = engine.runner
+    runner.slow = True  # type: ignore[attr-defined]
+    engine.submit(make_request("back", PROMPT, 2, deadline_s=5.0))
+    engine.step(0.0)
+    if when == "begins":
+        engine.abort("back")
+    else:
+        [(_, event)] = engine.step(6.0)
+        assert isinstance(event, wire.Error)
+    assert not engine.idle
+    engine.step(7.0)
+    for copying in runner.pending:  # type: ignore[attr-defined]
+        copying.finish()
+    run(engine, "back")
+    engine.submit(make_request("again", PROMPT, 2))
+    assert run(engine, "again") == expected(PROMPT, 2)
+
+
+@pytest.mark.parametrize("way", ["out", "back"])
+def test_a_copy_that_fails_costs_no_more_than_computing(
+    way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing = way == "out"
+
+    def fault(point: str, plan: object) -> None:
+        if point == "move" and failing:
+            raise RuntimeError("no such memory")
+
+    engine = on_host(fault=fault)
+    failing = True
+    engine.submit(make_request("again", PROMPT, 2))
+    assert run(engine, "again") == expected(PROMPT, 2)
+    tier = engine.scheduler.tier
+    assert tier is not None
+    assert tier.stats.failures > 0
+    assert tier.stats.hit_tokens == 0
+    assert "no such memory" in caplog.text
+
+
+def test_no_more_is_copied_between_two_steps_than_was_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = make_engine(blocks=24, host_blocks=100, host_step_blocks=2, batch_tokens=8)
+    sizes, move = [], engine.runner.move
+
+    def noted(moves):  # type: ignore[no-untyped-def]
+        sizes.append(tuple(map(len, moves)))
+        return move(moves)
+
+    monkeypatch.setattr(engine.runner, "move", noted)
+    long = [7 * i % VOCAB for i in range(12 * SIZE)]
+    for name, prompt in (("a", long), ("filler", long[1:] + long[:45]), ("b", long)):
+        engine.submit(make_request(name, prompt, 2))
+        assert run(engine, name) == expected(prompt, 2)
+    assert max(out for out, _ in sizes) <= 2 >= max(back for _, back in sizes)
+    assert sum(back for _, back in sizes) >= 4
+
+
+def test_a_flush_empties_both_tiers() -> None:
+    engine = on_host()
+    (pool,), tier = engine.scheduler.pools, engine.scheduler.tier
+    assert tier is not None
+    named = pool.counts().idle + len(tier.arenas[0])
+    assert engine.scheduler.flush() >= named - 8
+    assert (pool.counts().idle, len(tier.arenas[0])) == (0, 0)
+    engine.submit(make_request("again", PROMPT, 2))
+    assert run(engine, "again") == expected(PROMPT, 2)
+    assert tier.stats.back_blocks == 0
+
+
 CONVERSATIONS, TURNS, ASKED, ANSWERED = 40, 4, 13, 6
 WORKING_SET = CONVERSATIONS * -(-TURNS * (ASKED + ANSWERED) // SIZE)
 """Blocks of all conversations."""
