@@ -11,7 +11,7 @@ a sequence occupies
 - `maximum`: N tokens, one region for whatever may come;
 - `exact`: n tokens, one region by somebody who knows the future;
 - `power_of_two`: min(2^ceil(log2 L), N) tokens, a region that doubles when it is full;
-- `paging`: ceil(L / B) blocks of B tokens.
+- `paging`: ceil(L / B) blocks of B tokens for each kind of layer, at most those of its window.
 
 What regions would lose besides is not counted, in their favour: holes between regions of different
 sizes, and the second region that exists while a grown one is copied.
@@ -19,12 +19,15 @@ sizes, and the second region that exists while a grown one is copied.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kvpaging.windows import LONGEST, spanned
 
 ALIGN_BYTES = 16  # of every plane in a block, as in kvpaging.store
 BLOCK_SIZES = tuple(1 << i for i in range(11))
@@ -60,11 +63,42 @@ class Geometry:
 
     def block_bytes(self, size: int) -> int:
         """Bytes of `size` tokens of a sequence: one block of every group, planes aligned."""
+        return sum(self.layer_bytes(layer, size) for layer in self.layers)
+
+    def layer_bytes(self, layer: Layer, size: int) -> int:
+        """What one layer has in a block."""
         return sum(
             -(-size * layer.kv_heads * dim * self.itemsize // ALIGN_BYTES) * ALIGN_BYTES
-            for layer in self.layers
             for dim in (layer.k_dim, layer.v_dim)
         )
+
+    def paged(self, now: Tokens, size: int) -> tuple[Tokens, Tokens]:
+        """Bytes and table entries of sequences with so many tokens, which decode."""
+        taken, entries = np.zeros_like(now), np.zeros_like(now)
+        for layer, count in Counter(self.layers).items():
+            blocks = -(-now // size)
+            if layer.window is not None:
+                blocks = np.minimum(blocks, spanned(max(layer.window, 2), size))
+            taken += blocks * count * self.layer_bytes(layer, size)
+            entries += blocks
+        return taken, entries
+
+    def kept_bytes(self, now: Tokens) -> Tokens:
+        """Bytes of tokens that some layer still sees."""
+        kept = np.zeros_like(now)
+        for layer, count in Counter(self.layers).items():
+            seen = now if layer.window is None else np.minimum(now, layer.window)
+            kept += seen * (count * layer.kv_heads * (layer.k_dim + layer.v_dim) * self.itemsize)
+        return kept
+
+    def longest(self, memory_bytes: int) -> int:
+        """Tokens of the longest sequence that decodes in a memory."""
+        low, high = 0, LONGEST
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = int(self.kept_bytes(np.array([middle]))[0]) <= memory_bytes
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +162,8 @@ def power_of_two(tokens: Tokens) -> Tokens:
     return powers
 
 
-def occupied(scheme: str, block_size: int | None, now: Tokens, end: Tokens, longest: int) -> Tokens:
-    """What each sequence takes: tokens of a region, or blocks where `block_size` is given."""
-    if block_size is not None:
-        return -(-now // block_size)
+def occupied(scheme: str, now: Tokens, end: Tokens, longest: int) -> Tokens:
+    """Tokens of the region that each sequence takes."""
     if scheme == "maximum":
         return np.full_like(now, longest)
     return end if scheme == "exact" else np.minimum(power_of_two(now), longest)
@@ -157,7 +189,7 @@ def fill(
     assert int(requests.finals.max()) <= longest
     kinds: list[tuple[str, int | None]] = [(name, None) for name in REGIONS]
     kinds += [("paging", size) for size in block_sizes]
-    sums = np.zeros((len(kinds), 3), np.int64)
+    sums = np.zeros((len(kinds), 4), np.int64)
     moments, done = Moments(requests, seed), 0
     while done < rounds and moments.met < ENOUGH:
         sums += _round(geometry, memory_bytes, moments, longest, kinds, progress)
@@ -168,10 +200,12 @@ def fill(
             block_size=size,
             sequences=sequences / done,
             tokens=tokens / done,
-            empty=1 - tokens / done * geometry.bytes_per_token / memory_bytes,
+            empty=1 - kept / done / memory_bytes,
             entries=entries / max(1, sequences),
         )
-        for (name, size), (sequences, tokens, entries) in zip(kinds, sums.tolist(), strict=True)
+        for (name, size), (sequences, tokens, entries, kept) in zip(
+            kinds, sums.tolist(), strict=True
+        )
     ]
 
 
@@ -183,21 +217,26 @@ def _round(
     kinds: Sequence[tuple[str, int | None]],
     progress: Callable[[int], None],
 ) -> Tokens:
-    """Sequences, tokens and table entries of one full memory, a row per scheme."""
-    sizes = [size and geometry.block_bytes(size) for _, size in kinds]
-    room = [memory_bytes // (size or geometry.bytes_per_token) for size in sizes]
-    result = np.zeros((len(kinds), 3), np.int64)
+    """Sequences, tokens, table entries and bytes of tokens that are seen, of one full memory: a row
+    per scheme."""
+    room = [memory_bytes] * len(kinds)
+    result = np.zeros((len(kinds), 4), np.int64)
     open_, count = set(range(len(kinds))), 1024
     while open_:
         now, end = moments.draw(count)
         for at in sorted(open_):
-            scheme, block_size = kinds[at]
-            ends = np.cumsum(occupied(scheme, block_size, now, end, longest))
+            scheme, size = kinds[at]
+            if size is None:
+                regions = occupied(scheme, now, end, longest)
+                taken, entries = regions * geometry.bytes_per_token, np.zeros_like(now)
+                kept = now * geometry.bytes_per_token
+            else:
+                (taken, entries), kept = geometry.paged(now, size), geometry.kept_bytes(now)
+            ends = np.cumsum(taken)
             fits = int(np.searchsorted(ends, room[at], side="right"))
-            taken = int(ends[fits - 1]) if fits else 0
-            entries = 0 if block_size is None else taken * geometry.groups
-            result[at] += (fits, now[:fits].sum(), entries)
-            room[at] -= taken
+            sums = (some[:fits].sum() for some in (now, entries, kept))
+            result[at] += (fits, *sums)
+            room[at] -= int(ends[fits - 1]) if fits else 0
             if fits < count:
                 open_.discard(at)
         count = min(2 * count, 1 << 18)

@@ -216,10 +216,11 @@ def _measured_layer(layers: tuple[Any, ...]) -> int:
 
 def _longest(options: argparse.Namespace, model: Model, requests: Requests) -> int:
     """Tokens of the longest sequence that is let in, as `kvatlas serve` decides it."""
-    room: int = options.memory // model.geometry.bytes_per_token
-    if room > TOKENS_MAX:
+    tokens: int = options.memory // model.geometry.bytes_per_token
+    room = model.geometry.longest(options.memory)
+    if tokens > TOKENS_MAX:
         raise UserError(
-            f"--memory {size(options.memory)} holds {room:,} tokens; at most {TOKENS_MAX:,} "
+            f"--memory {size(options.memory)} holds {tokens:,} tokens; at most {TOKENS_MAX:,} "
             "are simulated, give the share of one device"
         )
     if room < 1:
@@ -235,9 +236,8 @@ def _longest(options: argparse.Namespace, model: Model, requests: Requests) -> i
         raise UserError(f"--max-len {asked} is more than the model's {model.limit} positions")
     if asked > room:
         raise UserError(
-            f"nothing fits: --max-len {asked} takes "
-            f"{size(asked * model.geometry.bytes_per_token)}, "
-            f"--memory {size(options.memory)} holds {room:,} tokens"
+            f"nothing fits: --max-len {asked} takes more than --memory {size(options.memory)}, "
+            f"which holds {room:,} tokens"
         )
     return asked
 

@@ -67,13 +67,18 @@ def find(
     block_size: int,
     window: int | None,
     saved_keys_min: int = SAVED_KEYS_MIN,
+    whole: NDArray[np.int32] | None = None,
 ) -> tuple[Run, ...]:
     """The runs of a step that save at least `saved_keys_min`, in ascending order of splits.
 
     Row r computes `lens[r]` queries from position `firsts[r]` on and reads the blocks listed in
     `tables[slots[r]]`. Where no two rows have the first block in common this is one short look at
     each row; else it is sorting the rows that do.
+
+    Entries behind the window lead nowhere. Rows that share what they see of a prefix are found by
+    `whole`, the tables of a group of the same sequences without a window.
     """
+    own, tables = tables, tables if whole is None else whole
     heads = tables[slots, 0]
     if len(set(heads.tolist())) == len(heads):
         return ()
@@ -94,10 +99,22 @@ def find(
         found += tree.runs()
     return tuple(
         sorted(
-            (run for run in _joined(found) if run.saved_keys >= saved_keys_min),
+            (
+                run
+                for run in _joined(found)
+                if run.saved_keys >= saved_keys_min
+                and (whole is None or _same(own, slots, run, block_size))
+            ),
             key=lambda run: (run.split, run.rows),
         )
     )
+
+
+def _same(tables: NDArray[np.int32], slots: Ints, run: Run, block_size: int) -> bool:
+    """Whether the rows of a run have the same blocks in these tables too."""
+    columns = slice(run.start // block_size, run.stop // block_size)
+    some = tables[slots[list(run.rows)], columns]
+    return bool((some == some[0]).all())
 
 
 def _split_lengths(positions: Ints) -> Ints:

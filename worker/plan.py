@@ -19,7 +19,7 @@ from torch import Tensor
 
 from context_parallel.attention import ShardedBatch
 from kvpaging.attention import Rows
-from kvpaging.groups import find
+from kvpaging.groups import Run, find
 from kvpaging.store import Layout
 from worker.scheduler import Row, StepPlan
 
@@ -172,11 +172,9 @@ class BatchBuilder:
                     slot,
                     lens,
                     firsts,
-                    find(host, part.slots, part.counts, part.starts, size, group.shape.window),
+                    self._shared(part, group),
                 )
-                for table, host, slot, group in zip(
-                    self.tables, self.host, slots_by_group, groups, strict=True
-                )
+                for group, (table, slot) in enumerate(zip(self.tables, slots_by_group, strict=True))
             )
         logits_at = torch.cat((scored_, sampled_)) if len(scored) else sampled_
         return Batch(
@@ -189,6 +187,13 @@ class BatchBuilder:
             len(part.ids),
             sharded,
         )
+
+    def _shared(self, part: _Part, group: int) -> tuple[Run, ...]:
+        """What the rows of a part have in common in a layer group."""
+        window, full = self.layout.groups[group].shape.window, self.layout.indexed
+        whole = None if window is None or full is None else self.host[full]
+        where = (part.slots, part.counts, part.starts, self.layout.block_size)
+        return find(self.host[group], *where, window, whole=whole)
 
     def _apply_changes(self, plan: StepPlan) -> None:
         changed: list[tuple[int, int, int, int]] = []

@@ -70,6 +70,25 @@ def test_layers_of_two_kinds_have_two_tables() -> None:
     assert two.groups == 2
     assert fits["4"].entries == 4
     assert fits["4"].sequences == 8
+    fits = named(fill(two, 64 * 96, requests((17, 1)), 20, block_sizes=(4,)))
+    assert fits["4"].entries == 5 + 2  # 4 keys lie in at most two blocks
+    assert fits["4"].sequences == 64 * 96 // (5 * 4 * 64 + 2 * 4 * 32)
+    assert two.longest(64 * 96) == (64 * 96 - 4 * 32) // 64
+    assert ROUND.longest(64 * 32) == 64
+
+
+@given(GEOMETRIES, st.integers(1, 500), st.sampled_from(BLOCK_SIZES))
+def test_blocks_of_a_sequence_are_those_that_the_server_gives_it(
+    geometry: Geometry, tokens: int, size: int
+) -> None:
+    shapes = [LayerShape(x.kv_heads, x.k_dim, x.v_dim, x.window) for x in geometry.layers]
+    real = layout(shapes, size, geometry.itemsize)
+    blocks = real.needs(1).blocks(tokens)
+    taken, _ = geometry.paged(np.array([tokens]), size)
+    assert int(taken[0]) == sum(
+        n * sum(real.plane_bytes(group)) * len(group.layers)
+        for n, group in zip(blocks, real.groups, strict=True)
+    )
 
 
 def test_moments_are_all_steps_of_all_requests_with_equal_chances() -> None:
@@ -94,8 +113,9 @@ def test_power_of_two_is_the_least_that_is_not_less(tokens: int) -> None:
 def test_block_bytes_are_those_of_the_store(geometry: Geometry, size: int) -> None:
     shapes = [LayerShape(x.kv_heads, x.k_dim, x.v_dim, x.window) for x in geometry.layers]
     real = layout(shapes, size, geometry.itemsize)
-    assert geometry.block_bytes(size) == real.slice_bytes
-    assert geometry.groups == len(real.groups)
+    padded = [sum(real.plane_bytes(group)) * len(group.layers) for group in real.groups]
+    assert geometry.block_bytes(size) == sum(padded)
+    assert geometry.groups == len({group.shape for group in real.groups})
     assert geometry.bytes_per_token == sum(
         s.kv_heads * (s.k_dim + s.v_dim) * geometry.itemsize for s in shapes
     )
@@ -108,14 +128,14 @@ def test_what_one_sequence_wastes_is_bounded(
     some = requests(*lengths)
     longest = int(some.finals.max())
     now, end = Moments(some, seed).draw(64)
-    blocks = occupied("paging", size, now, end, longest)
+    blocks = ROUND.paged(now, size)[1]
     assert np.all((blocks * size - now >= 0) & (blocks * size - now <= size - 1))
-    doubled = occupied("power_of_two", None, now, end, longest)
+    doubled = occupied("power_of_two", now, end, longest)
     assert np.all((doubled >= now) & (doubled < 2 * now))
     assert np.all(doubled <= longest)
-    exact = occupied("exact", None, now, end, longest)
+    exact = occupied("exact", now, end, longest)
     assert np.all((exact >= now) & (exact <= longest))
-    assert np.all(occupied("maximum", None, now, end, longest) == longest)
+    assert np.all(occupied("maximum", now, end, longest) == longest)
 
 
 @given(GEOMETRIES, SOME, st.integers(1, 4000), st.integers(0, 5))
@@ -133,7 +153,8 @@ def test_the_orders_that_always_hold(
     assert fits["power_of_two"].sequences >= fits["maximum"].sequences
     for fit in fits.values():
         assert -1e-9 <= fit.empty <= 1
-        assert fit.tokens * geometry.bytes_per_token <= memory
+        windowed = any(layer.window is not None for layer in geometry.layers)
+        assert windowed or fit.tokens * geometry.bytes_per_token <= memory
         assert fit.entries >= geometry.groups or fit.block_size is None or not fit.sequences
 
 

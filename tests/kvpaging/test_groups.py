@@ -55,6 +55,23 @@ def test_every_shared_split_is_in_one_run(rows, size, window):
     assert [run.split for run in runs] == sorted(run.split for run in runs)
 
 
+@settings(max_examples=100, deadline=None)
+@given(rows=sprouts(9, 20_000, 300), size=st.sampled_from([8, 64]), window=st.integers(1, 3000))
+def test_what_was_given_back_behind_a_window_hides_no_run(rows, size, window):
+    """Entries that lead nowhere are each another's."""
+    table, lens, firsts = table_of(rows, size)
+    runs = find(table, lens, firsts, size, window)
+    own, slots = table.copy(), np.arange(len(table))
+    for row, first in enumerate(firsts):
+        own[row, : max(0, first - window + 1) // size] = 1_000_000 + row
+    where = (slots, np.array(lens), np.array(firsts), size, window, 1)
+    assert groups.find(own, *where, whole=table) == runs
+    one = next((run for run in runs if run.splits), None)
+    if one is not None:
+        own[one.rows[-1], one.stop // size - 1] += 1  # swapped for a twin in this group alone
+        assert one not in groups.find(own, *where, whole=table)
+
+
 def test_a_tree_is_a_list_of_runs():
     rows = [
         Sprout(0, 0, 2000), Sprout(0, 1500, 1600), Sprout(0, 800, 900),

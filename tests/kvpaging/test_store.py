@@ -31,6 +31,29 @@ def test_windows_split_groups_which_share_an_arena_when_their_blocks_are_equal()
     assert [len(a) for a in store.arenas] == [10]
 
 
+@pytest.mark.parametrize(
+    ("kinds", "layers"),
+    [
+        ("wwwwwf", [1, 1, 1, 1, 1, 1]),
+        ("wwwf" * 2, [2, 2, 2, 2]),
+        ("wwwwwf" * 4 + "ww", [3, 4, 4, 3, 4, 4, 4]),  # of blocks as if all had four
+        ("wfffff", [1, 1, 1, 1, 1, 1]),
+        ("wf" * 3, [3, 3]),
+        ("w" * 9 + "f", [9, 1]),  # too many groups
+        ("ww" + "f" * 9, [2, 3, 3, 3]),  # as if all had three
+        ("www", [3]),
+    ],
+)
+def test_groups_with_windows_are_split_to_share_an_arena(kinds: str, layers: list[int]) -> None:
+    pages = layout([WINDOWED if kind == "w" else FULL for kind in kinds], 8, 4)
+    assert [len(group.layers) for group in pages.groups] == layers
+    assert sorted(layer for group in pages.groups for layer in group.layers) == [*range(len(kinds))]
+    assert all(kinds[i] == kinds[g.layers[0]] for g in pages.groups for i in g.layers)
+    shares = len({group.block_bytes for group in pages.groups}) == 1
+    assert len(pages.arena_block_bytes) == (1 if shares else len(pages.groups))
+    assert shares or max(layers) >= 9
+
+
 def test_the_first_group_without_a_window_is_indexed():
     assert layout([WINDOWED, WIDE, FULL], 8, 4).indexed == 1
     assert layout([FULL], 8, 4).indexed == 0

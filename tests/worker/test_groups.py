@@ -70,5 +70,5 @@ def test_samples_and_beams_of_a_long_prompt_are_the_same_grouped_or_not(
     grouped, saved, expected = sample(loaded, **params)
     assert len({tuple(each) for each in grouped}) == 4
     assert saved == expected >= 11 * 3 * SHARED  # layers with a window see none of it whole
-    monkeypatch.setattr(plan, "find", lambda *_: ())
+    monkeypatch.setattr(plan, "find", lambda *_, **__: ())
     assert sample(loaded, **params)[:2] == (grouped, 0)
