@@ -50,7 +50,7 @@ def test_the_outputs_differ_where_a_feature_changes_them(lab: Lab) -> None:
     assert len(set(words)) == len(words)
 
 
-def test_a_wrong_guess_that_is_taken_is_seen(models: Models, monkeypatch: Any) -> None:
+def test_a_wrong_guess_that_is_taken_is_seen(lab: Lab, monkeypatch: Any) -> None:
     true = engine_module.judge
 
     def trusting(drafts: Any, samples: Any, ends: Any) -> Any:
@@ -60,7 +60,7 @@ def test_a_wrong_guess_that_is_taken_is_seen(models: Models, monkeypatch: Any) -
     monkeypatch.setattr(engine_module, "judge", trusting)
     for name in ("prompt lookup", "draft model"):
         with pytest.raises(AssertionError, match="it says"):
-            Lab(models).outcome(NAMED[name], NAMED["int8 pages"])
+            lab.tried(NAMED[name], NAMED["int8 pages"])
 
 
 @pytest.mark.parametrize(
@@ -71,16 +71,17 @@ def test_a_wrong_guess_that_is_taken_is_seen(models: Models, monkeypatch: Any) -
         ("beams", {"options": ({"beam_width": 2},)}),
         ("prefix cache", {"warm": False}),
         ("int8 pages", {"kv_dtype": "fp8"}),
-        ("recompute", {"preempted": False}),
+        ("draft model", {"options": ({"speculation": "prompt_lookup"},)}),
+        ("host tier", {"warm": True}),
+        ("recompute", {"preemption": ""}),
+        ("swap", {"preemption": "recompute"}),
         ("window", {"family": "llama"}),
         ("growth", {"ranks": 2, "spreads_at": NEVER}),
         ("degree", {"ranks": 2, "spreads_at": NEVER}),
     ],
 )
-def test_a_feature_that_is_not_at_work_is_seen(
-    models: Models, name: str, way: dict[str, Any]
-) -> None:
+def test_a_feature_that_is_not_at_work_is_seen(lab: Lab, name: str, way: dict[str, Any]) -> None:
     idle = replace(NAMED[name], ways=(way,))
-    other = NAMED["recompute" if name == "window" else "window"]
+    other = NAMED["prefix cache" if name == "int8 pages" else "int8 pages"]
     with pytest.raises(AssertionError, match=f"{name} was not at work"):
-        Lab(models).outcome(idle, other)
+        lab.tried(idle, other)
