@@ -1,12 +1,26 @@
-"""Random tests are the same on every run, and none has a deadline of its own."""
+"""Random tests are the same on every run, and none has a deadline of its own.
+
+Tests of a real Ray are begun first, by one process and one after the other: each starts many, and
+two at a time on few cores would measure each other. The files besides are spread over what is left.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
+
+ROOT = Path(__file__).parents[1]
+STARTS_RAY = ("from tests.cluster.processes import", "scripts.bench_pull")
+RAY = tuple(
+    path.relative_to(ROOT).as_posix()
+    for path in sorted(ROOT.glob("tests/**/test_*.py"))
+    if any(word in path.read_text(encoding="utf-8") for word in STARTS_RAY)
+)
 
 settings.register_profile("kvatlas", derandomize=True, deadline=None, database=None)
 settings.load_profile("kvatlas")
@@ -20,3 +34,19 @@ def _log_as_before() -> Iterator[None]:
     yield
     log.handlers[:], log.propagate = handlers, propagate
     log.setLevel(level)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(RAY))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadFileScheduling
+
+    class OneRay(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return RAY[0] if nodeid.startswith(RAY) else super()._split_scope(nodeid)
+
+    config.option.loadscopereorder = False  # the first file begins first
+    return OneRay(config, log)

@@ -38,8 +38,22 @@ class EngineStats:
     schedule_s: float = 0.0
     build_s: float = 0.0
     execute_s: float = 0.0
+    sharded_steps: int = 0  # all of whose rows span ranks
+    sharded_s: float = 0.0
+    mixed_steps: int = 0  # with rows that span ranks and rows that do not, and wait for those
+    mixed_s: float = 0.0
     saved_reads: int = 0  # keys of a layer group that need not be read for another row
     finished: dict[str, int] = field(default_factory=dict)
+
+    def note_ranks(self, plan: StepPlan, took_s: float) -> None:
+        """A step was computed in that time."""
+        sharded = sum(row.sharded for row in plan.rows)
+        if sharded == len(plan.rows):
+            self.sharded_steps += 1
+            self.sharded_s += took_s
+        elif sharded:
+            self.mixed_steps += 1
+            self.mixed_s += took_s
 
 
 class Engine:
@@ -221,6 +235,7 @@ class Engine:
         stats.rows += len(plan.rows)
         stats.batch_tokens += plan.tokens
         took_s = self.runner.execute_s - stats.execute_s
+        stats.note_ranks(plan, took_s)
         self.rates.note(plan, took_s, blocks_in_use(self.scheduler))
         stats.build_s, stats.execute_s = self.runner.build_s, self.runner.execute_s
         stats.saved_reads = self.runner.saved_reads

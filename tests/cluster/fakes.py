@@ -178,7 +178,7 @@ class FakeWorker:
             "steps rows batch_tokens prompt_tokens generated_tokens failed_steps schedule_s "
             "build_s execute_s waiting preemptions violations evictions step_age_s copies "
             "saved_reads saved_blocks unshared_blocks wasted_slots queued_s filled "
-            "exchange_calls exchange_bytes"
+            "exchange_calls exchange_bytes sharded_steps sharded_s mixed_steps mixed_s"
         )
         return {
             **dict.fromkeys(counters.split(), 0),

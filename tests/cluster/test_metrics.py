@@ -103,6 +103,7 @@ async def _engines() -> Metrics:
     stats |= {"saved_blocks": 5, "unshared_blocks": 9, "wasted_slots": 4, "copies": 2}
     stats["evictions"], stats["saved_reads"] = 6, 2048
     stats["exchange_calls"], stats["exchange_bytes"] = 33, 4096
+    stats |= {"sharded_steps": 3, "sharded_s": 0.5, "mixed_steps": 2, "mixed_s": 0.25}
     stats["queued_s"], stats["filled"] = 1.5, 0.75
     stats["preemptions"] = 5
     tier = {
@@ -138,6 +139,10 @@ def test_engines_are_shown_from_their_snapshots() -> None:
         ("kvatlas:kv_saved_reads_total", 2048),
         ("kvatlas:exchange_calls_total", 33),
         ("kvatlas:exchange_bytes_total", 4096),
+        ("kvatlas:sharded_steps_total", 3),
+        ("kvatlas:sharded_seconds_total", 0.5),
+        ("kvatlas:mixed_steps_total", 2),
+        ("kvatlas:mixed_seconds_total", 0.25),
         ("vllm:spec_decode_num_drafts_total", 4),
         ("vllm:spec_decode_num_draft_tokens_total", 9),
         ("vllm:spec_decode_num_accepted_tokens_total", 5),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -47,7 +48,29 @@ def test_short_requests_send_nothing(models, depth):
     ):
         outputs = generate(engine, ALL)
         assert [g.exchange.calls for g in members.gangs] == [0, 0, 0]
+        assert engine.stats.sharded_steps == engine.stats.mixed_steps == 0
     assert outputs == {i: reference("llama", i) for i in ALL}
+
+
+def test_steps_in_which_short_rows_wait_for_long_ones_are_counted(models):
+    """Every step takes a second."""
+    kinds = Counter()
+    with gang_engine(*launched(models, "llama"), 2, sharded_from=LONGER) as (engine, _):
+        launch = engine.runner.launch
+
+        def noted(plan):
+            kinds[frozenset(row.sharded for row in plan.rows)] += 1
+            engine.runner.execute_s += 1.0
+            return launch(plan)
+
+        engine.runner.launch, engine.runner.clock = noted, lambda: 0.0
+        generate(engine, ALL)
+        stats = engine.stats
+    both, all_long = kinds[frozenset((False, True))], kinds[frozenset((True,))]
+    assert (stats.mixed_steps, stats.mixed_s) == (both, both)
+    assert (stats.sharded_steps, stats.sharded_s) == (all_long, all_long)
+    assert both
+    assert stats.execute_s == stats.steps == kinds.total()
 
 
 @pytest.mark.parametrize("depth", [1, 2])
