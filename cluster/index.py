@@ -149,6 +149,8 @@ class Gang:
         """Blocks are in tier `stored` from now on, in none where that is empty."""
         names = split(ids)
         for known, tier in ((self.identities, GPU), (self.hosted, HOST)):
+            if not known and tier != stored:
+                continue
             changed = [i for i in names if (i in known) != (tier == stored)]
             self.xor ^= xor_of(ids if len(changed) == len(names) else b"".join(changed), tier)
             if tier == stored:

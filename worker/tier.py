@@ -51,8 +51,9 @@ class Copying(Protocol):
 
 @dataclass(slots=True)
 class TierStats:
-    """Counters since start. Blocks are of all layer groups; `hit_tokens` came back for requests
-    that had not started; `dropped_blocks` were evicted without a place or time on the host."""
+    """Counters since start. Blocks are of all layer groups, seconds of rank 0 in a gang;
+    `hit_tokens` came back for requests that had not started; `dropped_blocks` were evicted without
+    a place or time on the host."""
 
     out_blocks: int = 0
     out_bytes: int = 0
@@ -121,7 +122,7 @@ class Tier:
         self._room = {"out": step_bytes, "back": step_bytes}
         self._returns: deque[Return] = deque()  # in the order of their copies
         self._coming: dict[bytes, Return] = {}
-        self._timed: deque[tuple[Copying, int, int]] = deque()
+        self._timed: deque[tuple[Copying, Moves]] = deque()
         self.swaps = Swaps(self, rates, preemption)
         for host in self.arenas:
             host.pool.on_evict = self._evicts(host)
@@ -295,21 +296,26 @@ class Tier:
             return
         for coming in waiting:
             coming.copying = copying
-        self._timed.append((copying, self._bytes(moves.out), self._bytes(moves.back)))
+        self._timed.append((copying, moves))
         self.stats.out_blocks += len(moves.out)
         self.stats.back_blocks += len(moves.back)
 
-    def _bytes(self, moves: Sequence[Move]) -> int:
-        return sum(self.block_bytes[self.arenas[move.arena]] for move in moves)
+    def _bytes(self, moves: Sequence[Move]) -> tuple[int, int]:
+        """Of all ranks, and of rank 0, whose seconds are known."""
+        hosts = [(self.arenas[move.arena], move.slot) for move in moves]
+        own = sum(self.block_bytes[host] for host, slot in hosts if host.rank_of(slot) == 0)
+        return sum(self.block_bytes[host] for host, _ in hosts), own
 
     def land(self) -> bool:
         """Publish what has come back; whether anything has."""
         while self._timed and self._timed[0][0].done:
-            copying, out, back = self._timed.popleft()
+            copying, moves = self._timed.popleft()
             out_s, back_s = copying.took_s()
-            for rate, size, seconds in (self.out_rate, out, out_s), (self.back_rate, back, back_s):
-                if size:
-                    rate.add(size, seconds)
+            (out, own_out), (back, own_back) = map(self._bytes, moves)
+            if own_out:
+                self.out_rate.add(own_out, out_s)
+            if own_back:
+                self.back_rate.add(own_back, back_s)
             stats = self.stats
             stats.out_bytes, stats.out_s = stats.out_bytes + out, stats.out_s + out_s
             stats.back_bytes, stats.back_s = stats.back_bytes + back, stats.back_s + back_s

@@ -17,7 +17,7 @@ import pytest
 
 from cluster.index import Answer, Gang, Hub, Mirror, PrefixIndex, Version
 from kvpaging.events import Announcer, Batch, Digest, Load, decode
-from tests.kvpaging.caching import Cache, documents, findable, parents_of
+from tests.kvpaging.caching import Cache, documents, findable, hosted, keeping, parents_of
 
 SILENT_S = 5.0
 EVENTS = 100_000
@@ -42,7 +42,9 @@ class Worker:
         self.epoch += 1
         self.cache = Cache(rng.choice([20, 50, 120]), self.world.chains, rng)
         self.announcer = Announcer("m", self.name, self.epoch, ring_bytes=rng.choice([500, 8000]))
-        self.announcer.listen(self.cache.pool)
+        slots = rng.choice([0, 0, 15, 60])
+        self.host = keeping(self.cache.pool, slots)[0] if slots else None
+        self.announcer.listen(self.cache.pool, self.host)
         self.world.history[self.name, self.epoch, 0] = Digest()
 
     def work(self) -> None:
@@ -175,10 +177,10 @@ class World:
                     self.tampered.remove(gang)
             elif not gang.diverged:
                 assert right
-                assert all(
-                    above is None or above in gang.identities
-                    for above in map(self.parents.get, gang.identities)
-                )
+                for closed in (gang.identities, gang.identities | gang.hosted):
+                    assert all(
+                        above is None or above in closed for above in map(self.parents.get, closed)
+                    )
 
     def settle(self) -> None:
         self.noisy = False
@@ -194,8 +196,14 @@ def test_after_all_that_can_happen_everybody_knows_what_the_pools_hold(seed: int
     world.settle()
     oracle = {name: findable(worker.cache.pool) for name, worker in world.workers.items()}
     assert sum(map(len, oracle.values())) > 100
+    hosts = {
+        name: hosted(worker.host) - oracle[name] if worker.host is not None else set()
+        for name, worker in world.workers.items()
+    }
+    assert any(hosts.values())
     for whole in (world.hub, *world.mirrors):
         assert {n: g.identities for n, g in whole.gangs.items()} == oracle
+        assert {n: g.hosted for n, g in whole.gangs.items()} == hosts
         assert whole.wanted == {}
         for name, gang in whole.gangs.items():
             announcer = world.workers[name].announcer
@@ -207,9 +215,9 @@ def test_after_all_that_can_happen_everybody_knows_what_the_pools_hold(seed: int
             assert gang.load.running >= announcer.number - 1
         for chain in world.chains:
             assert whole.match(chain, world.now) == {
-                name: (depth, depth)
+                name: ((here := longest(chain, held)), depth, depth - here)
                 for name, held in oracle.items()
-                if (depth := longest(chain, held))
+                if (depth := longest(chain, held | hosts[name]))
             }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from kvpaging import audit
+from kvpaging.host import HostPool, below
 from kvpaging.pool import BlockPool
 
 
@@ -24,6 +25,25 @@ def parents_of(chains: list[list[bytes]]) -> dict[bytes, bytes | None]:
 
 def findable(pool: BlockPool) -> set[bytes]:
     return {name for block in range(pool.blocks) if (name := pool.identity(block)) is not None}
+
+
+def keeping(pool: BlockPool, slots: int) -> tuple[HostPool, list[tuple[int, int]]]:
+    """A host below a pool that keeps what is evicted, and the copies out that this takes."""
+    host, copies = HostPool(pool, slots), []
+
+    def evicted(block: int) -> None:
+        for each, identity, parent in below(pool, block):
+            if not host.touch(identity):
+                slot = host.keep(identity, parent, pool.rank_of(each))
+                if slot is not None:
+                    copies.append((each, slot))
+
+    pool.on_evict = evicted
+    return host, copies
+
+
+def hosted(host: HostPool) -> set[bytes]:
+    return {name for slot in range(host.slots) if (name := host.identity(slot)) is not None}
 
 
 class Cache:

@@ -8,27 +8,12 @@ import pytest
 
 from cluster.index import PrefixIndex
 from kvpaging.events import Announcer, Load
-from kvpaging.host import HostCounts, HostPool, below
+from kvpaging.host import HostCounts, HostPool
 from kvpaging.pool import BlockPool
-from tests.kvpaging.caching import Cache, documents, findable, parents_of
+from tests.kvpaging.caching import Cache, documents, findable, hosted, keeping, parents_of
 from tests.kvpaging.helpers import chained, names
 
 A, B, C, D = names(4)
-
-
-def keeping(pool: BlockPool, slots: int) -> tuple[HostPool, list[tuple[int, int]]]:
-    """A host below a pool that keeps what is evicted, and the copies out that this takes."""
-    host, copies = HostPool(pool, slots), []
-
-    def evicted(block: int) -> None:
-        for each, identity, parent in below(pool, block):
-            if not host.touch(identity):
-                slot = host.keep(identity, parent, pool.rank_of(each))
-                if slot is not None:
-                    copies.append((each, slot))
-
-    pool.on_evict = evicted
-    return host, copies
 
 
 def idle_chain(pool: BlockPool, n: int) -> None:
@@ -153,7 +138,7 @@ def test_the_index_knows_both_tiers_and_the_union_is_closed(seed: int) -> None:
         index.apply(announcer.cut(Load()), 0.0)
         late.apply(announcer.dump(), 0.0)
         gpu = findable(cache.pool)
-        named = {name for slot in range(host.slots) if (name := host.identity(slot)) is not None}
+        named = hosted(host)
         for known in (index, late):
             gang = known.gangs["g"]
             assert (gang.identities, gang.hosted) == (gpu, named - gpu)

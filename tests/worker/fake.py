@@ -82,7 +82,9 @@ class FakeCopying:
         self.done = True
 
     def took_s(self) -> tuple[float, float]:
-        return len(self.moves.out) * 0.25, len(self.moves.back) * 0.5
+        """Those of rank 0."""
+        out, back = (sum(m.block < self.runner.per_rank for m in some) for some in self.moves)
+        return out * 0.25, back * 0.5
 
 
 class FakeRunner:
@@ -109,6 +111,7 @@ class FakeRunner:
         self.build_s = self.execute_s = 0.0
         self.saved_reads = 0
         self.shared = False  # groups draw from one pool
+        self.per_rank = 0  # blocks of each pool
         self.host: dict[tuple[int, int, int], tuple[int, int]] = {}
         self.slow = False  # copies back end when a test says so
         self.pending: list[FakeCopying] = []
@@ -304,7 +307,7 @@ def make_engine(
     limits = Limits(seqs, batch_tokens, 2 * seqs, max_waiting)
     scheduler = Scheduler(pools, block_size, limits, prefix, policy, speculation)
     runner = FakeRunner(block_size, groups, fault, policy, limits, windows)
-    runner.shared = shared
+    runner.shared, runner.per_rank = shared, arenas[0].per_rank
     runner.running = scheduler.running
     engine = Engine(
         scheduler,

@@ -51,7 +51,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def make(directory: Path, gang: str = "gang-1", **options: Any) -> replica.GPUWorker:
+def make(
+    directory: Path, gang: str = "gang-1", more: dict[str, Any] | None = None, **options: Any
+) -> replica.GPUWorker:
     settings = {
         "model.path": directory,
         "model.name": MODEL,
@@ -62,6 +64,7 @@ def make(directory: Path, gang: str = "gang-1", **options: Any) -> replica.GPUWo
         "scheduler.max_num_seqs": 8,
         "cluster.threads": 1,
         "server.log_level": "warning",
+        **(more or {}),
     }
     config = load(None, [f"{name}={value}" for name, value in settings.items()])
     with pytest.MonkeyPatch.context() as patch:
@@ -70,8 +73,8 @@ def make(directory: Path, gang: str = "gang-1", **options: Any) -> replica.GPUWo
 
 
 @asynccontextmanager
-async def served(directory: Path) -> AsyncIterator[Served]:
-    worker = make(directory, key=KEY)
+async def served(directory: Path, more: dict[str, Any] | None = None) -> AsyncIterator[Served]:
+    worker = make(directory, more=more, key=KEY)
     try:
         async with serving(worker) as running:  # type: ignore[arg-type]
             yield running
@@ -103,6 +106,25 @@ async def pages(running: Served) -> dict[str, Any]:
     (gang,) = (await running.http.get("/debug/kv")).json()["gangs"]
     rank: dict[str, Any] = gang["ranks"][0]
     return rank
+
+
+async def test_a_prompt_comes_back_from_the_host(directory: Path) -> None:
+    small = {"kv.blocks": 12, "model.max_model_len": 96, "kv.host_gib": 0.002}
+    async with served(directory, small) as running:
+        first = await ask(running, max_tokens=4, temperature=0)
+        await ask(running, prompt="another text that needs all the pages, " * 2, max_tokens=1)
+        shown = await pages(running)
+        assert shown["host_slots"] == shown["host_free"] + shown["host_idle"] > 12
+        again = await ask(running, max_tokens=4, temperature=0)
+        assert again["choices"] == first["choices"]
+        assert cached(again) == len(ids_of(PROMPT)) // BLOCK * BLOCK
+        text = (await running.http.get("/metrics")).text
+        hits = [line for line in text.splitlines() if line.startswith("kvatlas:prefix_hits_total")]
+        assert any('tier="host"' in line and float(line.split()[-1]) > 0 for line in hits)
+        await running.post("/debug/flush")
+        shown = await pages(running)
+        assert (shown["host_idle"], shown["idle"]) == (0, 0)
+        assert cached(await ask(running, max_tokens=4)) == 0
 
 
 async def test_choice_i_is_the_answer_to_a_request_with_the_derived_seed(directory: Path) -> None:

@@ -158,6 +158,27 @@ def test_no_more_is_copied_between_two_steps_than_was_said(
     assert sum(back for _, back in sizes) >= 4
 
 
+def test_rates_are_of_the_rank_whose_time_is_known() -> None:
+    """A block of 10 bytes takes rank 0 a quarter of a second out, half of one back."""
+    engine = on_host()
+    tier = engine.scheduler.tier
+    assert tier is not None
+    engine.submit(make_request("again", PROMPT, 2))
+    run(engine, "again")
+    assert tier.out_rate.per_s == pytest.approx(40.0)
+    assert tier.back_rate.per_s == pytest.approx(20.0)
+    assert tier.back_tokens_per_s == pytest.approx(20.0 / 10 * SIZE)
+    assert tier.stats.back_s == pytest.approx(0.5 * tier.stats.back_blocks)
+    wide = make_engine(blocks=8, host_blocks=32, policy=ShardPolicy(2, shard_from_tokens=1))
+    for name, prompt in (("first", PROMPT), ("filler", list(range(60))), ("again", PROMPT)):
+        wide.submit(make_request(name, prompt, 2))
+        run(wide, name)
+    tier = wide.scheduler.tier
+    assert tier is not None
+    assert tier.out_rate.per_s == pytest.approx(40.0)
+    assert tier.back_rate.per_s == pytest.approx(20.0)
+
+
 def test_a_flush_empties_both_tiers() -> None:
     engine = on_host()
     (pool,), tier = engine.scheduler.pools, engine.scheduler.tier
