@@ -344,6 +344,7 @@ _ENGINE_METRICS: tuple[tuple[str, str, str, Callable[[Snapshot], float]], ...] =
     ("kvatlas:kv_unshared_blocks", "Blocks without sharing", "gauge", _of("unshared_blocks")),
     ("kvatlas:kv_wasted_slots", "Unused slots of sequences", "gauge", _of("wasted_slots")),
     ("kvatlas:kv_copies", "Blocks copied on write", "counter", _of("copies")),
+    ("kvatlas:kv_given_back", "Blocks behind windows", "counter", _of("given_back")),
     ("kvatlas:kv_saved_reads", "Keys read once for several", "counter", _of("saved_reads")),
     ("kvatlas:exchange_calls", "Exchanges inside a gang", "counter", _of("exchange_calls")),
     ("kvatlas:exchange_bytes", "Bytes sent in them", "counter", _of("exchange_bytes")),

@@ -23,7 +23,8 @@ class LocalTables:
     of them. `host[g, slot, :used[slot]]` are the physical blocks on this rank and
     `logical[slot, :used[slot]]` which blocks of the sequence they are, ascending. All groups of a
     logical block lie on one rank. Where a group gave its block back, `blocks` may say GONE, and
-    `host` then any block: nobody reads it. What all groups gave back is on no rank.
+    `host` then any block: nobody reads it. What all groups gave back counts for the rank of what
+    follows, so that the list of a sequence on one rank is as long as the sequence.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class LocalTables:
         if not 0 <= first <= length or end > width:
             raise ValueError(f"blocks {first} to {end} of a table of {length}, {width} at most")
         owners, physical = np.divmod(new, np.array(self.per_rank)[:, None])
-        owner = np.where(new == GONE, GONE, owners).max(0)
+        owner = _filled(np.where(new == GONE, GONE, owners).max(0))
         if ((new != GONE) & (owners != owner)).any():
             raise ValueError(f"the groups of a block of slot {slot} lie on several ranks")
         self._digest -= self._sum(slot, first, length)
@@ -82,6 +83,12 @@ class LocalTables:
         key = ((group * slots + slot) * width + index).astype(np.uint64)
         block = self.blocks[:, slot, first:end].astype(np.uint64)
         return int(_mix(_mix(key) + block).sum(dtype=np.uint64))
+
+
+def _filled(owner: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Entries that are GONE replaced by the next one that is not."""
+    index = np.where(owner == GONE, len(owner) - 1, np.arange(len(owner)))
+    return owner[np.minimum.accumulate(index[::-1])[::-1]]
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -39,9 +39,9 @@ class RankPages:
     `blocks` is the sum of `free`, `owned`, `idle`, `leased` and `quarantined`, over all pools, on
     this rank; so are the others.
     `tokens` are stored (or being stored) by tables, shared ones counted once; `wasted_slots` lie
-    behind them in the same blocks. Both count positions, not once per layer group: with one group
-    `tokens + wasted_slots == owned * block_size`. `saved_blocks` and `saved_ratio` are of
-    `Sharing`.
+    behind them in the same blocks. Both count positions, not once per layer group, in the group
+    that keeps most: with one group `tokens + wasted_slots == owned * block_size`. `saved_blocks`
+    and `saved_ratio` are of `Sharing`.
     """
 
     rank: int

@@ -261,14 +261,17 @@ class BlockTable:
         """Gives all blocks back, tail first, after `step`; the table is then empty."""
         self.truncate(0, step)
 
-    def give_back(self, position: int, step: int | None = None) -> None:
+    def give_back(self, position: int, step: int | None = None) -> int:
         """No query before `position` will come: blocks that its window hides, and those before,
-        go back, the first ones first, after `step`. Groups without a window keep theirs."""
+        go back, the first ones first, after `step`. Groups without a window keep theirs. Gives how
+        many went."""
+        before = sum(self.first)
         for group, window in enumerate(self.windows):
             stop = first_seen(position, window, self.block_size)
             for index in range(self.first[group], min(stop, len(self.blocks[group]))):
                 self._give(group, index, step)
                 self.first[group] = index + 1
+        return sum(self.first) - before
 
     def _give(self, group: int, index: int, step: int | None) -> None:
         pool, blocks = self.pools[group], self.blocks[group]

@@ -277,6 +277,7 @@ class GPUWorker:
             "blocks": {name: sum(getattr(c, name) for c in counts) for name in states},
             "evictions": sum(pool.stats.evictions for pool in pools),
             "copies": scheduler.copies,
+            "given_back": scheduler.given_back,
             "unshared_blocks": shared.unshared,
             "saved_blocks": max(0, shared.saved),  # a step may be changing what is counted
             "wasted_slots": sum(table.wasted_slots for table in tables),

@@ -87,6 +87,7 @@ class Scheduler:
         self.preemptions = 0
         self.spreads = 0  # sequences that went on, on all ranks
         self.copies = 0  # copies-on-write done
+        self.given_back = 0  # blocks behind windows
         self.copies_due: list[Copy] = []
         self.prefix = prefix
         self.speculation = speculation or Speculation()
@@ -186,7 +187,7 @@ class Scheduler:
         if self.needs.windowed:
             assert sequence.table is not None
             step = sequence.last_step if sequence.planned else None
-            sequence.table.give_back(sequence.computed, step)
+            self.given_back += sequence.table.give_back(sequence.computed, step)
 
     def _keep(self, row: Row, said: list[int]) -> None:
         """Go on after the guesses that were right; blocks that only others needed go back."""

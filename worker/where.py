@@ -106,9 +106,9 @@ class Pages:
         if table.blocks[group][token // size] == GONE:
             return {"group": group, "window": table.windows[group], "given_back": True}
         blocks = [*table.blocks[group]]
-        for index in range(table.first[group]):  # counted where other groups have their part
+        for index in reversed(range(table.first[group])):  # counted as in the tables of the ranks
             rank = table.rank_at(index)
-            blocks[index] = GONE if rank is None else rank * own
+            blocks[index] = blocks[index + 1] if rank is None else rank * own
         place = ShardMap(blocks, own, size).locate(token)
         return {
             "group": group,

@@ -177,7 +177,7 @@ class FakeWorker:
         counters = (
             "steps rows batch_tokens prompt_tokens generated_tokens failed_steps schedule_s "
             "build_s execute_s waiting preemptions violations evictions step_age_s copies "
-            "saved_reads saved_blocks unshared_blocks wasted_slots queued_s filled "
+            "given_back saved_reads saved_blocks unshared_blocks wasted_slots queued_s filled "
             "exchange_calls exchange_bytes sharded_steps sharded_s mixed_steps mixed_s"
         )
         return {

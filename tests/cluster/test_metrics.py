@@ -101,7 +101,7 @@ async def _engines() -> Metrics:
     stats["prefix"] = asdict(PrefixStats(40, 32, 1, hash_s=0.5, match_s=0.25, publish_s=0.125))
     stats["speculation"] = asdict(SpeculationStats(4, 9, 5, [4, 1], {"penalties": 2}))
     stats |= {"saved_blocks": 5, "unshared_blocks": 9, "wasted_slots": 4, "copies": 2}
-    stats["evictions"], stats["saved_reads"] = 6, 2048
+    stats["evictions"], stats["saved_reads"], stats["given_back"] = 6, 2048, 77
     stats["exchange_calls"], stats["exchange_bytes"] = 33, 4096
     stats |= {"sharded_steps": 3, "sharded_s": 0.5, "mixed_steps": 2, "mixed_s": 0.25}
     stats["queued_s"], stats["filled"] = 1.5, 0.75
@@ -136,6 +136,7 @@ def test_engines_are_shown_from_their_snapshots() -> None:
         ("kvatlas:kv_copies_total", 2),
         ("kvatlas:kv_swapped_blocks_total", 1),
         ("kvatlas:kv_evictions_total", 6),
+        ("kvatlas:kv_given_back_total", 77),
         ("kvatlas:kv_saved_reads_total", 2048),
         ("kvatlas:exchange_calls_total", 33),
         ("kvatlas:exchange_bytes_total", 4096),

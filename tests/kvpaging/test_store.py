@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvpaging.store import ALIGN_BYTES, BlockStore, LayerShape, layout
+from kvpaging.windows import GONE
 
 CPU = torch.device("cpu")
 FULL = LayerShape(2, 16, 16)
@@ -175,6 +176,21 @@ def test_exported_blocks_come_back_elsewhere(shapes, form):
     for a, arena in enumerate(two.arenas):
         others = [b for b in range(len(arena)) if b not in touched.get(a, set())]
         assert torch.equal(arena[others], before[a][others])
+
+
+def test_blocks_that_are_gone_take_no_bytes_and_are_not_written():
+    store = filled([FULL, WIDE, WINDOWED], 5)
+    source, target = [[3, 1], [GONE, 2], [GONE, GONE]], [[0, 4], [GONE, 3], [GONE, GONE]]
+    sizes = [group.block_bytes for group in store.layout.groups]
+    data = store.export(source)
+    assert data.nbytes == store.bytes_of(source) == 2 * sizes[0] + sizes[1]
+    before = [arena.clone() for arena in store.arenas]
+    store.import_(target, data)
+    assert bytes(store.export(target)) == bytes(data)
+    changed = sum(
+        int((arena != old).any(1).sum()) for arena, old in zip(store.arenas, before, strict=True)
+    )
+    assert changed == 3
 
 
 def test_nothing_can_be_moved_too():

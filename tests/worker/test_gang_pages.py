@@ -13,6 +13,7 @@ import torch
 from context_parallel.exchange import ExchangeFailed
 from context_parallel.loopback import channels
 from kvpaging.store import BlockStore, LayerShape, layout
+from kvpaging.windows import GONE
 from worker.gang_pages import GangPages, serve_pages
 
 SHAPES = [LayerShape(1, 8, 8), LayerShape(1, 8, 8, window=4), LayerShape(2, 8, 4)]
@@ -67,6 +68,23 @@ def test_blocks_of_several_ranks_travel_as_one_store_would_send_them(owners):
             assert (there == data.reshape(3, -1)[i]).all()
         written = sum(int(arena.any(1).sum()) for store in stores for arena in store.arenas)
     assert written == 9
+
+
+def test_what_a_group_gave_back_takes_no_bytes():
+    local, owners = [[1, 4, 7], [2, 0, 9], [3, 4, 0]], [1, 0, 2]
+    blocks = wide(owners, local)
+    blocks[1][0] = blocks[1][2] = GONE
+    sizes = [group.block_bytes for group in PAGES.groups]
+    wanted = 3 * PAGES.slice_bytes - 2 * sizes[1]
+    data = np.random.default_rng(3).integers(0, 256, wanted, np.uint8)
+    with gang(3) as (pages, stores):
+        assert pages.bytes_of(blocks) == wanted
+        pages.import_(blocks, data.tobytes())
+        assert (pages.export(blocks) == data).all()
+        first = stores[1].export([[1], [GONE], [3]])
+        assert (first == data[: sizes[0] + sizes[2]]).all()
+        written = sum(int(arena.any(1).sum()) for store in stores for arena in store.arenas)
+    assert written == 7
 
 
 def test_what_cannot_be_is_refused_and_the_gang_goes_on():

@@ -61,6 +61,20 @@ def test_a_gang_has_a_sequence_of_as_many_times_the_length(ranks):
     assert (f"on each of {ranks} ranks" in str(refused.value)) == (ranks > 1)
 
 
+def test_layers_with_a_window_leave_room_for_longer_sequences():
+    shapes = [LayerShape(2, 64, 64, window=32), LayerShape(2, 64, 64)] * 2
+    options = DEFAULTS | {"blocks": 20, "chunk": 16}
+    made = plan_memory(layout(shapes, 16, 2), **options)
+    assert made.tokens == 20 * 16
+    assert made.max_model_len == (40 - 4) * 16  # 47 tokens lie in at most four blocks
+    assert made.rank_tokens(layout(shapes, 16, 2)) == 576
+    with pytest.raises(DoesNotFit, match=r"640.0 KiB are there, which is 576 tokens"):
+        plan_memory(layout(shapes, 16, 2), **options | {"max_model_len": 577})
+    only = layout(shapes[:1], 16, 2)
+    assert plan_memory(only, **options).max_model_len == 4096
+    assert plan_memory(only, **options | {"blocks": 3}).max_model_len == 48
+
+
 @pytest.mark.parametrize(
     ("options", "numbers", "remedies"),
     [

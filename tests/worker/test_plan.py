@@ -22,7 +22,15 @@ def make(groups: int, *, batch_tokens: int = 64, seqs: int = 4):
     pages = layout(SHAPES[:groups], SIZE, 4)
     limits = Limits(seqs, batch_tokens, 4 * seqs, 100)
     pools = [BlockPool(200)] * groups
-    prefix = PrefixCache(pools, SIZE, Identity(b"test", "float32"), enabled=False, cpu_clock=float)
+    windows = [shape.window for shape in SHAPES[:groups]]
+    prefix = PrefixCache(
+        pools,
+        SIZE,
+        Identity(b"test", "float32"),
+        enabled=False,
+        cpu_clock=float,
+        windows=windows,
+    )
     scheduler = Scheduler(pools, SIZE, limits, prefix)
     builder = BatchBuilder(
         pages,
@@ -52,7 +60,9 @@ def assert_matches(plan, batch, groups):
             ]
             used = -(-(row.start + row.count) // SIZE)
             assert int(rows.blocks[r]) == used
-            assert rows.table[r, :used].tolist() == table.blocks[group][:used]
+            kept = table.first[group]
+            assert rows.table[r, kept:used].tolist() == table.blocks[group][kept:used]
+            assert min(rows.table[r, :used].tolist()) >= 0
             assert (rows.lens[r], rows.firsts[r]) == (row.count, row.start)
             assert (int(rows.query_start[r]), int(rows.first[r])) == (at, row.start)
         if row.scored_from is not None:

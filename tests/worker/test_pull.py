@@ -507,12 +507,46 @@ async def test_storms_of_pulls(first: int) -> None:
     assert seen >= {"lost", "gone", "wrong_size", "no_room", "cancelled"}
 
 
-async def storm(seed: int) -> list[Side]:
+@pytest.mark.parametrize("windows", [(5, None), (None, 9), (6,)], ids=str)
+async def test_storms_of_pulls_with_windows(windows: tuple[int | None, ...]) -> None:
+    sides = [side for seed in range(100, 106) for side in await storm(seed, windows)]
+    assert sum(side.stats.pulled_blocks for side in sides) > 20
+
+
+async def test_of_a_windowed_group_only_the_last_window_comes() -> None:
+    options: dict[str, Any] = {"windows": (9, None)}
+    source, side = pair(options, groups=2, **options)
+    await pull(side)
+    assert side.stats.failures == {}
+    behind = (BLOCKS * SIZE - 8) // SIZE  # blocks that the first token to be computed does not see
+    assert side.stats.pulled_blocks == 2 * BLOCKS - behind == source.stats.exported_blocks
+    assert side.stats.pulled_bytes == 8 * SIZE * (2 * BLOCKS - behind)
+    idle = [pool.counts().idle for pool in side.engine.scheduler.pools]
+    assert idle == [BLOCKS - behind, BLOCKS]
+    assert finish(side) == BLOCKS * SIZE
+    side.assert_whole()
+
+
+async def test_without_the_owners_window_all_is_computed() -> None:
+    options: dict[str, Any] = {"windows": (9, None)}
+    source, side = pair(options, groups=2, **options)
+    windowed, _ = source.engine.scheduler.pools
+    sequence = make_request("", PROMPT, 1).sequences[0]
+    windowed.forget(source.engine.scheduler.prefix.chains(sequence)[0][BLOCKS - 1])
+    await pull(side)
+    assert side.stats.failures == {"gone": 1}
+    assert finish(side) == 0
+    source.assert_whole()
+    side.assert_whole()
+
+
+async def storm(seed: int, windows: tuple[int | None, ...] = ()) -> list[Side]:
     draw = random.Random(seed)
-    groups, blocks = draw.choice([1, 2]), draw.choice([1, 3])
+    groups, blocks = len(windows) or draw.choice([1, 2]), draw.choice([1, 3])
     sides = [
         Side(
             groups=groups,
+            windows=windows,
             blocks=draw.choice([9, 16, 60]),
             seqs=draw.choice([2, 4]),
             depth=draw.choice([1, 2]),

@@ -70,6 +70,7 @@ def test_a_windowed_group_keeps_its_window_and_no_more(depth, prefix_cache):
             assert full == -(-(29 + n + depth - 1) // SIZE)
             most = max(most, windowed)
     assert tokens_of(outputs, "r") == expected(range(30), 30)
+    assert engine.scheduler.given_back == (58 - 8) // SIZE
     assert most == 3  # 8 tokens before the query, and where the next ones go
     assert_empty(engine)
 
