@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import islice
 
 from worker import decoding, wire
 from worker.ending import ending, ending_of_beam, started
-from worker.load import Rates, blocks_in_use
+from worker.load import EngineStats, Rates, blocks_in_use
 from worker.params import ParamError
 from worker.philox import derive
 from worker.request import Request, Sequence
@@ -23,37 +23,6 @@ from worker.scheduler import QueueFull, Row, Scheduler, StepPlan
 from worker.speculation import Said, judge
 
 Output = tuple[Request, wire.Event]
-
-
-@dataclass(slots=True)
-class EngineStats:
-    """Counters since start. Scheduling and building are CPU seconds, executing is wall time."""
-
-    steps: int = 0
-    rows: int = 0
-    batch_tokens: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    failed_steps: int = 0
-    schedule_s: float = 0.0
-    build_s: float = 0.0
-    execute_s: float = 0.0
-    sharded_steps: int = 0  # all of whose rows span ranks
-    sharded_s: float = 0.0
-    mixed_steps: int = 0  # with rows that span ranks and rows that do not, and wait for those
-    mixed_s: float = 0.0
-    saved_reads: int = 0  # keys of a layer group that need not be read for another row
-    finished: dict[str, int] = field(default_factory=dict)
-
-    def note_ranks(self, plan: StepPlan, took_s: float) -> None:
-        """A step was computed in that time."""
-        sharded = sum(row.sharded for row in plan.rows)
-        if sharded == len(plan.rows):
-            self.sharded_steps += 1
-            self.sharded_s += took_s
-        elif sharded:
-            self.mixed_steps += 1
-            self.mixed_s += took_s
 
 
 class Engine:

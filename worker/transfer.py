@@ -21,7 +21,7 @@ from worker import admission
 from worker.prefix import UNWANTED
 
 if TYPE_CHECKING:
-    from worker.engine import EngineStats
+    from worker.load import EngineStats
     from worker.request import Request
     from worker.scheduler import Scheduler
 

@@ -11,7 +11,7 @@ from context_parallel.policy import ShardPolicy
 from kvpaging.table import BlockTable
 from tests.worker.fake import VOCAB, SmallTiles, check, expected, make_engine, make_request
 from worker import wire
-from worker.engine import EngineStats
+from worker.load import EngineStats
 from worker.transfer import (
     LINKS_MAX,
     Loan,
