@@ -28,7 +28,7 @@ SHAPES = {
     "two-pools": Shape((0, 1), (16, 20), 2),
     "three-pools": Shape((0, 1, 2), (20, 14, 20), 4),
     "windowed": Shape((0, 0, 1), (40, 16), 4, frozenset({1})),
-    "windowed-only": Shape((0, 0), (24,), 2, frozenset({0, 1}), window=7),
+    "windowed-only": Shape((0, 0), (24,), 2, frozenset({0, 1}), window=4),
 }
 RANKS = {
     "two-ranks": Shape((0,), (12,), 4, ranks=2),

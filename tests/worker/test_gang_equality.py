@@ -164,14 +164,18 @@ def test_float32_tokens_equal_those_of_one_rank(models: Models, name: str) -> No
         run(models, case | {"batch": "mixed", "change": "none"}, dtype="float32")
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_tokens_equal_when_pages_run_out(models: Models, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "tokens", "lengths", "sharded_from"),
+    [("llama", 80, (70, 66, 33, 7), 60), ("gemma2", 48, (33, 31, 30, 29), 20)],
+)
+def test_tokens_equal_when_pages_run_out(
+    models: Models, name: str, tokens: int, lengths: tuple[int, ...], sharded_from: int
+) -> None:
     """All four want twice the pages of both ranks: the engine itself preempts."""
-    launch, model = models.load(name, 8, tokens=80)
-    lengths = (70, 66, 33, 7)
+    launch, model = models.load(name, 8, tokens=tokens)
     wanted = [alone(models, name, "lasting", length, "float64") for length in lengths]
-    memory = replace(launch.memory, max_model_len=160)
-    with gang_engine(replace(launch, memory=memory), model, 2, sharded_from=60) as (engine, _):
+    launch = replace(launch, memory=replace(launch.memory, max_model_len=160))
+    with gang_engine(launch, model, 2, sharded_from=sharded_from) as (engine, _):
         said = answer(engine, [request("", length, PARAMS["lasting"]) for length in lengths])
         assert engine.scheduler.preemptions > 0
     assert said == wanted
