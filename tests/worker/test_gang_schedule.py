@@ -50,11 +50,13 @@ def storm(seed, ranks, speculation=None, windows=()):
             raise RuntimeError("injected")
 
     ends = frozenset(rng.sample(range(VOCAB), 3))
+    depth, blocks = rng.choice([1, 2]), -(-rng.choice([16, 20, 40]) // ranks)
+    groups, shared = rng.choice([1, 2]), rng.random() < 0.5
+    seqs, batch_tokens = rng.choice([6, 9]), rng.choice([1, 5, 16, 64])
+    prefix_cache = rng.random() < 0.8
     policy = gang(ranks, shard_from_tokens=rng.choice([8, 24, 1000]))
-    groups = len(windows) or rng.choice([1, 2])
-    shared, batch_tokens = rng.random() < 0.5, rng.choice([1, 5, 16, 64])
-    blocks = -(-rng.choice([16, 20, 40]) // ranks)
     if windows:
+        groups = len(windows)
         arenas = (0,) * groups if shared else tuple(range(groups))
         needs = Needs(tuple(windows), arenas, 4, policy.most(batch_tokens))
         room = (1,) * (1 if shared else groups)
@@ -62,16 +64,16 @@ def storm(seed, ranks, speculation=None, windows=()):
         least = -(-next(fits) // (groups if shared else 1))
         blocks = max(least, -(-14 // ranks)) + rng.choice([0, 3])
     engine = make_engine(
-        depth=rng.choice([1, 2]),
+        depth=depth,
         blocks=blocks,
         groups=groups,
         shared=shared,
-        seqs=rng.choice([6, 9]),
+        seqs=seqs,
         batch_tokens=batch_tokens,
         max_model_len=60,
         end_tokens=ends,
         fault=fault,
-        prefix_cache=rng.random() < 0.8,
+        prefix_cache=prefix_cache,
         policy=policy,
         speculation=speculation,
         windows=windows,
