@@ -26,7 +26,8 @@ from transformers import DynamicCache
 from configs.loading import ConfigError, load
 from context_parallel.policy import ShardPolicy
 from kvpaging import quant
-from tests.families import WINDOW, build, reference_model
+from kvpaging.windows import GONE
+from tests.families import build, reference_model
 from tests.worker.gangs import gang_engine
 from tests.worker.searching import transformers_beams, wide_softmax
 from tests.worker.served import FREE_BYTES, Models, answer, fill
@@ -37,6 +38,7 @@ from worker.model import UnsupportedModel
 from worker.params import DRAFT_MODEL, PROMPT_LOOKUP, ParamError, SamplingParams, check
 from worker.philox import derive
 from worker.request import Request
+from worker.swapping import RECOMPUTE, SWAP
 
 if TYPE_CHECKING:
     from worker.drafting import DraftModel
@@ -50,7 +52,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 REFUSALS = (ConfigError, UnsupportedModel, DoesNotFit, ParamError)
 """What a user is told, at start or before his request is taken."""
 
-BLOCK, CHUNK, TOKENS = 8, 16, 512
+BLOCK, CHUNK, TOKENS, HOST_SLICES = 8, 16, 512, 200
 FEW = (13, 22, 27, 68, 104)
 """All tokens of the prompts: so few that what was said before is said again, and such that none of
 them alone is what the models say after them."""
@@ -70,7 +72,8 @@ class Setup:
     ranks: int = 1
     spreads_at: int = 1
     warm: bool = False
-    preempted: bool = False
+    host: bool = False
+    preemption: str = ""
     options: tuple[Mapping[str, Any], ...] = ({},)
 
 
@@ -81,7 +84,9 @@ class Ran:
     said: list[list[tuple[int, ...]]]
     launch: Launch = field(repr=False)
     hit_tokens: int
-    preemptions: int
+    host_tokens: int
+    recomputes: int
+    swaps: int
     spreads: int
     guesses: Counter[tuple[str, bool]]
     seen: set[str]
@@ -152,18 +157,32 @@ FEATURES = (
     _pages("int8"),
     _pages("fp8"),
     Feature(
+        "host tier",
+        ({"warm": True, "host": True},),
+        lambda ran: ran.host_tokens > 0,
+        "`kv.host_gib`",
+        "tokens that came back from the host, of the same requests before",
+    ),
+    Feature(
         "recompute",
-        ({"preempted": True},),
-        lambda ran: ran.preemptions > 0,
-        "preemption",
-        "sequences preempted",
+        ({"preemption": RECOMPUTE},),
+        lambda ran: ran.recomputes > 0,
+        "`scheduler.preemption=recompute`",
+        "preempted sequences that were computed again",
+    ),
+    Feature(
+        "swap",
+        ({"preemption": SWAP},),
+        lambda ran: ran.swaps > 0 and "back from the host" in ran.seen,
+        "`scheduler.preemption=swap`",
+        "preempted sequences whose blocks came back from the host",
     ),
     Feature(
         "window",
         ({"family": "mistral"}, {"family": "gemma2"}),
-        lambda ran: "beyond the window" in ran.seen,
+        lambda ran: "gave back" in ran.seen,
         "a model with a window in all layers, and one with a window in every other",
-        "sequences longer than the window",
+        "running sequences that gave blocks back",
     ),
     Feature(
         "growth",
@@ -184,13 +203,16 @@ PAIRS = tuple(combinations(FEATURES, 2))
 
 
 def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> Setup:
-    """Both at once. Two ways to guess are for a request each; of other fields that both name, a
-    setting gets both values and says what it thinks of that."""
+    """Both at once. Two ways to guess are for a request each, and two of preemption for the rates
+    to choose from; where a setting would have to have two values, it says what it thinks of that.
+    """
     fields = {**first, **second}
     if "options" in first and "options" in second:
         (one,), (two,) = first["options"], second["options"]
         both = "speculation" in one and "speculation" in two
         fields["options"] = (two, one) if both else ({**one, **two},)
+    if "preemption" in first and "preemption" in second:
+        fields["preemption"] = "auto"
     if "kv_dtype" in first and "kv_dtype" in second:
         fields["kv_dtype"] = f"{first['kv_dtype']} and {second['kv_dtype']}"
     if "spreads_at" in fields and "ranks" in first and "ranks" in second:
@@ -257,23 +279,33 @@ class Lab:
             if setup.warm:
                 answer(engine, [_request(setup, index, "first") for index in range(len(PROMPTS))])
             guesses = _counted(engine.scheduler.speculation)
-            stats, seen = engine.scheduler.prefix.stats, set[str]()
-            before = stats.hit_tokens
-            said = answer(
-                engine,
-                asked,
-                random=Random(2) if setup.preempted else None,
-                each_turn=lambda turn: _look(engine, seen),
-            )
-            scheduler = engine.scheduler
+            scheduler, seen = engine.scheduler, set[str]()
+            before = scheduler.prefix.stats.hit_tokens
+            if setup.host:
+                _evict(engine)
+
+            def each_turn(turn: int) -> None:
+                _look(engine, seen)
+                _shake(engine, setup)
+
+            random = Random(2) if setup.preemption else None
+            said = answer(engine, asked, random=random, each_turn=each_turn)
+            tier = scheduler.tier
+            swaps = None if tier is None else tier.swaps.stats
+            if tier is not None:
+                assert not any(host.check() or host.counts().held for host in tier.arenas)
+                if tier.stats.back_blocks:
+                    seen.add("back from the host")
             return Ran(
                 said,
                 launch,
-                stats.hit_tokens - before,
-                scheduler.preemptions,
-                scheduler.spreads,
-                guesses,
-                seen,
+                hit_tokens=scheduler.prefix.stats.hit_tokens - before,
+                host_tokens=0 if tier is None else tier.stats.hit_tokens,
+                recomputes=scheduler.preemptions if swaps is None else swaps.recomputes,
+                swaps=0 if swaps is None else swaps.swaps,
+                spreads=scheduler.spreads,
+                guesses=guesses,
+                seen=seen,
             )
 
     @contextmanager
@@ -295,9 +327,15 @@ class Lab:
         launch, model = self.models.load(
             setup.family, BLOCK, tokens=TOKENS, kv_dtype=setup.kv_dtype
         )
-        kv = replace(launch.config.kv, prefix_cache=setup.warm)
+        tier = setup.host or setup.preemption in ("auto", SWAP)
+        config = replace(
+            launch.config,
+            kv=replace(launch.config.kv, prefix_cache=setup.warm or tier),
+            scheduler=replace(launch.config.scheduler, preemption=setup.preemption or RECOMPUTE),
+        )
         limits = replace(launch.limits, max_batch_tokens=CHUNK)
-        return replace(launch, limits=limits, config=replace(launch.config, kv=kv)), model
+        slices = HOST_SLICES if tier else 0
+        return replace(launch, limits=limits, config=config, host_slices=slices), model
 
     def _equip(self, setup: Setup, engine: Engine) -> None:
         """With a draft model, where one is asked for."""
@@ -390,6 +428,25 @@ def _counted(speculation: Speculation) -> Counter[tuple[str, bool]]:
     return guesses
 
 
+def _evict(engine: Engine) -> None:
+    """Nothing stays in the pages that nobody uses."""
+    for pool in dict.fromkeys(engine.scheduler.pools):
+        for rank in range(pool.ranks):
+            for block in pool.allocate(pool.available_on(rank), rank):
+                pool.unref(block)
+
+
+def _shake(engine: Engine, setup: Setup) -> None:
+    """What was preempted finds nothing in the pages; the rates favour both kinds in turn."""
+    tier = engine.scheduler.tier
+    if tier is None or not setup.preemption:
+        return
+    if engine.scheduler.waiting:
+        _evict(engine)
+    tier.out_rate.per_s = tier.back_rate.per_s = 1e6
+    engine.rates.token_s = 1e-9 if engine.scheduler.preemptions % 2 else 1.0
+
+
 def _look(engine: Engine, seen: set[str]) -> None:
     """Note what can be seen at work between two steps."""
     scheduler = engine.scheduler
@@ -397,18 +454,17 @@ def _look(engine: Engine, seen: set[str]) -> None:
     together = Counter(id(s.request) for s in scheduler.running if s.request.beams is not None)
     if 3 in together.values():
         seen.add("three beams")
-    layers = engine.runner.model.store.layout.groups
     for sequence in scheduler.running:
         table = sequence.table
         assert table is not None
-        blocks = table.blocks[0]
+        blocks = [block for block in table.blocks[0] if block != GONE]
         if any(pool.references(block) > 1 for block in blocks):
             seen.add("shared by choices")
         owners = {pool.rank_of(block) for block in blocks}
         if len(owners) == ranks > 1 and not sequence.generated_tokens:
             seen.add("spread from the start")
-        if any(g.shape.window for g in layers) and len(sequence.tokens) > WINDOW:
-            seen.add("beyond the window")
+        if any(table.first):
+            seen.add("gave back")
 
 
 def _kept(setup: Setup) -> DynamicCache:
