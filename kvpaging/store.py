@@ -6,6 +6,7 @@ plane `(kv_heads, B, v_dim)`, and where pages are quantised the scales of both, 
 each; every plane on a 16-byte border. So moving a block is one copy, and nothing outside it is
 needed to read it. Groups whose blocks have equal bytes share one arena; others have one each. In
 models with windows larger groups are split so that they share one, where little padding does it.
+Quantised pages share one only where scales lie at the same places.
 """
 
 from __future__ import annotations
@@ -117,18 +118,23 @@ def layout(
     members: dict[LayerShape, list[int]] = {}
     for layer, shape in enumerate(shapes):
         members.setdefault(shape, []).append(layer)
-    sizes = {shape: sum(_planes(shape, block_size, itemsize, quantised)) for shape in members}
+    planes = {shape: _planes(shape, block_size, itemsize, quantised) for shape in members}
+    sizes = {shape: sum(some) for shape, some in planes.items()}
     whole = [(shape, tuple(layers)) for shape, layers in members.items()]
-    parts = _equal(whole, sizes)
+    # What one group wrote must be numbers to another. Bytes of quantised ones are no scales.
+    alike = not quantised or len(set(planes.values())) == 1
+    parts = _equal(whole, sizes) if alike else []
     least = max(sizes[shape] * len(layers) for shape, layers in parts) if parts else 0
-    arenas: list[int] = []
+    arenas: list[tuple[int, object]] = []
     groups = []
     for shape, layers in parts or whole:
         block_bytes = max(least, sizes[shape] * len(layers))
-        if block_bytes not in arenas:
-            arenas.append(block_bytes)
-        groups.append(Group(layers, shape, arenas.index(block_bytes), block_bytes))
-    return Layout(block_size, itemsize, tuple(groups), tuple(arenas), quantised)
+        kind = (block_bytes, planes[shape] if quantised else None)
+        if kind not in arenas:
+            arenas.append(kind)
+        groups.append(Group(layers, shape, arenas.index(kind), block_bytes))
+    block_bytes_of = tuple(block_bytes for block_bytes, _ in arenas)
+    return Layout(block_size, itemsize, tuple(groups), block_bytes_of, quantised)
 
 
 Members = list[tuple[LayerShape, tuple[int, ...]]]

@@ -55,6 +55,15 @@ def test_groups_with_windows_are_split_to_share_an_arena(kinds: str, layers: lis
     assert shares or max(layers) >= 9
 
 
+def test_quantised_groups_share_an_arena_only_where_scales_lie_alike() -> None:
+    """Bytes that were numbers may be no number as a scale, and a page outlives who wrote it."""
+    narrow, wide = LayerShape(2, 16, 16, window=8), LayerShape(1, 32, 32)
+    one_in_all_bits = layout([narrow, wide], 8, 2)
+    assert len(one_in_all_bits.arena_block_bytes) == 1
+    assert len(layout([narrow, wide], 8, 1, quantised=True).arena_block_bytes) == 2
+    assert len(layout([FULL, WINDOWED] * 2, 8, 1, quantised=True).arena_block_bytes) == 1
+
+
 def test_the_first_group_without_a_window_is_indexed():
     assert layout([WINDOWED, WIDE, FULL], 8, 4).indexed == 1
     assert layout([FULL], 8, 4).indexed == 0
