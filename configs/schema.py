@@ -46,6 +46,11 @@ class ModelConfig:
         rules.choice("auto", "float64", "float32", "bfloat16", "float16"),
         "Numbers of weights and KV; auto is the files' own, or float32 where a CPU lacks bfloat16.",
     )
+    weights: Literal["auto", "int8"] = _setting(
+        "auto",
+        rules.choice("auto", "int8"),
+        "How weights are kept; auto is as the files have them, int8 packs linear layers on a CPU.",
+    )
     device: Literal["auto", "cpu", "cuda"] = _setting(
         "auto",
         rules.choice("auto", "cpu", "cuda"),

@@ -59,11 +59,21 @@ def has_fp8(device: torch.device) -> bool:
 
 def has_fast_bfloat16() -> bool:
     """Whether the CPU multiplies bfloat16 in hardware; elsewhere float32 is faster."""
+    return bool({"avx512_bf16", "amx_bf16"} & _cpu_flags())
+
+
+def has_vnni() -> bool:
+    """Whether the CPU adds products of 8-bit numbers in 32 bits; others first in 16, which
+    overflow."""
+    return "avx512_vnni" in _cpu_flags()
+
+
+def _cpu_flags() -> set[str]:
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.is_file():
-        return False
+        return set()
     flags = next((x for x in cpuinfo.read_text().splitlines() if x.startswith("flags")), "")
-    return bool({"avx512_bf16", "amx_bf16"} & set(flags.split()))
+    return set(flags.split())
 
 
 def keep_freed_memory() -> bool:

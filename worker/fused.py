@@ -8,29 +8,43 @@ family's code runs as it is: the first one called computes for all, the others t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from worker.int8 import Int8Linear
+
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-class Shared(nn.Module):
-    """The joined weight `[sum of outputs, inputs]` and the parts of the last input's product."""
+def join(layers: Sequence[Any]) -> nn.Module:
+    """One linear layer with the outputs of all, which are of one kind and alike."""
+    if isinstance(layers[0], Int8Linear):
+        return Int8Linear.joined(layers)
+    weight = torch.cat([layer.weight.detach() for layer in layers])
+    biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+    joined = nn.Linear(weight.shape[1], weight.shape[0], bool(biases), device="meta")
+    joined.weight = nn.Parameter(weight, False)
+    if biases:
+        joined.bias = nn.Parameter(torch.cat(biases), False)
+    return joined
 
-    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+
+class Shared(nn.Module):
+    """The joined layer and the parts of the last input's product."""
+
+    def __init__(self, layers: Sequence[Any]) -> None:
         super().__init__()
         self.sizes = [layer.out_features for layer in layers]
-        self.weight = nn.Parameter(torch.cat([x.weight.detach() for x in layers]), False)
-        biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
-        self.bias = nn.Parameter(torch.cat(biases), False) if biases else None
+        self.linear = join(layers)
         self.source: Tensor | None = None
         self.parts: tuple[Tensor, ...] = ()
 
     def part(self, index: int, x: Tensor) -> Tensor:
         if self.source is not x:
             self.source = x
-            self.parts = nn.functional.linear(x, self.weight, self.bias).split(self.sizes, -1)
+            self.parts = self.linear(x).split(self.sizes, -1)
         found = self.parts[index]
         if index == len(self.sizes) - 1:  # the last in order of calls: hold no activations
             self.source, self.parts = None, ()
@@ -54,7 +68,7 @@ def fuse(model: nn.Module) -> int:
     for parent in list(model.modules()):
         for names in SIBLINGS:
             found = [getattr(parent, name, None) for name in names]
-            layers = [layer for layer in found if type(layer) is nn.Linear]
+            layers = [layer for layer in found if type(layer) in (nn.Linear, Int8Linear)]
             if len(layers) == len(names) and _alike(layers):
                 shared = Shared(layers)
                 for index, name in enumerate(names):
@@ -63,11 +77,12 @@ def fuse(model: nn.Module) -> int:
     return joined
 
 
-def _alike(layers: Sequence[nn.Linear]) -> bool:
+def _alike(layers: Sequence[Any]) -> bool:
     first = layers[0]
     return all(
-        layer.in_features == first.in_features
+        type(layer) is type(first)
+        and layer.in_features == first.in_features
         and (layer.bias is None) == (first.bias is None)
-        and layer.weight.dtype == first.weight.dtype
+        and (isinstance(layer, Int8Linear) or layer.weight.dtype == first.weight.dtype)
         for layer in layers
     )

@@ -16,6 +16,7 @@ from worker.memory import MemoryPlan
 from worker.model import ModelShape
 from worker.params import ParamLimits
 from worker.scheduler import Limits
+from worker.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class Draft:
     hf_config: PretrainedConfig
     shape: ModelShape
     layout: Layout
-    weight_bytes: int
+    weights: Weights
     workspace_bytes: int
 
 
@@ -44,6 +45,7 @@ class Launch:
     params: ParamLimits
     dtype: torch.dtype
     device: torch.device
+    weights: Weights
     draft: Draft | None = None
     host_slices: int = 0  # pieces of `block_size` tokens that host memory holds below the pages
 
@@ -70,6 +72,7 @@ class Launch:
             "device": str(self.device),
             "dtype": str(self.dtype).removeprefix("torch."),
             "kv_dtype": self.kv_dtype,
+            "weights": self.weights.format,
             "weights_bytes": memory.weight_bytes,
             "workspace_bytes": memory.workspace_bytes,
             "kv_bytes": memory.kv_bytes,
@@ -120,6 +123,7 @@ class Launch:
             hf_config=draft.hf_config,
             shape=draft.shape,
             layout=draft.layout,
+            weights=draft.weights,
             memory=replace(
                 self.memory,
                 slices=self.memory.slices * self.memory.ranks,

@@ -50,18 +50,26 @@ def plan_memory(
     on_cpu: bool,
     ranks: int = 1,
     draft_bytes: int = 0,
+    loading_bytes: int = 0,
 ) -> MemoryPlan:
     """Size the KV budget of one rank. Raises DoesNotFit before anything is loaded.
 
     An explicit `blocks` or `memory` wins over the automatic size: on a GPU `memory_fraction` of
     what is free, less weights and workspaces; on a CPU a quarter of the rest, at most 2 GiB.
     A draft model takes `draft_bytes` of it for each slice, on rank 0 for those of all ranks; the
-    others leave as much free.
+    others leave as much free. Weights that are packed while they are loaded take `loading_bytes`
+    till then, before there are pages.
     Without an explicit `max_model_len` the longest sequence is what model and pages both allow.
     """
     usable = free_bytes if on_cpu else int(free_bytes * memory_fraction)
     left = usable - weight_bytes - workspace_bytes
     slice_bytes = layout.slice_bytes + draft_bytes
+    if loading_bytes > usable:
+        raise DoesNotFit(
+            f"the model does not fit while it is loaded: its weights are {gib(loading_bytes)} "
+            f"before they are packed into {gib(weight_bytes)}, but {gib(usable)} are free. Use a "
+            "smaller model, a checkpoint that is quantised already, or free memory"
+        )
     if left < slice_bytes:
         raise DoesNotFit(
             f"the model does not fit: its weights need {gib(weight_bytes)} and its workspaces "

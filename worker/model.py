@@ -24,6 +24,7 @@ from context_parallel.exchange import Exchange
 from kvpaging import attention
 from kvpaging.attention import Rows
 from kvpaging.store import BlockStore, LayerShape
+from worker.int8 import Linears, linears
 
 HOOK = "kvatlas"
 NO_HOOK = (
@@ -178,6 +179,7 @@ class ModelShape:
     calls: tuple[AttentionCall, ...]
     vocab_size: int
     weight_count: int
+    linears: Linears
 
 
 @contextmanager
@@ -246,6 +248,7 @@ def probe(config: PretrainedConfig) -> ModelShape:
         tuple(calls[i][0][1] for i in range(layers)),
         int(config.vocab_size),
         sum(p.numel() for p in model.parameters()),
+        linears(model),
     )
 
 

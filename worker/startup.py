@@ -11,15 +11,15 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from configs.schema import Config
 from context_parallel import attention as sharded_attention
 from kvpaging import attention, quant
 from kvpaging.store import BlockStore, Layout, layout
+from worker import int8
 from worker.building import build_draft, build_engine, build_follower, geometries
 from worker.device import choose_device, free_memory_bytes, has_fast_bfloat16, has_fp8
 from worker.engine import Engine
@@ -33,7 +33,8 @@ from worker.prefix import Identity
 from worker.request import Request
 from worker.sampler import workspace_bytes
 from worker.scheduler import Limits
-from worker.selfcheck import checked_model
+from worker.selfcheck import check_plain, checked_model
+from worker.weights import check_size, load_weights, plan_weights, refusing
 
 __all__ = [
     "DoesNotFit",
@@ -55,27 +56,15 @@ def resolve(
 
     Raises UnsupportedModel or DoesNotFit, both one message.
     """
-    hf_config = _read(directory, f"model.path={config.model.path}")
+    setting = f"model.path={config.model.path}"
+    hf_config = _read(directory, setting)
     text = hf_config.get_text_config(decoder=True)
     device = choose_device(config.model.device)
     dtype = _dtype(config, text, device)
     on_cpu = device.type == "cpu"
     shape = probe(hf_config)
     pages = _layout(config, shape, dtype, device)
-    seqs = config.scheduler.max_num_seqs or (64 if on_cpu else 256)
-    limits = Limits(
-        max_num_seqs=seqs,
-        max_batch_tokens=config.scheduler.max_batch_tokens or (512 if on_cpu else 8192),
-        max_logit_rows=seqs + max(seqs, MAX_GUESSES + 1),
-        max_waiting=config.scheduler.max_waiting,
-    )
-    params = ParamLimits(
-        vocab_size=shape.vocab_size,
-        max_logprobs=config.limits.max_logprobs,
-        max_logit_bias=config.limits.max_logit_bias,
-        max_n=config.limits.max_n,
-        max_beam_width=min(MAX_BEAM_WIDTH, seqs, shape.vocab_size),
-    )
+    limits, params = _limits(config, shape.vocab_size, on_cpu)
     model_limit = positions(text)
     asked = config.model.max_model_len
     if asked is not None and asked > model_limit:
@@ -83,7 +72,9 @@ def resolve(
             f"model.max_model_len={asked} is more than the {model_limit} positions that "
             f"{shape.family} model {config.model.path} was made for; lower it or leave it out"
         )
-    weights = shape.weight_count * dtype.itemsize
+    weights = plan_weights(
+        config.model.weights, setting, directory, hf_config, shape, dtype, device
+    )
     workspace = _workspace_bytes(
         pages, shape, text, limits, params, asked or model_limit, dtype, device, ranks
     )
@@ -91,7 +82,7 @@ def resolve(
     memory = plan_memory(
         pages,
         free_bytes=free_memory_bytes(device) if free_bytes is None else free_bytes,
-        weight_bytes=weights + (0 if draft is None else draft.weight_bytes),
+        weight_bytes=weights.size_bytes + (0 if draft is None else draft.weights.loading_bytes),
         workspace_bytes=workspace + (0 if draft is None else draft.workspace_bytes),
         model_limit=model_limit,
         max_model_len=asked,
@@ -102,11 +93,42 @@ def resolve(
         on_cpu=on_cpu,
         ranks=ranks,
         draft_bytes=0 if draft is None else ranks * draft.layout.slice_bytes,
+        loading_bytes=weights.loading_bytes,
     )
     launch = Launch(
-        config, directory, hf_config, shape, pages, memory, limits, params, dtype, device, draft
+        config,
+        directory,
+        hf_config,
+        shape,
+        pages,
+        memory,
+        limits,
+        params,
+        dtype,
+        device,
+        weights,
+        draft,
     )
     return replace(launch, host_slices=_host_slices(launch))
+
+
+def _limits(config: Config, vocab_size: int, on_cpu: bool) -> tuple[Limits, ParamLimits]:
+    """Of steps and of requests."""
+    seqs = config.scheduler.max_num_seqs or (64 if on_cpu else 256)
+    limits = Limits(
+        max_num_seqs=seqs,
+        max_batch_tokens=config.scheduler.max_batch_tokens or (512 if on_cpu else 8192),
+        max_logit_rows=seqs + max(seqs, MAX_GUESSES + 1),
+        max_waiting=config.scheduler.max_waiting,
+    )
+    params = ParamLimits(
+        vocab_size=vocab_size,
+        max_logprobs=config.limits.max_logprobs,
+        max_logit_bias=config.limits.max_logit_bias,
+        max_n=config.limits.max_n,
+        max_beam_width=min(MAX_BEAM_WIDTH, seqs, vocab_size),
+    )
+    return limits, params
 
 
 def _host_slices(launch: Launch) -> int:
@@ -159,7 +181,9 @@ def _draft(
     workspace = _workspace_bytes(
         small_pages, small, text, limits, params, positions(text), dtype, device, 1
     )
-    weights = small.weight_count * dtype.itemsize
+    weights = plan_weights(
+        config.model.weights, setting, directory, hf_config, small, dtype, device
+    )
     return Draft(directory, hf_config, small, small_pages, weights, workspace)
 
 
@@ -246,7 +270,9 @@ def start(
 ) -> Engine:
     """Load, check, build; rank 0 of a gang. Raises UnsupportedModel where the check fails."""
     model, rotary = load(launch, clock, progress)
-    identity = Identity(fingerprint(launch.directory, rotary), launch.kv_dtype, key)
+    identity = Identity(
+        fingerprint(launch.directory, rotary, launch.weights.format), launch.kv_dtype, key
+    )
     draft = None
     if launch.draft is not None:
         small = launch.drafting()
@@ -272,14 +298,21 @@ def load(
 ) -> tuple[PagedModel, str]:
     """The model, checked and warm, with its pages; and what was fixed of its rotary embedding."""
     progress(f"loading {launch.name} weights")
-    hf: Any = AutoModelForCausalLM.from_pretrained(launch.directory, dtype=launch.dtype)
-    hf = hf.to(launch.device).eval()
+    hf = load_weights(
+        launch.directory, launch.hf_config, launch.weights, launch.dtype, launch.device
+    )
     if launch.dtype == torch.float64:
         hf.set_experts_implementation("batched_mm")  # grouped_mm, the default, has no float64
     rotary = fix_rotary(hf, launch.memory.max_model_len)
+    if launch.weights.int8:
+        check_plain(hf, launch.layout, launch.shape)
+        progress("quantising weights")
+        int8.quantise(hf)
+    check_size(hf, launch.weights)
     store = BlockStore(launch.layout, launch.memory.slices, launch.page_dtype, launch.device)
     progress("checking paged attention against the model's own")
-    model = checked_model(hf, store, launch.shape)
+    with refusing(launch.weights, launch.device):
+        model = checked_model(hf, store, launch.shape)
     warm_up(store, launch.shape, launch.dtype, partials=launch.memory.ranks > 1)
     if launch.config.model.compile:
         progress("compiling the model")
@@ -326,11 +359,12 @@ def warm_up(
             )
 
 
-def fingerprint(directory: Path, rotary: str) -> bytes:
-    """What makes two copies of a model the same to a cached block: config, weight files, rotary."""
+def fingerprint(directory: Path, rotary: str, weights: str) -> bytes:
+    """What makes two copies of a model the same to a cached block: config, weight files, rotary,
+    and in which numbers the weights are kept."""
     digest = hashlib.blake2b(digest_size=16, person=b"kvatlas-model")
     digest.update((directory / "config.json").read_bytes())
     for file in sorted(directory.glob("*.safetensors")):
         digest.update(f"{file.name}:{file.stat().st_size};".encode())
-    digest.update(rotary.encode())
+    digest.update(f"{rotary};{weights}".encode())
     return digest.digest()

@@ -194,8 +194,8 @@ def test_rotary_choice_is_part_of_the_fingerprint(models):
     rotary = fix_rotary(hf, MAX_MODEL_LEN)
     assert "longrope" in rotary
     assert fix_rotary(hf, MAX_MODEL_LEN) == ""
-    assert fingerprint(directory, rotary) != fingerprint(directory, "")
-    assert fingerprint(directory, rotary) == fingerprint(directory, rotary)
+    assert fingerprint(directory, rotary, "float32") != fingerprint(directory, "", "float32")
+    assert fingerprint(directory, rotary, "int8") == fingerprint(directory, rotary, "int8")
 
 
 def test_end_tokens_come_from_the_generation_config_first(tmp_path):
