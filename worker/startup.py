@@ -64,19 +64,13 @@ def resolve(
     on_cpu = device.type == "cpu"
     shape = probe(hf_config)
     pages = _layout(config, shape, dtype, device)
-    seqs = config.scheduler.max_num_seqs or (64 if on_cpu else 256)
-    limits = Limits(
-        max_num_seqs=seqs,
-        max_batch_tokens=config.scheduler.max_batch_tokens or (512 if on_cpu else 8192),
-        max_logit_rows=seqs + max(seqs, MAX_GUESSES + 1),
-        max_waiting=config.scheduler.max_waiting,
-    )
+    limits = _limits(config, on_cpu)
     params = ParamLimits(
         vocab_size=shape.vocab_size,
         max_logprobs=config.limits.max_logprobs,
         max_logit_bias=config.limits.max_logit_bias,
         max_n=config.limits.max_n,
-        max_beam_width=min(MAX_BEAM_WIDTH, seqs, shape.vocab_size),
+        max_beam_width=min(MAX_BEAM_WIDTH, limits.max_num_seqs, shape.vocab_size),
     )
     model_limit = positions(text)
     asked = config.model.max_model_len
@@ -120,6 +114,16 @@ def resolve(
         device,
         weights,
         draft,
+    )
+
+
+def _limits(config: Config, on_cpu: bool) -> Limits:
+    seqs = config.scheduler.max_num_seqs or (64 if on_cpu else 256)
+    return Limits(
+        max_num_seqs=seqs,
+        max_batch_tokens=config.scheduler.max_batch_tokens or (512 if on_cpu else 8192),
+        max_logit_rows=seqs + max(seqs, MAX_GUESSES + 1),
+        max_waiting=config.scheduler.max_waiting,
     )
 
 
