@@ -60,7 +60,11 @@ def cache_directory() -> Path:
 def checked(directory: Path) -> Path:
     """The same directory when it holds a model; raises ModelError naming what it lacks."""
     if not directory.is_dir():
-        raise ModelError(f"{directory} is a file; model.path takes a directory of safetensors")
+        kept = ", and GGUF weights are not kept packed" if directory.suffix == ".gguf" else ""
+        raise ModelError(
+            f"{directory} is a file; model.path takes a directory of safetensors{kept}: convert it "
+            "with transformers, and on a CPU model.weights=int8 packs what comes out"
+        )
     lacks = []
     if not isinstance(_json(directory / "config.json"), dict):
         lacks.append("config.json (a readable one)")

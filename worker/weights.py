@@ -123,7 +123,7 @@ def _own(
         hf_config.quantization_config = own  # or it is not unpacked where there is a GPU too
     try:
         if method == "gguf":
-            raise ValueError("give the GGUF file itself as model.path, and it is converted once")
+            raise ValueError("GGUF blocks are not read, convert them to safetensors first")
         quantizer: Any = AutoHfQuantizer.from_config(dict(own), pre_quantized=True)
         quantizer.validate_environment(device_map={"": str(device)}, weights_only=True)
         needed = quantizer.update_dtype(dtype)
