@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PACKAGES = ("cluster", "worker", "kvpaging", "context_parallel", "configs")
 DISTRIBUTION = {
+    "xdist": "pytest-xdist",
     "pydantic_core": "pydantic",
     "yaml": "pyyaml",
 }  # where the name to import is not the name to install

@@ -22,7 +22,7 @@ from worker import request as requests
 
 PROBE_BLOCKS = 2
 PROBE_SALT = b"probe"
-UNWANTED = bytes(hashing.IDENTITY_BYTES)
+UNWANTED = b"\xff" * hashing.IDENTITY_BYTES
 """In place of the identity of a block that nobody will look at."""
 
 
