@@ -1,8 +1,8 @@
 """Brings blocks of other workers here, and gives them ours, while both go on computing.
 
 A pull is cut into pieces of whole blocks. Each piece is one call to the owner; several are on
-their way at once, and they land in order. What windows need, of the last blocks only, comes before all
-others, which are of no use without it. Bytes are copied in a thread of their own: neither the
+their way at once, and they land in order. What windows need, of the last blocks only, comes before
+all others, which are of no use without it. Bytes are copied in a thread of their own: neither the
 engine nor the event loop waits for them. Whatever goes wrong, the request computes what is missing.
 """
 
