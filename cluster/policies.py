@@ -71,10 +71,19 @@ class Ask:
     unseen_tokens: int
     hosted: Sequence[int] = ()
 
+    def pulled_from(self, row: int) -> int:
+        """The first block that a pull brings to a row: what only its host has comes with it."""
+        return self.matched[row] - (self.hosted[row] if self.hosted else 0)
+
+    def cached(self, choice: Choice) -> int:
+        """Leading blocks that the gang chosen should have when the request starts."""
+        if choice.pull_from is None:
+            return self.matched[choice.row]
+        return self.pulled_from(choice.row) + choice.pull_blocks
+
     def lacking(self, choice: Choice) -> int:
         """Prompt tokens that the gang chosen should have to compute."""
-        blocks = self.matched[choice.row] + choice.pull_blocks
-        return max(1, self.prompt_tokens - blocks * self.block_size)
+        return max(1, self.prompt_tokens - self.cached(choice) * self.block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +127,7 @@ class Price(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The row chosen, what to pull first (blocks after the row's own match), and why.
+    """The row chosen, what to pull first (blocks from `Ask.pulled_from` on), and why.
 
     `ttft_s` is a prediction; None where a policy makes none.
     """
@@ -242,12 +251,14 @@ def _price(
     link_s: float = 0.0,
 ) -> Price:
     load, rates = row.load, row.rates
-    cached = min((ask.matched[at] + pull_blocks) * ask.block_size, ask.prompt_tokens - 1)
+    has, first = ask.matched[at], ask.pulled_from(at)
+    hosted = has - first if source is None else 0
+    has = has if source is None else first + pull_blocks
+    cached = min(has * ask.block_size, ask.prompt_tokens - 1)
     uncached = ask.prompt_tokens - cached
     ahead = load.queued_tokens + load.prefill_tokens + row.sent_tokens
     if at not in ask.home:
         ahead += ask.unseen_tokens
-    hosted = ask.hosted[at] if ask.hosted else 0
     rate = load.host_tokens_per_s
     host_s = hosted * ask.block_size / rate if rate else 0.0
     own = -(-uncached // ask.block_size) + pull_blocks + hosted
@@ -277,7 +288,9 @@ def _pull(factors: Factors, ask: Ask, rows: Sequence[Row], at: int, source: int)
     The link is a queue: what is on its way to the puller comes first.
     """
     row = rows[at]
-    blocks = ask.stored[source] - ask.matched[at]
+    if ask.stored[source] <= ask.matched[at]:
+        return None
+    blocks = ask.stored[source] - ask.pulled_from(at)
     tokens = blocks * ask.block_size
     rate = row.load.link_tokens_per_s
     if tokens < factors.pull_tokens_min or rate <= 0:

@@ -197,6 +197,5 @@ def _without(ask: Ask, rows: Sequence[int], of: int) -> Ask:
 def _route(table: GangTable, ask: Ask, choice: Choice, explained: str) -> Route:
     pull = None
     if choice.pull_from is not None:
-        blocks = ask.matched[choice.row] + choice.pull_blocks
-        pull = wire.Pull(table.rows[choice.pull_from].name, blocks)
+        pull = wire.Pull(table.rows[choice.pull_from].name, ask.cached(choice))
     return Route(table.rows[choice.row].name, pull, choice.ttft_s, explained)

@@ -29,10 +29,10 @@ class Arrival:
     hash_ids: tuple[int, ...]
 
     def chain(self, block_size: int) -> list[bytes]:
-        """The identities of the prompt's full blocks."""
+        """The identities of the prompt's full blocks; none is all zeros, which names no block."""
         each = HASHED_TOKENS // block_size
         full = self.prompt_tokens // block_size
-        parts = ((hashed << 8) + part for hashed in self.hash_ids for part in range(each))
+        parts = (((hashed + 1) << 8) + part for hashed in self.hash_ids for part in range(each))
         return [part.to_bytes(16, "big") for part, _ in zip(parts, range(full), strict=False)]
 
 

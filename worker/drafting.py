@@ -75,12 +75,19 @@ class Drafter:
         self._mirror = Sequence(Request("", [], SamplingParams()), 0, ())
 
     def propose(self, tokens: Seq[int], k: int) -> list[int]:
-        """None while a long prompt is being caught up with, and where pages or seats run out."""
+        """None while a long prompt is being caught up with, and where seats run out. Raises
+        OutOfBlocks where pages cannot hold all tokens: others may have them, so close it."""
         draft, mirror = self._draft, self._mirror
         k = min(k, draft.max_model_len - len(tokens))
-        if k < 1 or not self._seated():
+        if k < 1:  # for good
+            self.close()
             return []
-        self._correct(tokens)
+        if not self._seated():
+            return []
+        table = self._corrected(tokens)
+        lack = table.lacking(len(tokens) - table.length)
+        if lack is not None:
+            raise lack
         drafts: list[int] = []
         try:
             while len(drafts) < k:
@@ -112,7 +119,7 @@ class Drafter:
             mirror.tokens.clear()
         return True
 
-    def _correct(self, tokens: Seq[int]) -> None:
+    def _corrected(self, tokens: Seq[int]) -> BlockTable:
         """Cut off what was guessed wrongly; the last token is computed (again) for its logits."""
         mirror = self._mirror
         table = mirror.table
@@ -125,3 +132,4 @@ class Drafter:
         mirror.computed, mirror.synced = right, min(mirror.synced, len(table.blocks[0]))
         mirror.tokens[right:] = tokens[right:]
         self._confirmed = len(tokens)
+        return table

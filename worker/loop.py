@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from worker import wire
 from worker.engine import Engine, Output
 from worker.request import Request
+from worker.runner import EngineDead
 from worker.transfer import PrefillRate
 
 log = logging.getLogger("kvatlas.worker")
@@ -132,7 +133,8 @@ class EngineLoop:
         return 0.0 if since is None else self.now() - since
 
     async def call(self, work: Callable[[], _T], timeout_s: float = 5.0) -> _T:
-        """Run `work` in the engine's thread, between steps. Raises TimeoutError at the deadline."""
+        """Run `work` in the engine's thread, between steps. Raises TimeoutError at the deadline and
+        what `work` raises; EngineDead ends the engine too."""
         if self.failure is not None:
             raise RuntimeError(self._lost().message)
         done: Future[_T] = Future()
@@ -143,6 +145,8 @@ class EngineLoop:
                     done.set_result(work())
                 except Exception as error:
                     done.set_exception(error)
+                    if isinstance(error, EngineDead):
+                        raise
 
         self.post(run)
         return await asyncio.wait_for(asyncio.wrap_future(done), timeout_s)

@@ -272,7 +272,9 @@ class PrefixCache:
         if self._scattered:
             twins = [p.lookup(i) for p, i in zip(self.pools, identities, strict=True)]
             (own,) = self._owners(blocks)
-            owners = self._owners(twins) | ({own} if None in twins else set())
+            pairs = zip(blocks, twins, strict=True)
+            lacking = any(block != GONE and twin is None for block, twin in pairs)
+            owners = self._owners(twins) | ({own} if lacking else set())
             for pool, identity, twin in zip(self.pools, identities, twins, strict=True):
                 if len(owners) > 1 and twin is not None and pool.rank_of(twin) != own:
                     pool.forget(identity)

@@ -1,7 +1,8 @@
 """Brings blocks of other workers here, and gives them ours, while both go on computing.
 
 A pull is cut into pieces of whole blocks. Each piece is one call to the owner; several are on
-their way at once, and they land in order. Bytes are copied in a thread of their own: neither the
+their way at once, and they land in order. What windows need, of the last blocks only, comes before
+all others, which are of no use without it. Bytes are copied in a thread of their own: neither the
 engine nor the event loop waits for them. Whatever goes wrong, the request computes what is missing.
 """
 
@@ -145,9 +146,24 @@ class Puller:
             await other.ended.wait()
             if other.failure not in ("", CANCELLED):
                 raise PullFailed(other.failure, "they did not come for another request either")
-        starts = range(0, pull.count, self.piece_blocks)
-        pieces = [Piece(at, min(at + self.piece_blocks, pull.count)) for at in starts]
+        size, needed = self.piece_blocks, self.transfers.needs_from(pull)
+        starts = range(0, pull.count, size)
+        pieces = [
+            Piece(at, min(at + size, pull.count), size <= needed < at + size) for at in starts
+        ]
+        early = [piece for piece in pieces if piece.early]
         started_s = self.now()
+        try:
+            await self._bring_all(pull, early)
+            await self._bring_all(pull, [piece for piece in pieces if not piece.early])
+            for piece in early:
+                await self._found(pull, piece, piece.stop - piece.start)
+        finally:
+            if pull.bytes:
+                self.stats.link(pull.gang).add(pull.bytes, self.now() - started_s)
+
+    async def _bring_all(self, pull: Pull, pieces: Sequence[Piece]) -> None:
+        """These pieces, several at once. Raises what the first that failed does."""
         try:
             async with asyncio.TaskGroup() as group:
                 before = asyncio.Event()
@@ -157,9 +173,6 @@ class Puller:
                     before = piece.landed
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        finally:
-            if pull.bytes:
-                self.stats.link(pull.gang).add(pull.bytes, self.now() - started_s)
 
     def _in_engine(self, work: Callable[[], _T]) -> Awaitable[_T]:
         return self.engine.call(work, self.timeout_s)
@@ -199,9 +212,13 @@ class Puller:
             if piece.writing:
                 self._after(writing, lambda: self.transfers.confirmed(piece))
                 self._expect(writing, piece)
-        await self._in_engine(lambda: self.transfers.land(pull, piece, count))
+        if not piece.early:
+            await self._found(pull, piece, count)
         self.stats.pulled_bytes += size
         pull.bytes += size
+
+    def _found(self, pull: Pull, piece: Piece, count: int) -> Awaitable[None]:
+        return self._in_engine(lambda: self.transfers.land(pull, piece, count))
 
     def _expect(self, writing: asyncio.Future[Any], piece: Piece) -> None:
         """Quarantine what a copy that should have ended still writes to."""

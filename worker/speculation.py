@@ -14,6 +14,7 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from kvpaging.pool import OutOfBlocks
 from worker.params import DRAFT_MODEL, NO_SPECULATION, PROMPT_LOOKUP, ParamError
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ class Proposer(Protocol):
     """Guesses what follows the tokens of one sequence, which only ever grow between two calls."""
 
     def propose(self, tokens: Seq[int], k: int) -> list[int]:
-        """At most `k` token ids, likeliest continuation; none where there is no idea."""
+        """At most `k` token ids, likeliest continuation; none where there is no idea. Raises
+        OutOfBlocks where the sequence should go on without guesses for want of pages."""
 
     def close(self) -> None:
         """Give back what is kept for the sequence, which has left its slot; it may return."""
@@ -127,7 +129,7 @@ class Speculator:
 class SpeculationStats:
     """Counters since start. `right_at[i]` counts guesses number i of a row that were right;
     `off` what goes on without guesses, by reason: requests that wanted some and cannot have them,
-    choices whose proposer failed ("error")."""
+    choices whose proposer failed ("error") or had no room for them ("pages")."""
 
     drafts: int = 0
     draft_tokens: int = 0
@@ -195,13 +197,15 @@ class Speculation:
             return None
         try:
             return speculator.propose(sequence.tokens, k)
+        except OutOfBlocks:
+            self._switched_off("pages")
         except Exception as error:
-            # It goes on without guesses. Where the device itself failed, so does the next step.
-            speculator.proposer.close()
-            sequence.speculator = None
+            # Where the device itself failed, so does the next step.
             self._switched_off("error")
             self.on_error(error)
-            return ()
+        speculator.proposer.close()
+        sequence.speculator = None  # it goes on without guesses
+        return ()
 
     def _switched_off(self, reason: str) -> None:
         self.stats.off[reason] = self.stats.off.get(reason, 0) + 1

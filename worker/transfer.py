@@ -112,10 +112,12 @@ class Loan:
 @dataclass(slots=True, eq=False)
 class Piece:
     """Blocks `start` to `stop` of what a pull wants, which one call brings. While `writing`,
-    somebody may still write to them, and only his word ends the holds."""
+    somebody may still write to them, and only his word ends the holds. Those of an `early` one come
+    before, and are found after, all that precede it."""
 
     start: int
     stop: int
+    early: bool = False
     blocks: list[list[int]] = field(default_factory=list)
     landed: asyncio.Event = field(default_factory=asyncio.Event)
     writing: bool = False
@@ -198,6 +200,12 @@ class Transfers:
         ]
         self._coming.update(dict.fromkeys(names, pull))
         return None
+
+    def needs_from(self, pull: Pull) -> int:
+        """Where what windows need of the blocks wanted begins: without it none is of use."""
+        windows = self.scheduler.prefix.windows
+        pairs = zip(pull.wanted, windows, strict=False)
+        return min((c.count(UNWANTED) for c, window in pairs if window is not None), default=0)
 
     def reserve(self, pull: Pull, piece: Piece) -> None:
         """Take blocks for a piece, in all groups or none, and none that running ones will need.

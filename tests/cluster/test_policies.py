@@ -70,6 +70,23 @@ def test_what_only_a_host_has_is_not_pulled() -> None:
     assert priced(pull=True)(ask(100, 0), rows).pull_from == 0
 
 
+def test_a_pull_brings_what_the_host_of_its_puller_has_too() -> None:
+    rows = [row("a", host_tokens_per_s=1e5), row("b", queued_tokens=300_000)]
+    asked = ask(50, 90, stored=(10, 90), hosted=(40, 0))
+    choice = priced(pull=True, pull_tax=0.0)(asked, rows)
+    assert (choice.row, choice.pull_from, choice.pull_blocks) == (0, 1, 80)
+    price = choice.prices[0]
+    assert price.pull_s == pytest.approx(80 * 64 / LOAD.link_tokens_per_s)
+    assert (price.host_s, price.prefill_s) == (0, pytest.approx(3 * 640 * LOAD.token_s))
+    assert (asked.cached(choice), asked.lacking(choice)) == (90, 640)
+    slow = [row("a", host_tokens_per_s=1e5, link_tokens_per_s=1e3), rows[1]]
+    choice = priced(pull=True, pull_tax=0.0)(asked, slow)
+    assert (choice.pull_from, asked.cached(choice)) == (None, 50)
+    covers = ask(90, 90, stored=(10, 90), hosted=(80, 0))
+    slow[0] = row("a", host_tokens_per_s=1e3)
+    assert all(p.pull_from is None for p in priced(pull=True)(covers, slow).prices)
+
+
 def test_round_robin_takes_turns_from_its_start() -> None:
     policy = policies.make("round_robin", factors=Factors(), pull=False, start=2)
     rows = [row(name) for name in "abc"]

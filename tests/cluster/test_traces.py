@@ -35,6 +35,7 @@ def test_equal_ids_are_equal_blocks_up_to_the_last_full_one(size: int) -> None:
     assert third[: 512 // size] == one[: 512 // size]
     assert not set(third[512 // size :]) & set(other)
     assert len(set(other)) == len(other)
+    assert all(map(any, Arrival(3, 0.0, 1024, 1, (0, 1)).chain(size)))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from configs.loading import load
+from kvpaging.pool import OutOfBlocks
 from tests.families import PROMPT_LENGTHS, reference
 from tests.worker.gang_processes import Job
 from tests.worker.gangs import gang_engine
@@ -127,6 +128,39 @@ def test_a_draft_without_room_guesses_less_and_harms_nobody(models: Models) -> N
     engine = drafted(models, "qwen3", tokens=48)
     said = answer(engine, [asking(index) for index in ALL[::-1]])
     assert said == [[reference("llama", index)] for index in ALL[::-1]]
+
+
+def test_pages_that_cannot_hold_a_sequence_are_left_to_others(models: Models) -> None:
+    """One that does not fit beside another begins nothing; one too long is caught at once."""
+    draft = draft_of(models, "llama", 48)
+    draft.max_model_len = 60  # with windows, longer than its pages
+    tokens = request_of(3).prompt
+    first, second = draft.proposer(), draft.proposer()
+    assert first.propose(tokens[:30], 1)
+    with pytest.raises(OutOfBlocks):
+        second.propose(tokens[:30], 1)
+    second.close()
+    first.close()
+    assert second.propose(tokens[:30], 1)
+    with pytest.raises(OutOfBlocks):
+        first.propose(tokens[:49], 1)
+    assert second.propose(tokens[:60], 1) == []
+    first.close()
+    assert draft.pools[0].counts().free == draft.pools[0].blocks
+    assert len(draft.slots) == MAX_NUM_SEQS
+
+
+def test_choices_without_pages_go_on_without_guesses_and_are_counted(models: Models) -> None:
+    engine, draft = models.engine("llama", 16, chunk=64), draft_of(models, "llama", 48)
+    draft.max_model_len = 128
+    speculation = engine.scheduler.speculation
+    speculation.makers[DRAFT_MODEL], speculation.step_tokens = draft.proposer, 999
+    assert len(request_of(3).prompt) > 48
+    assert answer(engine, [asking(3)]) == [[reference("llama", 3)]]
+    stats = speculation.stats
+    assert (stats.drafts, stats.off) == (0, {"pages": 1})
+    assert answer(engine, [asking(0)]) == [[reference("llama", 0)]]
+    assert stats.drafts > 0
 
 
 def settings(models: Models, small: str, **more: Any) -> list[str]:

@@ -13,6 +13,7 @@ from tests.worker.fake import expected, make_engine, make_request
 from worker import loop as loops
 from worker import wire
 from worker.loop import EngineLoop, Outbox
+from worker.runner import EngineDead
 
 
 @asynccontextmanager
@@ -117,6 +118,22 @@ def test_closing_a_stream_aborts_its_request():
             counts = loop.engine.scheduler.pools[0].counts()
             assert counts.owned == counts.leased == 0
             assert not loop.engine.requests
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("error", "ends"), [(ValueError, False), (EngineDead, True)])
+def test_work_that_finds_the_device_dead_ends_the_engine(error, ends):
+    async def main():
+        async with running() as loop:
+
+            def work():
+                raise error("found between steps")
+
+            with pytest.raises(error, match="found between steps"):
+                await loop.call(work)
+            loop.stop()
+            assert isinstance(loop.failure, EngineDead) == ends
 
     asyncio.run(main())
 

@@ -540,6 +540,36 @@ async def test_without_the_owners_window_all_is_computed() -> None:
     side.assert_whole()
 
 
+@pytest.mark.parametrize("lost", [None, 4, 5])
+@pytest.mark.parametrize("calls", [1, 3])
+async def test_what_windows_need_comes_first_and_alone_where_it_is_gone(
+    lost: int | None, calls: int
+) -> None:
+    """Two groups, of which the window needs blocks 4 and 5 of 6, a block a call."""
+    options: dict[str, Any] = {"windows": (9, None)}
+    source, side = pair(options, groups=2, bytes_max=pieces(2, 1, calls), **options)
+    windowed, _ = source.engine.scheduler.pools
+    chain = source.engine.scheduler.prefix.chains(make_request("", PROMPT, 1).sequences[0])[0]
+    if lost is not None:
+        windowed.forget(chain[lost])
+    asked, fetch = [], side.fetch
+
+    async def noted(gang: str, chains: list[bytes], timeout_s: float) -> Any:
+        asked.append(chain.index(chains[0]) if any(chains[0]) else -1)
+        return await fetch(gang, chains, timeout_s)
+
+    side.fetch = noted
+    await pull(side)
+    if lost is None:
+        assert (asked, side.stats.failures) == ([4, 5, -1, -1, -1, -1], {})
+        assert finish(side) == BLOCKS * SIZE
+    else:
+        assert set(asked) <= {4, 5}
+        assert side.stats.failures == {"gone": 1}
+        assert finish(side) == 0
+    source.assert_whole()
+
+
 async def storm(seed: int, windows: tuple[int | None, ...] = ()) -> list[Side]:
     draw = random.Random(seed)
     groups, blocks = len(windows) or draw.choice([1, 2]), draw.choice([1, 3])

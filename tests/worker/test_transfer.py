@@ -9,8 +9,10 @@ import pytest
 
 from context_parallel.policy import ShardPolicy
 from kvpaging.table import BlockTable
+from kvpaging.windows import GONE
 from tests.worker.fake import VOCAB, SmallTiles, check, expected, make_engine, make_request
 from worker import wire
+from worker.prefix import UNWANTED
 from worker.stats import EngineStats
 from worker.transfer import (
     LINKS_MAX,
@@ -289,6 +291,24 @@ def test_what_lands_is_found_though_one_group_has_it_elsewhere() -> None:
     assert prefix.match(request.sequences[0]) == pull.kept == blocks
     transfers.confirmed(piece)
     transfers.end(pull)
+    table.release()
+    check(engine)
+
+
+def test_what_lands_without_its_window_leaves_an_earlier_twin_elsewhere() -> None:
+    """The group that came without a block has none that could lie on another rank."""
+    engine = make_engine(blocks=20, groups=2, windows=(5, None), policy=ShardPolicy(2))
+    (_, full), prefix = engine.scheduler.pools, engine.scheduler.prefix
+    chain = prefix.chains(make_request("r", range(9), 1).sequences[0])[1]
+    table = BlockTable([full], SIZE, (1,))
+    table.append(2 * SIZE)
+    twins = table.blocks[0]
+    full.publish(twins[0], chain[0], None)
+    full.publish(twins[1], chain[1], chain[0])
+    (came,) = full.allocate(1, 0)
+    assert prefix.name([GONE, came], [UNWANTED, chain[0]], [None, None]) == [GONE, twins[0]]
+    assert [full.lookup(identity) for identity in chain] == twins
+    full.unref(came)
     table.release()
     check(engine)
 
