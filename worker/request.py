@@ -39,6 +39,7 @@ class Sequence:
         "prompt_tokens",
         "published",
         "request",
+        "returned",
         "scored",
         "seated",
         "slot",
@@ -63,6 +64,7 @@ class Sequence:
         self.published = 0  # leading blocks that have an identity
         self.chains: list[list[bytes]] = []  # identities of full blocks, per layer group
         self.cached_tokens = 0
+        self.returned = 0  # tokens that came back from the host for it
         self.lacking = 1 << 62  # blocks that were not in the pools when some were last sent for
         self.last_step: int | None = None
         self.seated = False  # the sampler's seat for penalties is filled

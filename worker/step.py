@@ -377,6 +377,8 @@ class Step:
                 return
             stats.queries_tokens += sequence.prompt_tokens
             stats.hit_tokens += sequence.cached_tokens
+            if self.scheduler.tier is not None:
+                self.scheduler.tier.started(sequence)
 
 
 def scoring_from(sequence: Sequence, start: int) -> int | None:

@@ -52,8 +52,8 @@ class Copying(Protocol):
 @dataclass(slots=True)
 class TierStats:
     """Counters since start. Blocks are of all layer groups, seconds of rank 0 in a gang;
-    `hit_tokens` came back for requests that had not started; `dropped_blocks` were evicted without
-    a place or time on the host."""
+    requests that start find `hit_tokens` that came back for them, and `gpu_hit_tokens` that did not
+    have to; `dropped_blocks` were evicted without a place or time on the host."""
 
     out_blocks: int = 0
     out_bytes: int = 0
@@ -62,6 +62,7 @@ class TierStats:
     back_bytes: int = 0
     back_s: float = 0.0
     hit_tokens: int = 0
+    gpu_hit_tokens: int = 0
     dropped_blocks: int = 0
     failures: int = 0
 
@@ -335,8 +336,14 @@ class Tier:
             pool.publish(block, identity, parent, quiet=group != indexed)
         if coming.sequence.epoch == 0:
             columns = Counter(each.group for each in coming.blocks)
-            self.stats.hit_tokens += max(columns.values()) * self.scheduler.block_size
+            coming.sequence.returned += max(columns.values()) * self.scheduler.block_size
         self._end(coming)
+
+    def started(self, sequence: Served) -> None:
+        """A sequence starts for the first time: count where what it found was."""
+        back = min(sequence.returned, sequence.cached_tokens)
+        self.stats.hit_tokens += back
+        self.stats.gpu_hit_tokens += sequence.cached_tokens - back
 
     def _end(self, coming: Return) -> None:
         """Tails first, so that a chain's tail is evicted before its head."""

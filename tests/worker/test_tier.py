@@ -68,6 +68,27 @@ def test_what_was_evicted_comes_back() -> None:
     assert tier.stats.dropped_blocks == 0
 
 
+def test_where_tokens_were_found_is_counted_when_they_are() -> None:
+    """Neither counter goes back, and together they are the hits, also while blocks land."""
+    engine = make_engine(blocks=8, host_blocks=32)
+    tier, found = engine.scheduler.tier, engine.scheduler.prefix.stats
+    assert tier is not None
+    engine.runner.slow = True  # type: ignore[attr-defined]
+    for number in range(12):
+        prompt = [number // 2 % 3 * 7 + i for i in range(5 * SIZE)]
+        engine.submit(make_request(str(number), prompt, 3))
+        while not engine.idle:
+            before = tier.stats.hit_tokens, tier.stats.gpu_hit_tokens
+            engine.step(0.0)
+            for copying in engine.runner.pending:  # type: ignore[attr-defined]
+                copying.finish()
+            engine.runner.pending.clear()  # type: ignore[attr-defined]
+            now = tier.stats.hit_tokens, tier.stats.gpu_hit_tokens
+            assert all(b <= n for b, n in zip(before, now, strict=True))
+            assert sum(now) == found.hit_tokens
+    assert tier.stats.hit_tokens > 0 < tier.stats.gpu_hit_tokens
+
+
 PROMPT = list(range(40, 40 + 5 * SIZE + 1))
 
 
