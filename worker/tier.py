@@ -167,16 +167,23 @@ class Tier:
         def evicted(block: int) -> None:
             """Keep a block and all that goes with it, where the step has time for it."""
             for each, identity, parent in below(host.pool, block):
-                if not host.touch(identity) and not self.keep(host, each, identity, parent):
+                astray = host.astray(identity, host.pool.rank_of(each))
+                if not astray and host.touch(identity):
+                    continue
+                if not self.keep(host, each, identity, parent):
                     self.stats.dropped_blocks += 1
 
         return evicted
 
     def keep(self, host: HostPool, block: int, identity: bytes, parent: bytes | None) -> bool:
-        """Copy a block out before the next step; False where there is no slot or no time."""
+        """Copy a block out before the next step; False where there is no slot or no time. A copy on
+        another rank gives way: what a sequence finds must not be scattered."""
         if not self.time_for(self.block_bytes[host]):
             return False
-        slot = host.keep(identity, parent, host.pool.rank_of(block))
+        rank = host.pool.rank_of(block)
+        if host.astray(identity, rank):
+            host.forget(identity)
+        slot = host.keep(identity, parent, rank)
         if slot is None:
             return False
         self._room["out"] -= self.block_bytes[host]

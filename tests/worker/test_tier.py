@@ -200,6 +200,28 @@ def test_rates_are_of_the_rank_whose_time_is_known() -> None:
     assert tier.back_rate.per_s == pytest.approx(20.0)
 
 
+@pytest.mark.parametrize(("held", "rank"), [(False, 0), (True, 1)])
+def test_a_copy_on_another_rank_gives_way_unless_it_is_held(held: bool, rank: int) -> None:
+    engine = make_engine(blocks=4, host_blocks=8, policy=ShardPolicy(2))
+    (pool,), tier = engine.scheduler.pools, engine.scheduler.tier
+    assert tier is not None
+    host, name = tier.arenas[0], b"a" * 16
+    for home in (1, 0):
+        [block] = pool.allocate(1, home)
+        pool.publish(block, name, None)
+        pool.unref(block)
+        pool.allocate(4, home)  # evicts it
+        slot = host.lookup(name)
+        assert slot is not None
+        if home == 1:
+            assert host.rank_of(slot) == 1
+            if held:
+                host.hold(slot)
+    assert host.rank_of(slot) == rank
+    assert host.check() == []
+    assert tier.stats.dropped_blocks == 0
+
+
 def test_a_flush_empties_both_tiers() -> None:
     engine = on_host()
     (pool,), tier = engine.scheduler.pools, engine.scheduler.tier
