@@ -86,7 +86,9 @@ def swapped(
     before = tier.stats.back_blocks
     assert answer(engine, requests()[::-1], random=Random(seed)) == expected[::-1]
     assert tier.stats.back_blocks > before
-    assert tier.stats.hit_tokens > 0
+    assert (tier.stats.hit_tokens > 0) == (pools == 1)  # else they start on other ranks in turn
+    found = tier.stats.hit_tokens + tier.stats.gpu_hit_tokens
+    assert found == engine.scheduler.prefix.stats.hit_tokens
     assert answer(engine, requests(2)) == [outputs * 2 for outputs in expected]
     check(engine)
 
