@@ -88,12 +88,13 @@ class Coming(NamedTuple):
 @dataclass(slots=True, eq=False)
 class Return:
     """What comes back for a sequence, heads first. `kept` are the blocks that it builds on, held;
-    `copying` is None until it has begun."""
+    `copying` is None until it has begun. Others may await it too, until it has `ended`."""
 
     sequence: Served
     kept: list[Place]
     blocks: list[Coming]
     copying: Copying | None = None
+    ended: bool = False
 
 
 class Tier:
@@ -198,6 +199,15 @@ class Tier:
         """Leading blocks of a sequence that are in the pools or on the host."""
         return len(self.union.match(sequence)[0])
 
+    def awaits(self, sequence: Served) -> bool:
+        """Whether blocks that a waiting sequence was told to wait for are still on their way."""
+        return sequence.awaited is not None and not sequence.awaited.ended
+
+    @property
+    def spent(self) -> bool:
+        """Whether the next block may only come back after the next step."""
+        return bool(self._back) and self._room["back"] < max(self.block_bytes.values())
+
     def brings(self, sequence: Served, hit: Sequence[Sequence[int]], table: BlockTable) -> bool:
         """Whether a waiting sequence that finds `hit` in the pools, and would start with `table`,
         should wait for more from the host. What fits is begun; nobody is preempted for it.
@@ -211,7 +221,9 @@ class Tier:
         if len(found[0]) <= len(hit[0]):
             return False
         wanted, kept = self.parts(found)
-        if any(self.hosts[g].identity(slot) in self._coming for g, slot in wanted):
+        names = (self.hosts[g].identity(slot) for g, slot in wanted)
+        sequence.awaited = next((self._coming[n] for n in names if n in self._coming), None)
+        if sequence.awaited is not None:
             return True
         if not 0 < len(wanted) < sequence.lacking:
             return False
@@ -262,6 +274,7 @@ class Tier:
         for group, slot in wanted:
             self.hosts[group].hold(slot)
         coming = Return(sequence, kept, [self._take(*place) for place in wanted])
+        sequence.awaited = coming
         self._returns.append(coming)
         self._coming.update((each.identity, coming) for each in coming.blocks)
 
@@ -354,6 +367,7 @@ class Tier:
 
     def _end(self, coming: Return) -> None:
         """Tails first, so that a chain's tail is evicted before its head."""
+        coming.ended = True
         for group, identity, _, slot, block in reversed(coming.blocks):
             if self._coming.get(identity) is coming:
                 del self._coming[identity]

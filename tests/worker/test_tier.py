@@ -19,6 +19,7 @@ from tests.worker.fake import (
 )
 from worker import wire
 from worker.engine import Engine
+from worker.step import IN_VAIN_MAX
 
 SIZE = 4
 
@@ -116,6 +117,60 @@ def test_others_go_on_while_blocks_come_back() -> None:
     computed = engine.stats.batch_tokens
     assert run(engine, "back") == expected(PROMPT, 2)
     assert engine.stats.batch_tokens - computed <= 1 + 1
+
+
+def looks(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Grows by a name with each look at a prefix in both tiers."""
+    tier = engine.scheduler.tier
+    assert tier is not None
+    seen, match = [], tier.union.match
+
+    def noted(sequence):  # type: ignore[no-untyped-def]
+        seen.append(sequence.request.id)
+        return match(sequence)
+
+    monkeypatch.setattr(tier.union, "match", noted)
+    return seen
+
+
+def test_who_waits_for_the_host_costs_no_look_while_he_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = on_host()
+    seen = looks(engine, monkeypatch)
+    engine.runner.slow = True  # type: ignore[attr-defined]
+    for name in ("a", "b", "c"):
+        engine.submit(make_request(name, PROMPT, 2))
+    engine.step(0.0)
+    assert seen == ["a", "b", "c"]
+    for _ in range(5):
+        engine.step(0.0)
+    assert seen == ["a", "b", "c"]
+    for copying in engine.runner.pending:  # type: ignore[attr-defined]
+        copying.finish()
+    assert run(engine, "c") == expected(PROMPT, 2)
+
+
+def test_a_step_without_time_for_more_looks_at_few_that_wait_for_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = make_engine(blocks=60, host_blocks=60, host_step_blocks=1, seqs=30)
+    (pool,), tier = engine.scheduler.pools, engine.scheduler.tier
+    assert tier is not None
+    prompts = {str(n): [*range(n, n + SIZE), 5] for n in range(20)}
+    for name, prompt in prompts.items():
+        engine.submit(make_request(name, prompt, 1))
+        run(engine, name)
+        for block in pool.allocate(pool.blocks):  # evicts the one block that is idle
+            pool.unref(block)
+        tier.issue()
+    assert len(tier.arenas[0]) == 20
+    seen = looks(engine, monkeypatch)
+    engine.runner.slow = True  # type: ignore[attr-defined]
+    for name, prompt in prompts.items():
+        engine.submit(make_request(name, prompt, 1))
+    engine.step(0.0)
+    assert len(seen) <= 1 + IN_VAIN_MAX
 
 
 @pytest.mark.parametrize("when", ["begins", "is under way"])
