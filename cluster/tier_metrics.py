@@ -50,10 +50,9 @@ def tier_metrics(model: str, snapshots: Mapping[str, Mapping[str, Any]]) -> Iter
         "kvatlas:preemption_expected_seconds", "What that was to cost", labels=(*LABELS, "choice")
     )
     for gang, snapshot in snapshots.items():
-        host = snapshot["tier"] or NOTHING
-        found, back = snapshot["prefix"]["hit_tokens"], host["hit_tokens"]
-        hits.add_metric((model, gang, "gpu"), float(max(0, found - back)))
-        hits.add_metric((model, gang, "host"), float(min(found, back)))
+        host = snapshot["tier"] or {**NOTHING, "gpu_hit_tokens": snapshot["prefix"]["hit_tokens"]}
+        hits.add_metric((model, gang, "gpu"), float(host["gpu_hit_tokens"]))
+        hits.add_metric((model, gang, "host"), float(host["hit_tokens"]))
         again = snapshot["preemptions"] - host["swaps"]
         preempted.add_metric((model, gang, "recompute"), float(again))
         preempted.add_metric((model, gang, "swap"), float(host["swaps"]))

@@ -124,6 +124,11 @@ class HostPool:
             self._idle[self.rank_of(slot)].move_to_end(slot)
         return slot is not None
 
+    def astray(self, identity: bytes, rank: int) -> bool:
+        """Whether it is here on another rank than `rank`, and nobody holds it there."""
+        slot = self._found.get(identity)
+        return slot is not None and self.rank_of(slot) != rank and not self._holds[slot]
+
     def hold(self, slot: int) -> None:
         """Keeps a slot's bytes until `unhold`."""
         if self._holds[slot] == 0:

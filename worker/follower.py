@@ -87,7 +87,8 @@ class GPUFollower:
         )
         seat.ready(facts_of(self.gang, launch, made.runner))
         store = made.runner.model.store
-        return made, lambda: serve_pages(store, ways[1])
+        within_s = min(seat.timeout_s, config.cluster.pull_timeout_s) / 2  # less than rank 0 waits
+        return made, lambda: serve_pages(store, ways[1], ways[0].copied, within_s)
 
     async def check_health(self) -> None:
         """Serve restarts the gang where this rank serves it no more."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -23,6 +23,7 @@ from kvpaging.host import Moves
 from kvpaging.host_store import Copying
 from kvpaging.table import Copy
 from worker import gang_wire
+from worker.gang_pages import Copied
 from worker.gang_plan import GangBuilder
 from worker.gang_wire import BEAT, SETTLE, STEP, STOP, Listener, Result, Teller, WrongMessage
 from worker.model import PagedModel
@@ -55,6 +56,7 @@ class Ends:
     exchange: Exchange
     channel: Channel
     epoch: int
+    copied: Copied = field(default_factory=Copied)
 
     @property
     def rank(self) -> int:
@@ -99,9 +101,8 @@ class RankRunner(Runner):
         return {"exchange_calls": exchange.calls, "exchange_bytes": sent}
 
     def move(self, moves: Moves) -> Copying:
-        """Steps come after copies in both directions: nobody says when another rank's ended."""
         assert self.host is not None
-        return self.host.move(self.host.local(moves, self.gang.rank), wait=True)
+        return self.gang.copied.move(self.host, moves, self.gang.rank)
 
     def launch(self, plan: StepPlan) -> InFlight:
         self.gang.exchange.step = plan.step

@@ -1,7 +1,8 @@
 """The pages of all ranks of a gang as one store, for transfers between gangs.
 
-Blocks go over a channel of their own, from any thread, so no step waits for them. All groups of a
-logical block lie on one rank, so a column of block numbers has one owner.
+Blocks go over a channel of their own, from any thread, so no step waits for them; they wait for the
+copies to and from the host that rank 0 has told of before. All groups of a logical block lie on one
+rank, so a column of block numbers has one owner.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from numpy.typing import NDArray
 
 from context_parallel.exchange import ExchangeFailed
 from context_parallel.group import Channel
+from kvpaging.host import Moves
+from kvpaging.host_store import Copying, HostStore
 from kvpaging.store import BlockStore
 from kvpaging.windows import GONE
 
@@ -26,6 +29,31 @@ log = logging.getLogger("kvatlas.worker")
 STOP, BEAT, EXPORT, IMPORT = range(4)
 
 Bytes = NDArray[np.uint8]
+
+
+class Copied:
+    """How often one rank has copied blocks to or from its host memory. All ranks copy in the order
+    of rank 0's words, so a number means the same on each."""
+
+    def __init__(self) -> None:
+        self.times = 0
+        self._changed = threading.Condition()
+
+    def move(self, host: HostStore, moves: Moves, rank: int) -> Copying:
+        """Do the part of gang-wide moves that is of `rank`. Steps come after copies in both
+        directions: nobody says when another rank's ended. One that fails counts too."""
+        try:
+            return host.move(host.local(moves, rank), wait=True)
+        finally:
+            with self._changed:
+                self.times += 1
+                self._changed.notify_all()
+
+    def wait(self, times: int, within_s: float) -> None:
+        """Until it has been so often. Raises ValueError after the deadline."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.times >= times, within_s):
+                raise ValueError(f"copies to or from the host have not ended in {within_s:g} s")
 
 
 class GangPages:
@@ -37,9 +65,13 @@ class GangPages:
     """
 
     def __init__(
-        self, store: BlockStore, channel: Channel, failed: Callable[[Exception], None]
+        self,
+        store: BlockStore,
+        channel: Channel,
+        copied: Copied,
+        failed: Callable[[Exception], None],
     ) -> None:
-        self.store, self.channel, self.failed = store, channel, failed
+        self.store, self.channel, self.copied, self.failed = store, channel, copied, failed
         self._lock = threading.Lock()
         self._stopped = False
 
@@ -48,7 +80,7 @@ class GangPages:
         out = np.empty(share.bytes, np.uint8)
         share.put(out, share.export(0), [0])
         if share.elsewhere:
-            for rank, part in enumerate(self._ask((EXPORT, share.columns, b""))[1:], 1):
+            for rank, part in enumerate(self._ask(EXPORT, share.columns)[1:], 1):
                 share.put(out, np.frombuffer(part, np.uint8), [rank])
         return out
 
@@ -56,7 +88,7 @@ class GangPages:
         share = _Share(self.store, blocks)
         whole = share.given(data)
         if share.elsewhere:
-            self._ask((IMPORT, share.columns, share.take(whole, share.others).tobytes()))
+            self._ask(IMPORT, share.columns, share.take(whole, share.others).tobytes())
         share.import_(0, whole)
 
     def bytes_of(self, blocks: Sequence[Sequence[int]]) -> int:
@@ -67,7 +99,7 @@ class GangPages:
         """Say that rank 0 is alive: the others wait for its next word, but not for ever."""
         with self._talking():
             if not self._stopped:
-                self.channel.broadcast(msgpack.packb((BEAT, [], b"")))
+                self.channel.broadcast(_packed(BEAT))
 
     def stop(self) -> None:
         """The others may leave; they are told once."""
@@ -76,14 +108,15 @@ class GangPages:
                 return
             self._stopped = True
             try:
-                self.channel.broadcast(msgpack.packb((STOP, [], b"")))
+                self.channel.broadcast(_packed(STOP))
             except ExchangeFailed as error:
                 log.info("the other ranks have left already: %s", error)
 
-    def _ask(self, message: tuple[int, list[list[int]], bytes]) -> list[bytes]:
+    def _ask(self, kind: int, columns: list[list[int]], data: bytes = b"") -> list[bytes]:
         """What each rank answers to a message. Raises ValueError where one refuses."""
+        message = _packed(kind, columns, data, self.copied.times)
         with self._talking():
-            self.channel.broadcast(msgpack.packb(message))
+            self.channel.broadcast(message)
             heard = self.channel.gather(msgpack.packb(("", b"")))
         assert heard is not None
         answers = [msgpack.unpackb(answer) for answer in heard]
@@ -102,13 +135,23 @@ class GangPages:
                 raise
 
 
-def serve_pages(store: BlockStore, channel: Channel) -> None:
+def _packed(
+    kind: int, columns: Sequence[Sequence[int]] = (), data: bytes = b"", times: int = 0
+) -> bytes:
+    """A word of rank 0, who has told of so many copies to and from the host."""
+    message: bytes = msgpack.packb((kind, columns, data, times))
+    return message
+
+
+def serve_pages(store: BlockStore, channel: Channel, copied: Copied, within_s: float) -> None:
     """Another rank's end: does its part of rank 0's transfers until it says that this is over.
 
-    Raises ExchangeFailed where the channel fails.
+    A transfer comes after the copies to and from the host that rank 0 told of before it: they empty
+    and fill the same blocks. It is refused where these take longer than `within_s`, which has to be
+    less than rank 0 waits. Raises ExchangeFailed where the channel fails.
     """
     while True:
-        kind, columns, data = msgpack.unpackb(channel.broadcast(None))
+        kind, columns, data, times = msgpack.unpackb(channel.broadcast(None))
         if kind == STOP:
             return
         if kind == BEAT:
@@ -116,6 +159,7 @@ def serve_pages(store: BlockStore, channel: Channel) -> None:
         refusal, part = "", b""
         try:
             share = _Share(store, columns)
+            copied.wait(times, within_s)
             if kind == EXPORT:
                 part = share.export(channel.rank).tobytes()
             else:

@@ -102,8 +102,15 @@ class Launch:
             return {}
         return {
             "draft_model": self.draft.directory.name,
-            "draft_kv_bytes": self.drafting().memory.slices * self.draft.layout.slice_bytes,
+            "draft_kv_bytes": self.draft_kv_bytes,
         }
+
+    @property
+    def draft_kv_bytes(self) -> int:
+        """The pages of the draft model."""
+        if self.draft is None:
+            return 0
+        return self.drafting().memory.slices * self.draft.layout.slice_bytes
 
     def drafting(self) -> Launch:
         """The launch of the draft model, beside the same number of tokens: rank 0 of a gang has

@@ -115,7 +115,8 @@ class GPUWorker:
         facts = facts_of(self.gang, self.launch, engine.runner)
         self._ranks += [facts] if self._seat is None else self._seat.ready(facts)
         if self._seat is not None and ways is not None:  # the others listen from now on
-            self._blocks = GangPages(engine.runner.model.store, ways[1], self._lost)
+            store, copied = engine.runner.model.store, ways[0].copied
+            self._blocks = GangPages(store, ways[1], copied, self._lost)
         return engine
 
     def _lost(self, error: Exception) -> None:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from worker.decoding import BeamSearch, Offer
     from worker.params import SamplingParams
     from worker.speculation import Speculator
+    from worker.tier import Return
 
 NO_SLOT = -1
 
@@ -24,6 +25,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "awaited",
         "cached_tokens",
         "chains",
         "choice",
@@ -39,6 +41,7 @@ class Sequence:
         "prompt_tokens",
         "published",
         "request",
+        "returned",
         "scored",
         "seated",
         "slot",
@@ -63,6 +66,8 @@ class Sequence:
         self.published = 0  # leading blocks that have an identity
         self.chains: list[list[bytes]] = []  # identities of full blocks, per layer group
         self.cached_tokens = 0
+        self.awaited: Return | None = None  # blocks on their way back that it waits for
+        self.returned = 0  # tokens that came back from the host for it
         self.lacking = 1 << 62  # blocks that were not in the pools when some were last sent for
         self.last_step: int | None = None
         self.seated = False  # the sampler's seat for penalties is filled

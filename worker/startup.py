@@ -134,7 +134,8 @@ def _limits(config: Config, vocab_size: int, on_cpu: bool) -> tuple[Limits, Para
 def _host_slices(launch: Launch) -> int:
     """Room on the host below the pages. Raises DoesNotFit."""
     memory, on_cpu = launch.memory, launch.device.type == "cpu"
-    taken = memory.weight_bytes + memory.workspace_bytes + memory.kv_bytes
+    pages = memory.kv_bytes + launch.draft_kv_bytes
+    taken = memory.weight_bytes + memory.workspace_bytes + pages
     return plan_host(
         launch.layout,
         launch.config.kv.host_gib,

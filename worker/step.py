@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 
 IN_VAIN_MAX = 8
-"""Sequences whose ranks a step finds full: each costs a look at its prefix."""
+"""Sequences whose ranks a step finds full, or that it has no time to bring blocks back for: each
+costs a look at its prefix."""
 
 
 class Row(NamedTuple):
@@ -332,9 +333,9 @@ class Step:
         """Admit while the whole of a sequence fits beside what running ones were promised.
 
         One whose next block is being computed waits for it and lets others pass; so does one that
-        goes to a rank whose share of the step is full.
+        goes to a rank whose share of the step is full, and one whose blocks come from the host.
         """
-        scheduler, in_vain = self.scheduler, 0
+        scheduler, tier, in_vain = self.scheduler, self.scheduler.tier, 0
         for sequence in list(scheduler.waiting):
             if not scheduler.slots or max(self.tokens_left) == 0 or max(self.logits_left) < 1:
                 return
@@ -342,11 +343,16 @@ class Step:
                 return
             if sequence.offer is not None or sequence.request.pulling:
                 continue  # it waits for the other beams of its search, or for blocks to arrive
+            if tier is not None and tier.awaits(sequence):
+                continue
             if not admission.has_slot(scheduler, sequence):
                 return
             table = admission.start(scheduler, sequence, self.rows.values(), self._busy())
             if table is None:
-                continue
+                in_vain += tier is not None and tier.spent
+                if in_vain < IN_VAIN_MAX:
+                    continue
+                return
             full = self._left(table) == 0 or self.logits_left[table.ranks[0]] < 1
             if full or not admission.affordable(scheduler, sequence, table):
                 table.release()
@@ -377,6 +383,8 @@ class Step:
                 return
             stats.queries_tokens += sequence.prompt_tokens
             stats.hit_tokens += sequence.cached_tokens
+            if self.scheduler.tier is not None:
+                self.scheduler.tier.started(sequence)
 
 
 def scoring_from(sequence: Sequence, start: int) -> int | None:

@@ -131,12 +131,14 @@ class Swaps:
         return True
 
     def _slot(self, group: int, number: int) -> int | None:
-        """Where the host has what a match has found as `number`; None where it does not."""
+        """Where the host has what a match has found as `number`; None where it does not, or only
+        on another rank, where it can give way."""
         host = self.tier.hosts[group]
         slot = self.tier.unions[group].slot(number)
         if slot is None and number >= 0:
             identity = host.pool.identity(number)
-            slot = None if identity is None else host.lookup(identity)
+            if identity is not None and not host.astray(identity, host.pool.rank_of(number)):
+                slot = host.lookup(identity)
         return slot
 
     def release(self, sequence: Served) -> None:

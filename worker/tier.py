@@ -52,8 +52,8 @@ class Copying(Protocol):
 @dataclass(slots=True)
 class TierStats:
     """Counters since start. Blocks are of all layer groups, seconds of rank 0 in a gang;
-    `hit_tokens` came back for requests that had not started; `dropped_blocks` were evicted without
-    a place or time on the host."""
+    requests that start find `hit_tokens` that came back for them, and `gpu_hit_tokens` that did not
+    have to; `dropped_blocks` were evicted without a place or time on the host."""
 
     out_blocks: int = 0
     out_bytes: int = 0
@@ -62,6 +62,7 @@ class TierStats:
     back_bytes: int = 0
     back_s: float = 0.0
     hit_tokens: int = 0
+    gpu_hit_tokens: int = 0
     dropped_blocks: int = 0
     failures: int = 0
 
@@ -87,12 +88,13 @@ class Coming(NamedTuple):
 @dataclass(slots=True, eq=False)
 class Return:
     """What comes back for a sequence, heads first. `kept` are the blocks that it builds on, held;
-    `copying` is None until it has begun."""
+    `copying` is None until it has begun. Others may await it too, until it has `ended`."""
 
     sequence: Served
     kept: list[Place]
     blocks: list[Coming]
     copying: Copying | None = None
+    ended: bool = False
 
 
 class Tier:
@@ -166,16 +168,23 @@ class Tier:
         def evicted(block: int) -> None:
             """Keep a block and all that goes with it, where the step has time for it."""
             for each, identity, parent in below(host.pool, block):
-                if not host.touch(identity) and not self.keep(host, each, identity, parent):
+                astray = host.astray(identity, host.pool.rank_of(each))
+                if not astray and host.touch(identity):
+                    continue
+                if not self.keep(host, each, identity, parent):
                     self.stats.dropped_blocks += 1
 
         return evicted
 
     def keep(self, host: HostPool, block: int, identity: bytes, parent: bytes | None) -> bool:
-        """Copy a block out before the next step; False where there is no slot or no time."""
+        """Copy a block out before the next step; False where there is no slot or no time. A copy on
+        another rank gives way: what a sequence finds must not be scattered."""
         if not self.time_for(self.block_bytes[host]):
             return False
-        slot = host.keep(identity, parent, host.pool.rank_of(block))
+        rank = host.pool.rank_of(block)
+        if host.astray(identity, rank):
+            host.forget(identity)
+        slot = host.keep(identity, parent, rank)
         if slot is None:
             return False
         self._room["out"] -= self.block_bytes[host]
@@ -190,6 +199,15 @@ class Tier:
         """Leading blocks of a sequence that are in the pools or on the host."""
         return len(self.union.match(sequence)[0])
 
+    def awaits(self, sequence: Served) -> bool:
+        """Whether blocks that a waiting sequence was told to wait for are still on their way."""
+        return sequence.awaited is not None and not sequence.awaited.ended
+
+    @property
+    def spent(self) -> bool:
+        """Whether the next block may only come back after the next step."""
+        return bool(self._back) and self._room["back"] < max(self.block_bytes.values())
+
     def brings(self, sequence: Served, hit: Sequence[Sequence[int]], table: BlockTable) -> bool:
         """Whether a waiting sequence that finds `hit` in the pools, and would start with `table`,
         should wait for more from the host. What fits is begun; nobody is preempted for it.
@@ -203,7 +221,9 @@ class Tier:
         if len(found[0]) <= len(hit[0]):
             return False
         wanted, kept = self.parts(found)
-        if any(self.hosts[g].identity(slot) in self._coming for g, slot in wanted):
+        names = (self.hosts[g].identity(slot) for g, slot in wanted)
+        sequence.awaited = next((self._coming[n] for n in names if n in self._coming), None)
+        if sequence.awaited is not None:
             return True
         if not 0 < len(wanted) < sequence.lacking:
             return False
@@ -254,6 +274,7 @@ class Tier:
         for group, slot in wanted:
             self.hosts[group].hold(slot)
         coming = Return(sequence, kept, [self._take(*place) for place in wanted])
+        sequence.awaited = coming
         self._returns.append(coming)
         self._coming.update((each.identity, coming) for each in coming.blocks)
 
@@ -335,11 +356,18 @@ class Tier:
             pool.publish(block, identity, parent, quiet=group != indexed)
         if coming.sequence.epoch == 0:
             columns = Counter(each.group for each in coming.blocks)
-            self.stats.hit_tokens += max(columns.values()) * self.scheduler.block_size
+            coming.sequence.returned += max(columns.values()) * self.scheduler.block_size
         self._end(coming)
+
+    def started(self, sequence: Served) -> None:
+        """A sequence starts for the first time: count where what it found was."""
+        back = min(sequence.returned, sequence.cached_tokens)
+        self.stats.hit_tokens += back
+        self.stats.gpu_hit_tokens += sequence.cached_tokens - back
 
     def _end(self, coming: Return) -> None:
         """Tails first, so that a chain's tail is evicted before its head."""
+        coming.ended = True
         for group, identity, _, slot, block in reversed(coming.blocks):
             if self._coming.get(identity) is coming:
                 del self._coming[identity]

@@ -107,7 +107,7 @@ async def _engines() -> Metrics:
     stats["queued_s"], stats["filled"] = 1.5, 0.75
     stats["preemptions"] = 5
     tier = {
-        **asdict(TierStats(out_bytes=4096, hit_tokens=12)),
+        **asdict(TierStats(out_bytes=4096, hit_tokens=12, gpu_hit_tokens=20)),
         **asdict(SwapStats(2, 0.5, 3, 1.5, 1)),
         "blocks": {"free": 1, "idle": 2, "held": 1},
         "evictions": 0,

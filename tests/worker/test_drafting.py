@@ -18,6 +18,7 @@ from tests.worker.test_gang_equality import threads
 from worker import startup
 from worker.building import build_draft
 from worker.drafting import DraftModel
+from worker.memory import DoesNotFit
 from worker.model import UnsupportedModel
 from worker.params import DRAFT_MODEL
 from worker.request import Request
@@ -187,6 +188,24 @@ def test_a_server_starts_with_one_and_both_hold_the_same_number_of_tokens(models
     engine = start(launch, clock=lambda: 0.0)
     assert answer(engine, [request_of(1)]) == [[reference("llama", 1)]]
     assert engine.scheduler.speculation.stats.drafts > 0
+
+
+def test_host_memory_is_what_the_pages_of_both_leave(models: Models) -> None:
+    more: dict[str, Any] = {"kv.memory": "64MiB"}
+    directory = models.directory("llama")
+    launch = resolve(
+        load(None, settings(models, "qwen3", **more)), directory, free_bytes=FREE_BYTES
+    )
+    memory = launch.memory
+    assert launch.draft_kv_bytes > 2**20
+    left = memory.free_bytes - memory.weight_bytes - memory.workspace_bytes - memory.kv_bytes
+    more["kv.host_gib"] = (left - launch.draft_kv_bytes // 2) / 2**30
+    with pytest.raises(DoesNotFit, match=r"kv\.host_gib"):
+        resolve(load(None, settings(models, "qwen3", **more)), directory, free_bytes=FREE_BYTES)
+    more["kv.host_gib"] = (left - launch.draft_kv_bytes) / 2**30
+    assert resolve(
+        load(None, settings(models, "qwen3", **more)), directory, free_bytes=FREE_BYTES
+    ).host_slices
 
 
 @pytest.mark.parametrize("what", ["nothing", "another vocabulary"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import pytest
@@ -12,9 +12,10 @@ import torch
 
 from context_parallel.exchange import ExchangeFailed
 from context_parallel.loopback import channels
+from kvpaging.host import Moves
 from kvpaging.store import BlockStore, LayerShape, layout
 from kvpaging.windows import GONE
-from worker.gang_pages import GangPages, serve_pages
+from worker.gang_pages import Copied, GangPages, serve_pages
 
 SHAPES = [LayerShape(1, 8, 8), LayerShape(1, 8, 8, window=4), LayerShape(2, 8, 4)]
 PAGES = layout(SHAPES, 8, 4)
@@ -23,16 +24,16 @@ PER_RANK = [10, 10, 5]
 
 
 @contextmanager
-def gang(ranks: int) -> Iterator[tuple[GangPages, list[BlockStore]]]:
+def gang(ranks: int, within_s: float = 10.0) -> Iterator[tuple[GangPages, list[BlockStore]]]:
     stores = [BlockStore(PAGES, 5, torch.float32, torch.device("cpu")) for _ in range(ranks)]
     ends = channels(ranks, 10.0)
     threads = [
-        threading.Thread(target=serve_pages, args=pair)
+        threading.Thread(target=serve_pages, args=(*pair, Copied(), within_s))
         for pair in list(zip(stores, ends, strict=True))[1:]
     ]
     for thread in threads:
         thread.start()
-    pages = GangPages(stores[0], ends[0], _must_not_fail)
+    pages = GangPages(stores[0], ends[0], Copied(), _must_not_fail)
     try:
         yield pages, stores
     finally:
@@ -111,6 +112,50 @@ def test_a_rank_that_refuses_its_part_says_which_it_is(monkeypatch):
         assert pages.export(wide([0], [[0], [0], [0]])).nbytes == PAGES.slice_bytes
 
 
+@pytest.mark.parametrize("kind", ["import_", "export"])
+def test_nothing_passes_a_copy_to_the_host_that_was_told_before(kind):
+    """Rank 1 never does it: its block keeps what was to leave."""
+    blocks = wide([1], [[0], [0], [0]])
+    with gang(2, within_s=0.05) as (pages, stores):
+        pages.copied.times = 1
+        data = [b"x" * PAGES.slice_bytes] if kind == "import_" else []
+        with pytest.raises(ValueError, match="rank 1: copies to or from the host"):
+            getattr(pages, kind)(blocks, *data)
+        assert not any(arena.any() for arena in stores[1].arenas)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_transfer_goes_on_when_the_copy_before_it_is_done(fails):
+    copied, host = Copied(), FailingHost(fails)
+    waiting = threading.Thread(target=copied.wait, args=(1, 10.0))
+    waiting.start()
+    try:
+        with pytest.raises(RuntimeError, match="no such memory") if fails else nullcontext():
+            assert copied.move(host, Moves((), ()), 1) == "copying"
+    finally:
+        waiting.join(10)
+    assert not waiting.is_alive()
+    copied.wait(1, 0.0)
+    with pytest.raises(ValueError, match="not ended in 0 s"):
+        copied.wait(2, 0.0)
+
+
+class FailingHost:
+    """Stands in for a `HostStore`."""
+
+    def __init__(self, fails: bool) -> None:
+        self.fails = fails
+
+    def local(self, moves, rank):
+        return moves
+
+    def move(self, moves, *, wait):
+        assert wait
+        if self.fails:
+            raise RuntimeError("no such memory")
+        return "copying"
+
+
 def test_who_gives_blocks_away_is_told_before_a_late_import_ends(monkeypatch):
     """A rank that is only slow may write to its blocks after rank 0 has stopped waiting."""
     stores = [BlockStore(PAGES, 5, torch.float32, torch.device("cpu")) for _ in range(2)]
@@ -119,7 +164,7 @@ def test_who_gives_blocks_away_is_told_before_a_late_import_ends(monkeypatch):
     monkeypatch.setattr(stores[1], "import_", lambda blocks, rows: awake.wait(30))
     follower = threading.Thread(target=_served, args=(stores[1], ends[1]))
     follower.start()
-    pages = GangPages(stores[0], ends[0], told.append)
+    pages = GangPages(stores[0], ends[0], Copied(), told.append)
     with pytest.raises(ExchangeFailed, match="rank 1"):
         pages.import_(wide([1], [[0], [0], [0]]), bytes(PAGES.slice_bytes))
     assert [type(error) for error in told] == [ExchangeFailed]
@@ -134,4 +179,4 @@ def test_who_gives_blocks_away_is_told_before_a_late_import_ends(monkeypatch):
 
 def _served(store: BlockStore, channel) -> None:
     with pytest.raises(ExchangeFailed):
-        serve_pages(store, channel)
+        serve_pages(store, channel, Copied(), 10.0)

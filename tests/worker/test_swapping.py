@@ -6,6 +6,8 @@ import logging
 
 import pytest
 
+from context_parallel.policy import ShardPolicy
+from kvpaging.host import HostCounts
 from tests.worker.fake import check, expected, make_engine, make_request, tokens_of
 from worker.engine import Engine
 from worker.tier import Tier
@@ -90,6 +92,29 @@ def test_what_is_swapped_out_waits_on_the_host_whatever_else_comes() -> None:
         check(engine)
     assert said == expected(PROMPT, 6)
     assert engine.stats.batch_tokens - computed <= 4
+
+
+def test_a_copy_on_another_rank_is_no_place_to_be_swapped_to() -> None:
+    engine = make_engine(
+        blocks=12, host_blocks=12, batch_tokens=64, preemption="swap", policy=ShardPolicy(2)
+    )
+    tier = engine.scheduler.tier
+    assert tier is not None
+    (pool,), (host,) = engine.scheduler.pools, tier.arenas
+    engine.submit(make_request("r", PROMPT, 6))
+    engine.step(0.0)
+    [sequence] = engine.scheduler.running
+    assert sequence.table is not None
+    [home] = sequence.table.ranks
+    block = sequence.table.blocks[0][1]
+    identity = pool.identity(block)
+    assert identity is not None
+    host.keep(identity, pool.parent(block), 1 - home)
+    engine.scheduler.preempt(sequence)
+    assert tier.swaps.stats.swaps == 1
+    assert host.counts(home).held == len(PROMPT) // SIZE
+    assert host.counts(1 - home) == HostCounts(12, 0, 0)
+    assert host.check() == []
 
 
 @pytest.mark.parametrize("how", ["abort", "timeout"])

@@ -19,6 +19,7 @@ from tests.worker.fake import (
 )
 from worker import wire
 from worker.engine import Engine
+from worker.step import IN_VAIN_MAX
 
 SIZE = 4
 
@@ -68,6 +69,27 @@ def test_what_was_evicted_comes_back() -> None:
     assert tier.stats.dropped_blocks == 0
 
 
+def test_where_tokens_were_found_is_counted_when_they_are() -> None:
+    """Neither counter goes back, and together they are the hits, also while blocks land."""
+    engine = make_engine(blocks=8, host_blocks=32)
+    tier, found = engine.scheduler.tier, engine.scheduler.prefix.stats
+    assert tier is not None
+    engine.runner.slow = True  # type: ignore[attr-defined]
+    for number in range(12):
+        prompt = [number // 2 % 3 * 7 + i for i in range(5 * SIZE)]
+        engine.submit(make_request(str(number), prompt, 3))
+        while not engine.idle:
+            before = tier.stats.hit_tokens, tier.stats.gpu_hit_tokens
+            engine.step(0.0)
+            for copying in engine.runner.pending:  # type: ignore[attr-defined]
+                copying.finish()
+            engine.runner.pending.clear()  # type: ignore[attr-defined]
+            now = tier.stats.hit_tokens, tier.stats.gpu_hit_tokens
+            assert all(b <= n for b, n in zip(before, now, strict=True))
+            assert sum(now) == found.hit_tokens
+    assert tier.stats.hit_tokens > 0 < tier.stats.gpu_hit_tokens
+
+
 PROMPT = list(range(40, 40 + 5 * SIZE + 1))
 
 
@@ -95,6 +117,60 @@ def test_others_go_on_while_blocks_come_back() -> None:
     computed = engine.stats.batch_tokens
     assert run(engine, "back") == expected(PROMPT, 2)
     assert engine.stats.batch_tokens - computed <= 1 + 1
+
+
+def looks(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Grows by a name with each look at a prefix in both tiers."""
+    tier = engine.scheduler.tier
+    assert tier is not None
+    seen, match = [], tier.union.match
+
+    def noted(sequence):  # type: ignore[no-untyped-def]
+        seen.append(sequence.request.id)
+        return match(sequence)
+
+    monkeypatch.setattr(tier.union, "match", noted)
+    return seen
+
+
+def test_who_waits_for_the_host_costs_no_look_while_he_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = on_host()
+    seen = looks(engine, monkeypatch)
+    engine.runner.slow = True  # type: ignore[attr-defined]
+    for name in ("a", "b", "c"):
+        engine.submit(make_request(name, PROMPT, 2))
+    engine.step(0.0)
+    assert seen == ["a", "b", "c"]
+    for _ in range(5):
+        engine.step(0.0)
+    assert seen == ["a", "b", "c"]
+    for copying in engine.runner.pending:  # type: ignore[attr-defined]
+        copying.finish()
+    assert run(engine, "c") == expected(PROMPT, 2)
+
+
+def test_a_step_without_time_for_more_looks_at_few_that_wait_for_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = make_engine(blocks=60, host_blocks=60, host_step_blocks=1, seqs=30)
+    (pool,), tier = engine.scheduler.pools, engine.scheduler.tier
+    assert tier is not None
+    prompts = {str(n): [*range(n, n + SIZE), 5] for n in range(20)}
+    for name, prompt in prompts.items():
+        engine.submit(make_request(name, prompt, 1))
+        run(engine, name)
+        for block in pool.allocate(pool.blocks):  # evicts the one block that is idle
+            pool.unref(block)
+        tier.issue()
+    assert len(tier.arenas[0]) == 20
+    seen = looks(engine, monkeypatch)
+    engine.runner.slow = True  # type: ignore[attr-defined]
+    for name, prompt in prompts.items():
+        engine.submit(make_request(name, prompt, 1))
+    engine.step(0.0)
+    assert len(seen) <= 1 + IN_VAIN_MAX
 
 
 @pytest.mark.parametrize("when", ["begins", "is under way"])
@@ -177,6 +253,28 @@ def test_rates_are_of_the_rank_whose_time_is_known() -> None:
     assert tier is not None
     assert tier.out_rate.per_s == pytest.approx(40.0)
     assert tier.back_rate.per_s == pytest.approx(20.0)
+
+
+@pytest.mark.parametrize(("held", "rank"), [(False, 0), (True, 1)])
+def test_a_copy_on_another_rank_gives_way_unless_it_is_held(held: bool, rank: int) -> None:
+    engine = make_engine(blocks=4, host_blocks=8, policy=ShardPolicy(2))
+    (pool,), tier = engine.scheduler.pools, engine.scheduler.tier
+    assert tier is not None
+    host, name = tier.arenas[0], b"a" * 16
+    for home in (1, 0):
+        [block] = pool.allocate(1, home)
+        pool.publish(block, name, None)
+        pool.unref(block)
+        pool.allocate(4, home)  # evicts it
+        slot = host.lookup(name)
+        assert slot is not None
+        if home == 1:
+            assert host.rank_of(slot) == 1
+            if held:
+                host.hold(slot)
+    assert host.rank_of(slot) == rank
+    assert host.check() == []
+    assert tier.stats.dropped_blocks == 0
 
 
 def test_a_flush_empties_both_tiers() -> None:

@@ -86,7 +86,9 @@ def swapped(
     before = tier.stats.back_blocks
     assert answer(engine, requests()[::-1], random=Random(seed)) == expected[::-1]
     assert tier.stats.back_blocks > before
-    assert tier.stats.hit_tokens > 0
+    assert (tier.stats.hit_tokens > 0) == (pools == 1)  # else they start on other ranks in turn
+    found = tier.stats.hit_tokens + tier.stats.gpu_hit_tokens
+    assert found == engine.scheduler.prefix.stats.hit_tokens
     assert answer(engine, requests(2)) == [outputs * 2 for outputs in expected]
     check(engine)
 
@@ -133,11 +135,14 @@ def test_on_all_ranks_of_a_gang(models: Models, family: str, ranks: int, sharded
     if wide:
         slices = launch.memory.slices // ranks + 1
         launch = replace(launch, memory=replace(launch.memory, slices=slices))
-    with gang_engine(launch, model, ranks, sharded_from=sharded_from) as (engine, _):
+    with gang_engine(launch, model, ranks, sharded_from=sharded_from) as (engine, members):
         swapped(engine, alone(models, family, "auto"), family, 1 if wide else ranks)
         (host,) = tier_of(engine).arenas
         used = {host.rank_of(slot) for slot in range(host.slots) if host.identity(slot)}
         assert len(used) == ranks
+        told = engine.runner.gang.copied.times
+    assert told > 0
+    assert [gang.copied.times for gang in members.gangs] == [told] * ranks
 
 
 def test_host_memory_that_is_read_before_it_was_written_is_heard(models: Models) -> None:
