@@ -101,27 +101,31 @@ class HostPool:
         free, idle = len(self._free[rank]), len(self._idle[rank])
         return HostCounts(free, idle, self.per_rank - free - idle)
 
-    def keep(self, identity: bytes, parent: bytes | None, rank: int) -> int | None:
+    def keep(
+        self, identity: bytes, parent: bytes | None, rank: int, *, first: bool = False
+    ) -> int | None:
         """A slot for a block of `rank` that the pool has, and that is not here: a free one, or that
-        of the idle block used longest ago. None where all are held."""
+        of the idle block used longest ago. None where all are held. What is to go `first` gets only
+        a free one."""
         assert identity not in self._found
         if not self._free[rank]:
-            if not self._idle[rank]:
+            if first or not self._idle[rank]:
                 return None
             self._evict(rank)
         slot = self._free[rank].pop()
         self._identity[slot], self._parent[slot] = identity, parent
         self._found[identity] = slot
         self._idle[rank][slot] = None
+        self.touch(identity, first=first)
         if parent is not None:
             self._children.setdefault(parent, {})[identity] = None
         return slot
 
-    def touch(self, identity: bytes) -> bool:
-        """Whether it is here; if so it is used last of all."""
+    def touch(self, identity: bytes, *, first: bool = False) -> bool:
+        """Whether it is here; if so it is used last of all, and goes last or `first`."""
         slot = self._found.get(identity)
         if slot is not None and not self._holds[slot]:
-            self._idle[self.rank_of(slot)].move_to_end(slot)
+            self._idle[self.rank_of(slot)].move_to_end(slot, last=not first)
         return slot is not None
 
     def astray(self, identity: bytes, rank: int) -> bool:

@@ -48,6 +48,7 @@ class BlockPool(Ledger):
         self.stats = Stats()
         self.on_change: Callable[[str, bytes, bytes | None], None] | None = None
         self.on_evict: Callable[[int], None] | None = None
+        self.passed: set[int] = set()  # given back from behind a window, and in no table since
 
     def allocate(self, n: int, rank: int = 0) -> list[int]:
         """`n` blocks of `rank`, one reference each; free ones first, then idle ones, oldest first.
@@ -67,6 +68,7 @@ class BlockPool(Ledger):
             self._unlink(block)
             self._set(block, OWNED)
             self._refs[block] = 1
+            self.passed.discard(block)
             taken.append(block)
         self.stats.allocated += n
         return taken
@@ -78,10 +80,12 @@ class BlockPool(Ledger):
         if self._refs[block] == 0:
             self._detach(block)
             self._set(block, OWNED)
+            self.passed.discard(block)
         self._refs[block] += 1
 
-    def unref(self, block: int, step: int | None = None) -> None:
-        """One table entry less; `step` is the last step that may touch the block through it.
+    def unref(self, block: int, step: int | None = None, *, passed: bool = False) -> None:
+        """One table entry less; `step` is the last step that may touch the block through it. The
+        last one that had it may have `passed` it: of its sequence only a beginning needs it.
 
         With its last reference the block waits for the latest step named by any of its
         references, then for its holds, then goes idle (if it has an identity) or free.
@@ -92,6 +96,8 @@ class BlockPool(Ledger):
         if step is not None and step > self._last[block]:
             self._last[block] = step
         self._refs[block] = refs - 1
+        if refs == 1 and passed:
+            self.passed.add(block)
         if refs == 1 and self._state[block] == OWNED:
             self._settle(block)
 

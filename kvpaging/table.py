@@ -276,7 +276,7 @@ class BlockTable:
     def _give(self, group: int, index: int, step: int | None) -> None:
         pool, blocks = self.pools[group], self.blocks[group]
         block, blocks[index] = blocks[index], GONE
-        pool.unref(block, step)
+        pool.unref(block, step, passed=True)
         if self.loads:
             rank = pool.rank_of(block)
             self._behind[rank] += 1

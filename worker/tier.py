@@ -169,22 +169,32 @@ class Tier:
             """Keep a block and all that goes with it, where the step has time for it."""
             for each, identity, parent in below(host.pool, block):
                 astray = host.astray(identity, host.pool.rank_of(each))
-                if not astray and host.touch(identity):
+                passed = each in host.pool.passed
+                if not astray and host.touch(identity, first=passed):
                     continue
-                if not self.keep(host, each, identity, parent):
+                if not self.keep(host, each, identity, parent, first=passed):
                     self.stats.dropped_blocks += 1
 
         return evicted
 
-    def keep(self, host: HostPool, block: int, identity: bytes, parent: bytes | None) -> bool:
+    def keep(
+        self,
+        host: HostPool,
+        block: int,
+        identity: bytes,
+        parent: bytes | None,
+        *,
+        first: bool = False,
+    ) -> bool:
         """Copy a block out before the next step; False where there is no slot or no time. A copy on
-        another rank gives way: what a sequence finds must not be scattered."""
+        another rank gives way: what a sequence finds must not be scattered. What is to go
+        `first`, as a window has passed it, takes nobody's slot."""
         if not self.time_for(self.block_bytes[host]):
             return False
         rank = host.pool.rank_of(block)
         if host.astray(identity, rank):
             host.forget(identity)
-        slot = host.keep(identity, parent, rank)
+        slot = host.keep(identity, parent, rank, first=first)
         if slot is None:
             return False
         self._room["out"] -= self.block_bytes[host]

@@ -255,6 +255,27 @@ def test_rates_are_of_the_rank_whose_time_is_known() -> None:
     assert tier.back_rate.per_s == pytest.approx(20.0)
 
 
+def test_what_a_window_has_passed_takes_no_slot_from_what_serves_more() -> None:
+    """Eight slots: one for an end, seven for what is free; then an end takes a passed one's."""
+    engine = make_engine(blocks=12, host_blocks=8, windows=(6,))
+    (pool,), tier = engine.scheduler.pools, engine.scheduler.tier
+    assert tier is not None
+    (host,) = tier.arenas
+    ends = []
+    for number in range(4):
+        prompt = [number * 9 + i for i in range(9 * SIZE)]
+        request = make_request(str(number), prompt, 2)
+        engine.submit(request)
+        ends.append(engine.scheduler.prefix.chains(request.sequences[0])[0][-1])
+        assert run(engine, str(number)) == expected(prompt, 2)
+        for block in pool.allocate(pool.blocks):
+            pool.unref(block)
+        tier.issue()
+        assert host.check() == []
+    assert all(host.lookup(end) is not None for end in ends)
+    assert tier.stats.dropped_blocks > 0
+
+
 @pytest.mark.parametrize(("held", "rank"), [(False, 0), (True, 1)])
 def test_a_copy_on_another_rank_gives_way_unless_it_is_held(held: bool, rank: int) -> None:
     engine = make_engine(blocks=4, host_blocks=8, policy=ShardPolicy(2))
