@@ -14,6 +14,7 @@ from tests.worker.fake import VOCAB, check, expected, make_request, tokens_of
 from tests.worker.pulling import LATE_S, SIZE, Side
 from worker import wire
 from worker.admission import promised
+from worker.prefix import UNWANTED
 from worker.transfer import PullFailed
 
 pytestmark = pytest.mark.anyio
@@ -555,7 +556,7 @@ async def test_what_windows_need_comes_first_and_alone_where_it_is_gone(
     asked, fetch = [], side.fetch
 
     async def noted(gang: str, chains: list[bytes], timeout_s: float) -> Any:
-        asked.append(chain.index(chains[0]) if any(chains[0]) else -1)
+        asked.append(-1 if chains[0] == UNWANTED else chain.index(chains[0]))
         return await fetch(gang, chains, timeout_s)
 
     side.fetch = noted
