@@ -45,9 +45,8 @@ def _tokens(stacked, token, query, queries):
 
 
 @triton.jit
-def _locate(table, logical, start, begin, high, end, B: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Block, slot in it and position of the keys from `start` on, and which of them exist. Keys
-    before `begin`, None where there is no window, may lie in blocks that are another's now."""
+def _locate(table, logical, start, high, end, B: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Block, slot in it and position of the keys from `start` on, and which of them exist."""
     key = start + tl.arange(0, BLOCK_N)
     exists = key < high
     slot = key % B
@@ -57,8 +56,6 @@ def _locate(table, logical, start, begin, high, end, B: tl.constexpr, BLOCK_N: t
         if logical is not None:
             where = tl.load(logical + start // B) * B + slot
     else:
-        if begin is not None:
-            exists = exists & (key >= begin)
         block = tl.load(table + key // B, mask=exists, other=0).to(tl.int64)
         if logical is not None:
             where = tl.load(logical + key // B, mask=exists, other=0) * B + slot
@@ -186,6 +183,7 @@ def attend_kernel(
     dk = tl.arange(0, DK_PAD)
     q += tokens.to(tl.int64)[:, None] * q_token_stride + head[:, None] * q_head_stride
     tile_q = tl.load(q + dk[None, :], mask=live[:, None] & (dk < DK)[None, :], other=0.0)
+
     table += row * table_stride
     if logical is not None:
         logical += row * table_stride
@@ -200,9 +198,7 @@ def attend_kernel(
     all_acc, all_m, all_total = _empty(BLOCK_M, DV_PAD)
     acc, m, total = _empty(BLOCK_M, DV_PAD)
     for start in range(low, high, BLOCK_N):
-        block, slot, where, exists = _locate(
-            table, logical, start, None if window is None else begin, high, end, B, BLOCK_N
-        )
+        block, slot, where, exists = _locate(table, logical, start, high, end, B, BLOCK_N)
         k_at = k_pages + block * k_stride * k_units + slot * DK
         k = tl.load(k_at[None, :] + dk[:, None], mask=(dk < DK)[:, None], other=0.0)
         beside = block * k_stride * 8 + kv_head * B + slot  # of scales: a block's stride is one
@@ -211,12 +207,15 @@ def attend_kernel(
         if window is not None:
             seen = seen & (where[None, :] > (at - window)[:, None])
         v_at = v_pages + block * v_stride * v_units + slot * DV
+        if window is not None:  # what no query sees may be another's by now, and no number
+            exists = exists & (where > position - window)
         v = _values(v_at, v_scales, beside, exists, DV, DV_PAD, tile_q.dtype)
         acc, m, total = _absorb(acc, m, total, tl.where(seen, x, NONE), v)
         if (start + BLOCK_N) % length == 0:
             all_acc, all_m, all_total = fold(all_acc, all_m, all_total, acc, m * LN2, total)
             acc, m, total = _empty(BLOCK_M, DV_PAD)
     acc, m, total = fold(all_acc, all_m, all_total, acc, m * LN2, total)
+
     to = (tl.where(target < 0, token, scratch + target) + query).to(tl.int64) * heads + head
     _deliver(
         acc, m, total, sink, out, acc_out, m_out, l_out, to, head, live, target, DV, BLOCK_M, DV_PAD
