@@ -183,7 +183,6 @@ def attend_kernel(
     dk = tl.arange(0, DK_PAD)
     q += tokens.to(tl.int64)[:, None] * q_token_stride + head[:, None] * q_head_stride
     tile_q = tl.load(q + dk[None, :], mask=live[:, None] & (dk < DK)[None, :], other=0.0)
-
     table += row * table_stride
     if logical is not None:
         logical += row * table_stride
@@ -215,7 +214,6 @@ def attend_kernel(
             all_acc, all_m, all_total = fold(all_acc, all_m, all_total, acc, m * LN2, total)
             acc, m, total = _empty(BLOCK_M, DV_PAD)
     acc, m, total = fold(all_acc, all_m, all_total, acc, m * LN2, total)
-
     to = (tl.where(target < 0, token, scratch + target) + query).to(tl.int64) * heads + head
     _deliver(
         acc, m, total, sink, out, acc_out, m_out, l_out, to, head, live, target, DV, BLOCK_M, DV_PAD
