@@ -233,7 +233,7 @@ def test_a_client_that_goes_away_leaves_nothing_behind(server: Server, stream: b
         timeout = httpx.Timeout(60, read=1)
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(server.url + TEXT, json=body, headers=headers, timeout=timeout)
-    limit_s = 10.0  # less than its work would take
+    limit_s = 5.0  # less than its work would take
     server.wait_until(lambda: f"[{label}] {TEXT} 499" in server.log.read_text(), limit_s)
     server.wait_until(lambda: server.running() == [] and server.nothing_held(2), limit_s)
     server.wait_until(lambda: sum(opened(server).values()) == 0)
