@@ -137,7 +137,9 @@ def test_an_engine_that_stopped_is_replaced(server: Server) -> None:
     body = {"messages": USER, "seed": BREAKING, "stream": True}
     with httpx.stream("POST", server.url + CHAT, json=body, timeout=60) as answer:
         assert answer.status_code == 200
-        server.wait_until(lambda: "device lost" in server.get("/health/ready").json()["reason"])
+        server.wait_until(
+            lambda: "device lost" in server.get("/health/ready").json()["reason"], 15.0
+        )
         server.wait_until(server.ready)
     assert server.pids()[0] != stopped
 
@@ -153,7 +155,7 @@ def test_sigterm_ends_the_server_and_every_process_of_it(server: Server) -> None
     processes = below(server.process.pid)
     assert len(processes) > 4
     server.process.terminate()
-    assert server.process.wait(120) == 0
+    assert server.process.wait(30) == 0
     assert [pid for pid in processes if alive(pid)] == []
 
 
