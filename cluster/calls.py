@@ -20,6 +20,13 @@ MARK_S = 2.0
 SILENCE_S = 3 * MARK_S
 """A stream that says nothing for this long is lost: a frozen process raises nothing."""
 
+LOOKS = 3
+"""Looks in a row that find nothing, spread over the time that a worker may be silent."""
+
+LATE_S = 0.5
+"""A look that comes later than this was held up by the caller's own event loop, which heard nobody
+meanwhile: it proves nothing, and the worker has all its time again."""
+
 
 class EngineLost(Exception):
     """The worker did not answer: dead, frozen, or cut off."""
@@ -93,8 +100,7 @@ async def ask(handle: Handle, method: str, *arguments: Any, deadline_s: float) -
     """
     reply = contextvars.Context().run(handle.ask, method, *arguments)
     try:
-        async with asyncio.timeout(deadline_s):
-            return await reply
+        return await _heard(reply, deadline_s)
     except TimeoutError:
         raise EngineLost(f"{method} had no answer in {deadline_s:g} s") from None
     except asyncio.CancelledError:
@@ -124,8 +130,8 @@ class Stream:
         deadline_s: float = math.inf,
         silence_s: float = SILENCE_S,
     ) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._deadline, self._silence_s = self._loop.time() + deadline_s, silence_s
+        self._deadline = asyncio.get_running_loop().time() + deadline_s
+        self._silence_s = silence_s
         self._items = contextvars.Context().run(handle.stream, method, *arguments)
         self.finished = False
 
@@ -143,13 +149,11 @@ class Stream:
 
     async def next(self) -> Any:
         """The next message. Raises EngineLost or DeadlinePassed."""
-        until = min(self._deadline, self._loop.time() + self._silence_s)
         try:
-            async with asyncio.timeout_at(until):
-                return await self._items.__anext__()
+            return await _heard(self._items.__anext__(), self._silence_s, self._deadline)
+        except DeadlinePassed:
+            raise
         except TimeoutError:
-            if until == self._deadline:
-                raise DeadlinePassed from None
             raise EngineLost(f"the worker said nothing for {self._silence_s:g} s") from None
         except StopAsyncIteration:
             raise EngineLost("the worker ended the stream before its last message") from None
@@ -160,6 +164,39 @@ class Stream:
             raise Undelivered(f"the call was not delivered: {_shown(error)}") from None
         except Exception as error:
             raise EngineLost(f"the stream broke: {_shown(error)}") from error
+
+
+async def _heard(said: Awaitable[Any], silence_s: float, until: float = math.inf) -> Any:
+    """What a worker says next. Raises TimeoutError after `silence_s` of its silence, in which this
+    event loop ran all the while, and DeadlinePassed at the loop's time `until`.
+
+    What has arrived counts however late it is looked at. The read goes on from look to look, for
+    ending one ends the whole call.
+    """
+    loop = asyncio.get_running_loop()
+    task = asyncio.ensure_future(said)
+    silent = 0
+    try:
+        while True:
+            look = min(loop.time() + silence_s / LOOKS, until)
+            await asyncio.wait((task,), timeout=max(0.0, look - loop.time()))
+            if task.done():
+                return task.result()
+            if look == until:
+                raise DeadlinePassed
+            silent = silent + 1 if loop.time() < look + LATE_S else 0
+            if silent == LOOKS:
+                raise TimeoutError
+    finally:
+        if not task.done():
+            task.add_done_callback(_ignore)
+            task.cancel()
+
+
+def _ignore(task: asyncio.Future[Any]) -> None:
+    """What comes of a read that nobody waits for any more."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _unless_ours(message: str) -> None:

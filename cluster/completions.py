@@ -177,6 +177,7 @@ class Completion(Response):
             jobs,
             metrics=api.metrics,
             at_once=served.limits.prompts_at_once,
+            timeout_s=timeout_s,
             limit=limit,
         ) as generation:
             try:

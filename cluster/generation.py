@@ -114,16 +114,17 @@ class Generation:
         *,
         metrics: Metrics,
         at_once: int,
-        limit: str = "limits.request_timeout_s",
+        timeout_s: float,
+        limit: str,
     ) -> None:
-        """`limit` is where the deadline comes from. The engines have at most `at_once` of the
-        prompts at a time: one request does not fill their queues.
+        """The request may take `timeout_s` in all, as `limit` said. The engines have at most
+        `at_once` of the prompts at a time: one request does not fill their queues.
         """
         self._dispatcher = dispatcher
         self._jobs = jobs
         self._at_once = at_once
         self._places = asyncio.Semaphore(at_once)
-        self._limit = limit
+        self._timeout_s, self._limit = timeout_s, limit
         self._metrics = metrics
         self._news = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -187,8 +188,7 @@ class Generation:
         except ApiError as error:
             self._fail(error)
         except (DeadlinePassed, TimeoutError):
-            deadline_s = round(job.submit.deadline_s, 2)
-            message = f"no complete answer in {deadline_s:g} s ({self._limit})"
+            message = f"no complete answer in {self._timeout_s:g} s ({self._limit})"
             self._fail(ApiError(408, "timeout", message))
         except Exception as error:
             log.exception("could not follow %s", job.submit.id)

@@ -2,8 +2,8 @@
 
 One stream of the worker's statistics stays open. A worker that was killed breaks it at once, even
 where Serve has another one before any question would have gone unanswered; one that is frozen says
-nothing, and is not ready once its last word is too old. The first word of a new worker process
-brings the model's facts.
+nothing, and is not ready once the stream has counted that as its loss. The first word of a new
+worker process brings the model's facts.
 """
 
 from __future__ import annotations
@@ -64,9 +64,6 @@ class Watch:
             return self._complaint
         if self._unfit:
             return self._unfit
-        age_s = self._clock() - self._answered_s
-        if age_s > self._period_s + self._timeout_s:
-            return f"the worker's last answer is {age_s:.1f} s old"
         if self._stats["failure"]:
             return f"the engine stopped: {self._stats['failure']}"
         if self._stats["step_age_s"] > self._step_timeout_s:

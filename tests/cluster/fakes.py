@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import uvicorn
 
-from cluster.calls import Misrouted
+from cluster.calls import MARK_S, Misrouted
 from cluster.index import Hub, Version
 from cluster.ingress import Api, build_app
 from cluster.peers import Said
@@ -48,12 +48,22 @@ def prefix(key: bytes) -> PrefixCache:
     return PrefixCache([], 16, identity, enabled=True, cpu_clock=time.thread_time)
 
 
+async def permitted(gate: asyncio.Semaphore) -> bool:
+    """Waits for a permit; False where none came for so long that a worker says it is there."""
+    try:
+        async with asyncio.timeout(MARK_S):
+            return await gate.acquire()
+    except TimeoutError:
+        return False
+
+
 class FakeWorker:
     """Answers every prompt with `reply`, a token at a time, as the real one speaks.
 
     With `replies` set, choice i of a prompt gets the i-th.
 
-    With `gate` set, each event after the first waits for a permit: tests decide how far it gets.
+    With `gate` set, each event after the first waits for a permit: tests decide how far it gets,
+    however long that takes.
     """
 
     def __init__(self, reply: str = ALPHABET, *, per_delta: int = 1, places: int = 1000) -> None:
@@ -118,8 +128,8 @@ class FakeWorker:
         start = 0
         while running:
             for choice in running[:]:
-                if gate is not None:
-                    await gate.acquire()
+                while gate is not None and not await permitted(gate):
+                    yield wire.Mark()
                 if start and (failure := self.fail_after(submit)) is not None:
                     if isinstance(failure, Exception):
                         raise failure

@@ -1,13 +1,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
+import gc
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
-from cluster.calls import DeadlinePassed, EngineLost, Refused, ServeHandle, Stream, ask
+from cluster.calls import (
+    LATE_S,
+    LOOKS,
+    SILENCE_S,
+    DeadlinePassed,
+    EngineLost,
+    Refused,
+    ServeHandle,
+    Stream,
+    ask,
+)
+from tests.cluster.clocks import stopped, turns
 
 pytestmark = pytest.mark.anyio
 request_id = contextvars.ContextVar("request_id", default="none")
@@ -121,6 +134,89 @@ async def test_a_stream_past_its_deadline_is_no_loss() -> None:
         pytest.raises(DeadlinePassed),
     ):
         await stream.next()
+
+
+async def test_a_loop_that_stood_still_loses_no_stream() -> None:
+    """Longer than any worker may be silent, again and again, while nothing could arrive."""
+    said = [asyncio.Event() for _ in range(20)]
+    handles = [Handle(event.wait) for event in said]
+    with stopped() as clock, contextlib.ExitStack() as opened:
+        streams = [opened.enter_context(Stream(handle, "generate")) for handle in handles]
+        reading = [asyncio.create_task(stream.next()) for stream in streams]
+        asking = asyncio.create_task(ask(handles[0], "stats", deadline_s=5.0))
+        await turns()
+        for _ in range(3):
+            clock.move(6.6)
+            await turns()
+        assert not any(task.done() for task in (*reading, asking))
+        clock.move(6.6)
+        for event in said:  # it was there when the loop woke up
+            event.set()
+        assert all(await asyncio.gather(*reading, asking))
+        assert not any(reply.cancelled for handle in handles[1:] for reply in handle.replies)
+
+
+@pytest.mark.parametrize("stalls", [0, 1, 5])
+async def test_a_silent_worker_is_lost_after_a_full_time_in_which_the_loop_ran(stalls: int) -> None:
+    with stopped() as clock, Stream(Handle(forever), "generate") as stream:
+        reading = asyncio.create_task(stream.next())
+        await turns()
+        for _ in range(stalls):
+            clock.move(SILENCE_S / LOOKS)
+            await turns()
+            clock.move(SILENCE_S / LOOKS + LATE_S)
+            await turns()
+        for _ in range(LOOKS - 1):
+            clock.move(SILENCE_S / LOOKS)
+            await turns()
+        assert not reading.done()
+        clock.move(SILENCE_S / LOOKS + LATE_S / 2)
+        with pytest.raises(EngineLost, match="said nothing for 6 s"):
+            await reading
+
+
+async def test_a_message_that_arrives_with_the_last_look_counts() -> None:
+    said = asyncio.Event()
+    with stopped() as clock, Stream(Handle(said.wait), "generate") as stream:
+        reading = asyncio.create_task(stream.next())
+        await turns()
+        for _ in range(LOOKS - 1):
+            clock.move(SILENCE_S / LOOKS)
+            await turns()
+        said.set()
+        clock.move(SILENCE_S / LOOKS)
+        assert await reading is True
+
+
+@pytest.mark.parametrize("seconds", [10.0, 1000.0])
+async def test_a_deadline_holds_for_a_loop_that_stood_still(seconds: float) -> None:
+    with stopped() as clock, Stream(Handle(forever), "generate", deadline_s=10.0) as stream:
+        reading = asyncio.create_task(stream.next())
+        await turns()
+        clock.move(9.9)
+        await turns()
+        assert not reading.done()
+        clock.move(seconds - 9.9)
+        with pytest.raises(DeadlinePassed):
+            await reading
+
+
+async def test_a_read_that_breaks_when_nobody_waits_any_more_says_nothing(caplog: Any) -> None:
+    broken = asyncio.Event()
+
+    async def breaks() -> None:
+        try:
+            await forever()
+        finally:
+            broken.set()
+            raise ConnectionError("reset")
+
+    with pytest.raises(EngineLost):
+        await ask(Handle(breaks), "stats", deadline_s=0.01)
+    await broken.wait()
+    await turns()
+    gc.collect()
+    assert not caplog.records
 
 
 async def test_a_finished_stream_is_left_alone() -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
 from cluster import completions, generation, keys
 from cluster.metrics import Record
 from tests.cluster import tokens
+from tests.cluster.clocks import stopped, turns
 from tests.cluster.fakes import ALPHABET, MAX_MODEL_LEN, MODEL, FakeWorker, Served, ids_of, serving
 from worker import wire
 
@@ -541,11 +543,24 @@ async def test_a_failure_on_the_way(failure: Any, status: int, code: str) -> Non
         assert (await served.post(CHAT, {"messages": USER})).status_code == 200
 
 
+async def given_up(
+    served: Served, path: str, body: Any, headers: Mapping[str, str] | None = None
+) -> httpx.Response:
+    """The answer to a request whose 60 s are over while the engine has it."""
+    with stopped() as clock:
+        asked = asyncio.create_task(served.http.post(path, json=body, headers=headers))
+        while not served.worker.active:
+            await asyncio.sleep(0)
+        await turns()
+        clock.move(60.0)
+        return await asked
+
+
 async def test_a_request_that_takes_too_long_is_a_408() -> None:
     worker = FakeWorker()
     worker.gate = asyncio.Semaphore(3)
-    async with serving(worker, "limits.request_timeout_s=0.5") as served:
-        answer = await served.post(CHAT, {"messages": USER})
+    async with serving(worker, "limits.request_timeout_s=60") as served:
+        answer = await given_up(served, CHAT, {"messages": USER})
         assert (answer.status_code, answer.json()["error"]["code"]) == (408, "timeout")
         assert answer.headers["x-should-retry"] == "false"
         await worker.until_idle()
@@ -558,17 +573,18 @@ async def test_a_request_may_ask_to_be_given_up_earlier(stream: bool) -> None:
     worker.gate = asyncio.Semaphore(0)
     async with serving(worker) as served:
         body = {"messages": USER, "timeout": 500}
-        headers = {"X-Request-Timeout": "0.25"}
-        answer = await served.http.post(CHAT, json=body, headers=headers)
+        answer = await given_up(served, CHAT, body, {"X-Request-Timeout": "60"})
         error = answer.json()["error"]
         assert (answer.status_code, error["code"]) == (408, "timeout")
-        assert error["message"] == "no complete answer in 0.25 s (x-request-timeout)"
-        answer = await served.http.post(CHAT, json={"messages": USER, "timeout": 0.25})
+        assert error["message"] == "no complete answer in 60 s (x-request-timeout)"
+        await worker.until_idle()
+        answer = await given_up(served, CHAT, {"messages": USER, "timeout": 60})
         assert "(timeout)" in answer.text
-        await served.http.post(TEXT, json={"prompt": "hi", "stream": stream, "timeout": 0.25})
+        await worker.until_idle()
+        await given_up(served, TEXT, {"prompt": "hi", "stream": stream, "timeout": 60})
         await worker.until_idle()
         assert len(worker.aborted) == 3
-        assert all(0 < submit.deadline_s <= 0.25 for submit in worker.submits)
+        assert all(0 < submit.deadline_s <= 60 for submit in worker.submits)
         headers = {"X-Request-Timeout": "soon"}
         answer = await served.http.post(CHAT, json=body, headers=headers)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "x-request-timeout")
@@ -588,20 +604,26 @@ async def test_a_client_that_reads_nothing_is_cut_off(
     """Nobody takes the answer of the engine: the request ends all the same."""
     monkeypatch.setattr(completions, "SEND_S", 0.0)
     worker = FakeWorker()
-    async with serving(worker, "limits.request_timeout_s=0.2") as served:
+    async with serving(worker, "limits.request_timeout_s=60") as served:
         body = json.dumps({"prompt": "hi", "stream": True}).encode()
         record = Record(TEXT, time.monotonic())
+
+        async def hang(*_: Any, **__: Any) -> None:
+            clock.move(60.0)
+            await asyncio.Event().wait()
+
         if not begun:  # it hangs before there is anything to send
-            monkeypatch.setattr(served.api.text, "encode", lambda *_, **__: asyncio.Event().wait())
+            monkeypatch.setattr(served.api.text, "encode", hang)
         made = completions.Completion(served.api, body, record, chat=False, tenant="", timeout="")
         sent = []
 
         async def send(message: Any) -> None:
             sent.append(message)
             if message["type"] == "http.response.body" and begun:
-                await asyncio.Event().wait()
+                await hang()
 
-        await made({"type": "http"}, asyncio.Event().wait, send)  # type: ignore[arg-type]
+        with stopped() as clock:
+            await made({"type": "http"}, asyncio.Event().wait, send)  # type: ignore[arg-type]
         await worker.until_idle()
         assert sent[0]["status"] == (200 if begun else 408)
         assert record.error == ("client_too_slow" if begun else "timeout")

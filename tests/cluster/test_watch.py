@@ -8,6 +8,7 @@ import pytest
 
 from cluster.calls import EngineLost
 from cluster.watch import Watch
+from tests.cluster.clocks import Clock, stopped, turns
 from tests.cluster.fakes import FakeWorker, LocalHandle
 
 pytestmark = pytest.mark.anyio
@@ -16,19 +17,12 @@ pytestmark = pytest.mark.anyio
 BROKEN = "the stream broke: RuntimeError: the actor died"
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Watched:
     """A watch over a fake worker, with a clock that tests move."""
 
     def __init__(self) -> None:
         self.worker = FakeWorker()
-        self.clock = Clock()
+        self.clock = Clock(100.0)
         self.failures = 0
         self.watch = Watch(
             LocalHandle(self.worker),  # type: ignore[arg-type]
@@ -94,17 +88,31 @@ async def test_ready_follows_the_answers() -> None:
     assert it.watch.snapshot()["block_size"] == it.watch.info["block_size"]
 
 
-async def test_an_answer_that_is_too_old_is_none() -> None:
-    """A frozen worker raises nothing: its last answer just gets older."""
+async def test_a_worker_that_says_nothing_any_more_is_not_ready() -> None:
+    """A frozen worker raises nothing. Time in which the ingress itself stood still is not its."""
+    it = Watched()
+    with stopped() as clock:
+        listening = asyncio.create_task(it.watch.listen())
+        while not it.watch.ready:
+            await asyncio.sleep(0)
+        for seconds in (60.0, 7.0 / 3, 7.0 / 3):
+            clock.move(seconds)
+            await turns()
+            assert it.watch.ready
+        clock.move(7.0 / 3)
+        await listening
+    assert not it.watch.ready
+    lost = "the worker does not answer: the worker said nothing for 7 s"
+    assert it.watch.complaint == lost
+    await it.watch.look()
+    assert it.watch.ready
+
+
+async def test_how_old_an_answer_is_shows() -> None:
     it = Watched()
     await it.watch.look()
     it.clock.now += 7.0
-    assert it.watch.ready
-    it.clock.now += 0.1
-    assert not it.watch.ready
-    assert it.watch.complaint == "the worker's last answer is 7.1 s old"
-    await it.watch.look()
-    assert it.watch.ready
+    assert it.watch.report("gang-1")["answer_age_s"] == 7.0
 
 
 async def test_an_engine_that_stopped_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
