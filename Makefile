@@ -8,6 +8,7 @@ SET    ?=
 TRACE  ?=
 ARGS   ?=
 JOBS   ?= 2
+MARKS  ?= not full and not hosts and not guidellm
 
 BIN   := .venv/bin
 STAMP := .venv/.installed
@@ -54,7 +55,7 @@ serve: $(STAMP)
 	  $(foreach setting,$(SET),--set "$(setting)")
 
 test: $(TESTS)
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "$(MARKS)"
 
 test-hosts: $(TESTS)
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -m "hosts and not full" tests/cluster/test_hosts.py

@@ -27,10 +27,7 @@ from scripts.desk import Broken, Cluster, say, wait_for
 from scripts.hosts import ROOT
 from scripts.streams import Stream
 
-START_S = 180.0  # from `ray up` to two workers that answer
-ELSEWHERE_S = 10.0  # a stream of a host that was cut off goes on
-UPDATE_S = 180.0  # every process is replaced
-BACK_S = 120.0  # both workers are there, after the host is
+LIMIT_S = 600.0  # whatever takes longer will not come: nothing waits for ever
 
 
 def exported() -> dict[str, str]:
@@ -85,7 +82,7 @@ def asking(cluster: Cluster) -> Iterator[list[Stream]]:
 def undisturbed(cluster: Cluster, count: int, tokens: int) -> list[str]:
     """The texts of the streams when nothing happens. Raises Broken."""
     streams = [cluster.stream(n, tokens) for n in range(count)]
-    wait_for("undisturbed streams end", 120, lambda: all(s.done for s in streams))
+    wait_for("undisturbed streams end", LIMIT_S, lambda: all(s.done for s in streams))
     failed = [s.error for s in streams if s.error]
     if failed:
         raise Broken(f"undisturbed requests failed: {failed[0]}")
@@ -98,10 +95,10 @@ def run(cluster: Cluster, options: argparse.Namespace) -> dict[str, Any]:
     say("ray up")
     cluster.up()
     count = 1 + len(cluster.others)
-    wait_for("all hosts are in the cluster", START_S, lambda: len(cluster.nodes()) == count)
+    wait_for("all hosts are in the cluster", LIMIT_S, lambda: len(cluster.nodes()) == count)
     say(f"{count} hosts after {time.monotonic() - began_s:.0f} s; serve deploy")
     cluster.deploy()
-    gangs, _ = wait_for("two workers answer", START_S, cluster.both)
+    gangs, _ = wait_for("two workers answer", LIMIT_S, cluster.both)
     started_s = time.monotonic() - began_s
     say(f"two workers on two hosts after {started_s:.0f} s")
     processes = check_environment(cluster)
@@ -131,7 +128,7 @@ def change_live(cluster: Cluster, gangs: dict[str, dict[str, Any]]) -> None:
         body = {"prompt": "x", "max_tokens": 1, "stop": ["y"]}
         return cluster.ask("POST", "/v1/completions", body)[0] == 400
 
-    wait_for("the new limit holds", 60, refused)
+    wait_for("the new limit holds", LIMIT_S, refused)
     after = cluster.gangs()
     if {host: gang["pid"] for host, gang in after.items()} != {
         host: gang["pid"] for host, gang in gangs.items()
@@ -143,7 +140,7 @@ def update(cluster: Cluster, options: argparse.Namespace, expected: list[str]) -
     """Other arguments replace every process while streams run; how long it took. Raises Broken."""
     before = {gang["gang"] for gang in cluster.gangs().values()}
     streams = [cluster.stream(n, options.tokens) for n in range(options.streams)]
-    wait_for("all streams speak", 60, lambda: all(len(s.heard_s) > 2 for s in streams))
+    wait_for("all streams speak", LIMIT_S, lambda: all(len(s.heard_s) > 2 for s in streams))
     arguments = cluster.serve["applications"][0]["args"]
 
     def replaced() -> bool:
@@ -152,7 +149,7 @@ def update(cluster: Cluster, options: argparse.Namespace, expected: list[str]) -
 
     with asking(cluster) as sent:
         cluster.change(args={**arguments, "set": [*arguments["set"], "limits.max_n=8"]})
-        _, took_s = wait_for("both workers are replaced", UPDATE_S, replaced)
+        _, took_s = wait_for("both workers are replaced", LIMIT_S, replaced)
     check_answers(streams, sent, expected)
     return took_s
 
@@ -160,7 +157,7 @@ def update(cluster: Cluster, options: argparse.Namespace, expected: list[str]) -
 def check_answers(streams: list[Stream], sent: list[Stream], expected: list[str]) -> None:
     """All come to their end, none fails, and no text differs. Raises Broken."""
     everything = (*streams, *sent)
-    wait_for("all requests end", 120, lambda: all(s.done for s in everything))
+    wait_for("all requests end", LIMIT_S, lambda: all(s.done for s in everything))
     failed = [s.error for s in everything if s.error]
     if failed:
         raise Broken(f"{len(failed)} of {len(everything)} requests failed: {failed[0]}")
@@ -177,7 +174,7 @@ def cut_and_mend(
     """Streams, a cut, the end of the streams, and both workers again. Raises Broken."""
     lost = cluster.others[-1]
     streams = [cluster.stream(n, options.tokens) for n in range(options.streams)]
-    wait_for("all streams speak", 60, lambda: all(len(s.heard_s) > 2 for s in streams))
+    wait_for("all streams speak", LIMIT_S, lambda: all(len(s.heard_s) > 2 for s in streams))
     there = cluster.gang_of()
     hit = [s for s in streams if there.get(s.id or "") == gangs[lost.name]["gang"] and not s.done]
     if not hit:
@@ -192,15 +189,15 @@ def cut_and_mend(
         return cluster.nodes().get(lost.address) == "DEAD"
 
     with asking(cluster) as sent:
-        wait_for(
-            "the streams go on elsewhere", ELSEWHERE_S,
-            lambda: all(s.done or s.heard_s[-1] > cut_s + 3 for s in hit),
-        )  # fmt: skip
-        wait_for("the cut is long enough", 120, long_enough)
+        went_on = lambda: all(s.done or s.heard_s[-1] > cut_s + 3 for s in hit)  # noqa: E731
+        wait_for("the streams go on elsewhere", LIMIT_S, went_on)
+        if cluster.nodes().get(lost.address) == "DEAD":
+            raise Broken("the streams went on only after Ray had given their host up")
+        wait_for("the cut is long enough", LIMIT_S, long_enough)
         state, away_s = cluster.nodes()[lost.address], time.monotonic() - cut_s
         say(f"{state} for Ray after {away_s:.0f} s; the cable comes back")
         lost.mend()
-        _, back_s = wait_for("both workers are there again", BACK_S, cluster.both)
+        _, back_s = wait_for("both workers are there again", LIMIT_S, cluster.both)
     say(f"both workers are there again {back_s:.0f} s after the cable")
     check_answers(streams, sent, expected)
     return {

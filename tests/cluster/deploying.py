@@ -1,4 +1,4 @@
-"""An application on a Ray of its own, described and changed as `serve deploy` does it."""
+"""Applications on a Ray that tests share, described and changed as `serve deploy` does it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from tests.cluster.processes import ROOT, Server, free_port
+from tests.cluster.processes import ROOT, Server, below, cmdline, free_port, kept
 from worker.engine import Engine
 from worker.replica import GPUWorker
 
@@ -39,25 +39,44 @@ class SlowWorker(GPUWorker):
         return engine
 
 
+SLOW_WORKER = "tests.cluster.deploying:SlowWorker"
+
+
 class Deployment(Server):
     """A server whose description may change."""
 
-    def deploy(self, settings: list[str], **deployments: dict[str, Any]) -> None:
+    worker, path = SLOW_WORKER, "cluster.app:application"
+    described: Any = None
+    """What `deployed` has deployed."""
+
+    def deploy(self, settings: Sequence[str], **deployments: dict[str, Any]) -> None:
         """Tell Serve what should be; `deployments` has options of the deployment of each name."""
         described = {
             "name": "kvatlas",
-            "import_path": "cluster.app:application",
-            "args": {"set": settings, "worker": "tests.cluster.deploying:SlowWorker"},
+            "import_path": self.path,
+            "args": {"set": [*settings], "worker": self.worker},
             "deployments": [{"name": name, **options} for name, options in deployments.items()],
         }
+        self._tell([described])
+
+    def clear(self) -> None:
+        """Take away what is deployed, to the last process of it."""
+        self._tell([])
+        self.wait_until(lambda: not any(map(is_replica, below(self.process.pid))), 120)
+
+    def _tell(self, applications: list[dict[str, Any]]) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(described).encode() + b"\n")
+        self.process.stdin.write(json.dumps(applications).encode() + b"\n")
         self.process.stdin.flush()
 
     def ready(self) -> bool:
         with contextlib.suppress(httpx.TransportError):
             return super().ready()
         return False
+
+
+def is_replica(pid: int) -> bool:
+    return b"ServeReplica" in cmdline(pid)
 
 
 @contextlib.contextmanager
@@ -83,8 +102,34 @@ def cluster(log: Path) -> Iterator[Deployment]:
         process.wait(120)
 
 
+_there: list[Deployment] = []
+
+
+def deployed(
+    place: Path,
+    settings: Sequence[str],
+    gangs: int,
+    *,
+    worker: str = SLOW_WORKER,
+    path: str = Deployment.path,
+) -> Deployment:
+    """An application that is ready with so many gangs, on the Ray that tests share: the one that is
+    there where it is the same, else after that has gone. `place` is an empty directory."""
+    if not _there:
+        _there.append(kept.enter_context(cluster(place / "log")))
+        kept.callback(_there.clear)
+    (server,) = _there
+    described = ([*settings], worker, path)
+    if server.described not in (None, described):
+        server.clear()
+    server.described, server.worker, server.path = described, worker, path
+    server.deploy(settings)
+    server.wait_until(lambda: server.ready() and len(server.pids()) == gangs, 240)
+    return server
+
+
 def main(port: int) -> None:
-    """Deploys what each line of standard input describes, until there are no more."""
+    """Deploys the applications that each line of standard input lists, until there are no more."""
     from cluster.local import RAY_ENVIRONMENT, SERVE_ENVIRONMENT, THREADS_ENVIRONMENT, local_ray
     from configs.loading import load
 
@@ -96,7 +141,7 @@ def main(port: int) -> None:
 
         serve.start(http_options={"port": port}, logging_config={"log_level": "ERROR"})
         for line in sys.stdin:
-            _get_global_client().deploy_apps(ServeDeploySchema(applications=[json.loads(line)]))
+            _get_global_client().deploy_apps(ServeDeploySchema(applications=json.loads(line)))
 
 
 if __name__ == "__main__":

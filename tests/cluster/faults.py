@@ -91,6 +91,7 @@ class Ingress(cluster.app.Ingress):
         router._decide = deciding  # type: ignore[method-assign]
 
 
-def prepare() -> None:
-    """The applications that this process builds have this ingress."""
+def application(args: dict[str, Any]) -> Any:
+    """What is deployed: `cluster.app.application` with this ingress."""
     cluster.app.Ingress = Ingress  # type: ignore[misc]
+    return cluster.app.application(args)

@@ -1,4 +1,5 @@
-"""A gang that does what files beside its model say: it loses a table entry, or takes its time."""
+"""A gang that does what files beside its model say: it loses a table entry, or takes its time. And
+two such gangs, for the tests of what happens to them."""
 
 from __future__ import annotations
 
@@ -7,10 +8,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from tests.cluster.deploying import STEP_S, SlowWorker
+from tests.cluster.processes import HEALTH
 from worker.engine import Engine
 from worker.follower import GPUFollower, Made
 from worker.gang_wire import Change
-from worker.replica import GPUWorker
 
 LOSE = "lose-an-entry"
 """While this file is there, ranks other than 0 lose what they are told next, and take it away."""
@@ -18,7 +20,22 @@ LOSE = "lose-an-entry"
 SLOW = "be-slow"
 """While this file is there, each step takes `STEP_S` longer."""
 
-STEP_S = 0.1
+TOLD = "tests.cluster.gang_workers:ToldWorker"
+POOL = (
+    "[{name: long, gang_size: 2, gangs: 2, blocks: 128, max_model_len: 400, shard_from_tokens: 64}]"
+)
+DEADLINE_S = 4
+SETTINGS = (
+    "model.dtype=float32",
+    "kv.block_size=8",
+    "scheduler.max_num_seqs=16",
+    f"cluster.pools={POOL}",
+    "routing.policy=round_robin",  # so that both have streams, whichever Serve takes
+    "cluster.cpus_per_worker=0.25",
+    f"cluster.collective_timeout_s={DEADLINE_S}",
+    "server.stream_messages_per_s=100000",  # a message for each token, so that they can be counted
+    *HEALTH,
+)
 
 
 class ToldFollower(GPUFollower):
@@ -39,7 +56,7 @@ class ToldFollower(GPUFollower):
         return made, serve_blocks
 
 
-class ToldWorker(GPUWorker):
+class ToldWorker(SlowWorker):
     follower = ToldFollower
 
     def _make(self, directory: Path) -> Engine:

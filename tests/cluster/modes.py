@@ -7,11 +7,19 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import pytest
+
 from cluster import haproxy
 from cluster.keys import ADMIN_KEY
 from tests.cluster.processes import free_port
 
-MODES = ("default", "grpc", "haproxy")
+MIXED = "default-haproxy"
+MODES = (
+    MIXED,  # with the next one each part that Serve has two of
+    "grpc",
+    pytest.param("default", marks=pytest.mark.full),
+    pytest.param("haproxy", marks=pytest.mark.full),
+)
 # Of Serve itself; `kvatlas serve` sets others, which are the mode "grpc".
 DEFAULT = {
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "0",
@@ -29,7 +37,7 @@ def environment(mode: str) -> Iterator[Mapping[str, str]]:
         yield {"RAY_SERVE_USE_GRPC_BY_DEFAULT": "1"}
     else:
         with tempfile.TemporaryDirectory(prefix="ha") as directory:  # names of sockets are short
-            yield _haproxy(Path(directory))
+            yield {**(DEFAULT if mode == MIXED else {}), **_haproxy(Path(directory))}
 
 
 def _haproxy(directory: Path) -> Mapping[str, str]:

@@ -24,15 +24,15 @@ ROOT = Path(__file__).parents[2]
 FAKE, REAL = "tests.cluster.fakes:ServedFake", "worker.replica:GPUWorker"
 # Faster than what is shipped, so that the tests are: 2 s and 5 s.
 HEALTH = ("cluster.health_period_s=0.5", "cluster.health_timeout_s=1.5")
+kept = contextlib.ExitStack()
+"""The Ray that stays for the next test that deploys on it (`tests.cluster.deploying`). Whoever
+starts another one closes this first: two at a time would measure each other."""
+
 START = """
-import os
 import sys
 from cluster.cli import run
 from cluster.local import serve_here
 from tests.cluster.fakes import config
-
-if prepare := os.environ.get("KVATLAS_TEST_PREPARE"):
-    __import__(prepare, fromlist="*").prepare()
 
 def serve():
     worker, directory, *settings = sys.argv[1:]
@@ -98,6 +98,7 @@ def start(
     environment: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
     """Starts a server; `log` gets what it prints."""
+    kept.close()
     command = [sys.executable, "-c", START, worker, str(directory), *overrides]
     own = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     env = {**os.environ, **own, **(environment or {})}

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.cluster import tiny
-from tests.cluster.deploying import SLOW, STEP_S, Deployment, cluster
-from tests.cluster.processes import HEALTH, alive
-from tests.cluster.test_two_workers import ingresses, stream
+from tests.cluster.deploying import SLOW, STEP_S, Deployment, deployed
+from tests.cluster.processes import alive
+from tests.cluster.test_two_workers import SETTINGS, ingresses, stream
 from worker.live import SILENCE_S
 
 STREAMS = 16
@@ -22,33 +21,13 @@ HINT = {"prompt": "hi", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save(tmp_path_factory.mktemp("model"))
+def settings(model: Path) -> list[str]:
+    return [f"model.path={model}", *SETTINGS]
 
 
 @pytest.fixture(scope="module")
-def settings(directory: Path) -> list[str]:
-    return [
-        f"model.path={directory}",
-        "model.dtype=float32",
-        "model.max_model_len=256",
-        "kv.block_size=8",
-        "kv.blocks=1024",
-        "scheduler.max_num_seqs=16",
-        "cluster.workers=2",
-        "cluster.ingresses=2",
-        "server.stream_messages_per_s=100000",
-        *HEALTH,
-    ]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> Iterator[Deployment]:
-    with cluster(tmp_path_factory.mktemp("log") / "log") as server:
-        server.deploy(settings)
-        server.wait_until(server.ready, 120)
-        server.wait_until(lambda: len(server.pids()) == 2)
-        yield server
+def server(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> Deployment:
+    return deployed(tmp_path_factory.mktemp("log"), settings, 2)
 
 
 async def streams(

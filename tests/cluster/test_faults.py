@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.cluster import seeds, tiny
-from tests.cluster.processes import HEALTH, Server, below, cmdline, running
+from tests.cluster import seeds
+from tests.cluster.deploying import Deployment, deployed
+from tests.cluster.processes import HEALTH, Server, below, cmdline
 
 SETTINGS = (
     "model.dtype=float32",
@@ -37,14 +39,10 @@ def workers(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(scope="module")
-def server(workers: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    directory = tiny.save(tmp_path_factory.mktemp("model"), 8192)
-    log = tmp_path_factory.mktemp("log") / "log"
-    environment = {"KVATLAS_TEST_PREPARE": "tests.cluster.faults"}
-    settings = (*SETTINGS, f"cluster.workers={workers}")
-    kind = "tests.cluster.faults:Worker"
-    with running(directory, log, *settings, worker=kind, environment=environment) as server:
-        yield server
+def server(workers: int, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Deployment:
+    settings = [f"model.path={model}", *SETTINGS, f"cluster.workers={workers}"]
+    kinds = {"worker": "tests.cluster.faults:Worker", "path": "tests.cluster.faults:application"}
+    return deployed(tmp_path_factory.mktemp("log"), settings, workers, **kinds)
 
 
 def words(number: int, count: int) -> list[int]:

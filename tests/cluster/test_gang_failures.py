@@ -7,31 +7,17 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.cluster import tiny
-from tests.cluster.gang_workers import LOSE
-from tests.cluster.processes import HEALTH, Server, alive, running
+from tests.cluster.deploying import Deployment, deployed
+from tests.cluster.gang_workers import DEADLINE_S, LOSE, SETTINGS, TOLD
+from tests.cluster.processes import Server, alive
 
-TOLD = "tests.cluster.gang_workers:ToldWorker"
-POOL = (
-    "[{name: long, gang_size: 2, gangs: 2, blocks: 128, max_model_len: 400, shard_from_tokens: 64}]"
-)
-DEADLINE_S = 4
-SETTINGS = (
-    "model.dtype=float32",
-    "kv.block_size=8",
-    f"cluster.pools={POOL}",
-    "cluster.cpus_per_worker=0.25",
-    f"cluster.collective_timeout_s={DEADLINE_S}",
-    "server.stream_messages_per_s=100000",  # a message for each token, so that they can be counted
-    *HEALTH,
-)
 STREAMS = 8
 TOKENS = 100
 HEALED_S = 60.0
@@ -40,21 +26,16 @@ Gangs = dict[str, list[int]]
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def server(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    log = tmp_path_factory.mktemp("log") / "log"
-    with running(directory, log, *SETTINGS, worker=TOLD) as server:
-        yield server
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Deployment:
+    settings = [f"model.path={model}", *SETTINGS]
+    return deployed(tmp_path_factory.mktemp("log"), settings, 2, worker=TOLD)
 
 
 async def stream(http: httpx.AsyncClient, number: int, on_chunk: Callable[[], None]) -> str:
-    """The text of one request, every other of which is spread over a gang. Raises if it fails."""
+    """The text of one request. Half of those of each gang, of which each gets every other request,
+    are spread over it. Raises if it fails."""
     body = {
-        "prompt": f"request {number} says " + "and says " * (9 * (number % 2)),
+        "prompt": f"request {number} says " + "and says " * (9 * (number // 2 % 2)),
         "max_tokens": TOKENS,
         "ignore_eos": True,
         "temperature": 0,
@@ -151,12 +132,12 @@ def test_a_frozen_rank_is_found_by_the_deadline(server: Server, undisturbed: lis
 
 
 def test_a_rank_that_has_other_tables_is_reported_as_that_in_the_same_step(
-    server: Server, undisturbed: list[str], directory: Path
+    server: Server, undisturbed: list[str], model: Path
 ) -> None:
     before = healed(server)
     stopped = "the engine stopped: the gang stopped: "
-    log, after = disturbed(server, undisturbed, (directory / LOSE).touch, stopped)
-    assert not (directory / LOSE).exists()
+    log, after = disturbed(server, undisturbed, (model / LOSE).touch, stopped)
+    assert not (model / LOSE).exists()
     assert len(before.keys() & after.keys()) == 1
     assert "its block tables are not those that the step was planned for" in log
     told = [line for line in log.splitlines() if stopped in line]

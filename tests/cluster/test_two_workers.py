@@ -18,7 +18,8 @@ import httpx
 import pytest
 
 from cluster import quickstart
-from tests.cluster import modes, tiny
+from tests.cluster import modes
+from tests.cluster.deploying import deployed
 from tests.cluster.processes import HEALTH, REAL, Server, alive, below, cmdline, running
 
 COUNTED = ("server.stream_messages_per_s=100000",)  # a message for each token
@@ -43,19 +44,17 @@ in_each_mode = pytest.mark.parametrize("server", modes.MODES, indirect=True)
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save(tmp_path_factory.mktemp("model"), 8192)
-
-
-@pytest.fixture(scope="module")
 def server(
-    request: pytest.FixtureRequest, directory: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     """In the mode that the test names."""
-    log = tmp_path_factory.mktemp("log") / "log"
+    place = tmp_path_factory.mktemp("log")
+    if request.param == "grpc":  # as the Ray that tests share
+        yield deployed(place, [f"model.path={model}", *SETTINGS], 2)
+        return
     with (
         modes.environment(request.param) as environment,
-        running(directory, log, *SETTINGS, worker=REAL, environment=environment) as server,
+        running(model, place / "log", *SETTINGS, worker=REAL, environment=environment) as server,
     ):
         yield server
 

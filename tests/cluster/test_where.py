@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,10 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.cluster import tiny
-from tests.cluster.gang_workers import SLOW
-from tests.cluster.processes import HEALTH, Server, running
+from tests.cluster.deploying import Deployment, deployed
+from tests.cluster.gang_workers import SLOW, TOLD
+from tests.cluster.processes import HEALTH, Server
 
-TOLD = "tests.cluster.gang_workers:ToldWorker"
 POOLS = (
     "[{name: short, blocks: 64, max_model_len: 256}, "
     "{name: long, gang_size: 2, blocks: 32, max_model_len: 400, shard_from_tokens: 64}]"
@@ -34,15 +33,9 @@ LENGTHS = {"short": 256 - len(PROMPT), "long": 400 - len(PROMPT)}
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def server(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    log = tmp_path_factory.mktemp("log") / "log"
-    with running(directory, log, *SETTINGS, worker=TOLD) as server:
-        yield server
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Deployment:
+    settings = [f"model.path={model}", *SETTINGS]
+    return deployed(tmp_path_factory.mktemp("log"), settings, 2, worker=TOLD)
 
 
 def ask(server: Server, tokens: int) -> str:
@@ -79,11 +72,11 @@ def keys(place: dict[str, Any], heads: int, size: int) -> Any:
 
 
 def test_every_token_of_a_sharded_request_is_where_it_is_said_to_be(
-    server: Server, directory: Path
+    server: Server, model: Path
 ) -> None:
     """In the process of its rank; and its key is that of the same token in a single worker."""
     places: dict[str, list[dict[str, Any]]] = {}
-    (directory / SLOW).touch()
+    (model / SLOW).touch()
     with ThreadPoolExecutor(16) as threads:  # what is asked during a step is answered after it
 
         def answers(queries: Iterable[str]) -> list[dict[str, Any]]:
@@ -109,7 +102,7 @@ def test_every_token_of_a_sharded_request_is_where_it_is_said_to_be(
                 assert held["request"] == shard["request"]
                 assert held["first"] + shard["offset"] == shard["token"] < held["end"]
         finally:
-            (directory / SLOW).unlink()
+            (model / SLOW).unlink()
         assert texts["long"].result().startswith(texts["short"].result()[:20])
     assert {place["degree"] for place in places["short"]} == {1}
     assert {place["degree"] for place in places["long"]} == {2}

@@ -14,6 +14,7 @@ import transformers as tf
 
 from scripts.bench_pull import Size, arguments
 from tests.cluster import tokens
+from tests.cluster.processes import kept
 from tests.families import FAMILIES, Family, build
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +39,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_worker_pulls_from_the_other_one(directory: Path) -> None:
+    kept.close()
     settings = {
         "model.path": directory,
         "model.dtype": "float64",
@@ -50,7 +52,7 @@ def test_a_worker_pulls_from_the_other_one(directory: Path) -> None:
     command += ["--prompt-tokens", str(LENGTH)]
     command += [part for item in settings.items() for part in ("--set", "=".join(map(str, item)))]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     (size,) = found["sizes"]
