@@ -13,12 +13,10 @@ from cluster import haproxy
 from cluster.keys import ADMIN_KEY
 from tests.cluster.processes import free_port
 
-MIXED = "default-haproxy"
 MODES = (
-    MIXED,  # with the next one each part that Serve has two of
+    "haproxy",
     "grpc",
-    pytest.param("default", marks=pytest.mark.full),
-    pytest.param("haproxy", marks=pytest.mark.full),
+    pytest.param("default", marks=pytest.mark.full),  # that of `test_local.py`, too
 )
 # Of Serve itself; `kvatlas serve` sets others, which are the mode "grpc".
 DEFAULT = {
@@ -37,7 +35,7 @@ def environment(mode: str) -> Iterator[Mapping[str, str]]:
         yield {"RAY_SERVE_USE_GRPC_BY_DEFAULT": "1"}
     else:
         with tempfile.TemporaryDirectory(prefix="ha") as directory:  # names of sockets are short
-            yield {**(DEFAULT if mode == MIXED else {}), **_haproxy(Path(directory))}
+            yield _haproxy(Path(directory))
 
 
 def _haproxy(directory: Path) -> Mapping[str, str]:

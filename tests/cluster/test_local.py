@@ -1,4 +1,8 @@
-"""`kvatlas serve` as a process: a real Ray Serve around a worker without a model."""
+"""`kvatlas serve` as a process: a real Ray Serve around a worker without a model.
+
+Serve carries requests here as it does when nobody tells it otherwise; `test_two_workers.py` has the
+other ways.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import subprocess
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -17,9 +22,10 @@ import pytest
 
 from cluster.errors import UserError
 from cluster.local import serve_here
-from tests.cluster import tokens
+from tests.cluster import modes, tokens
 from tests.cluster.fakes import ALPHABET, BREAKING, ENDLESS, MODEL, config
 from tests.cluster.processes import HEALTH, Server, alive, below, free_port, running, start
+from tests.cluster.test_two_workers import REFUSED, half_bodies, post
 
 USER = [{"role": "user", "content": "hi"}]
 CHAT = "/v1/chat/completions"
@@ -28,7 +34,8 @@ CHAT = "/v1/chat/completions"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tokens.save(tmp_path_factory.mktemp("model"))
-    with running(directory, tmp_path_factory.mktemp("log") / "log", *HEALTH) as server:
+    log = tmp_path_factory.mktemp("log") / "log"
+    with running(directory, log, *HEALTH, environment=modes.DEFAULT) as server:
         yield server
 
 
@@ -75,12 +82,29 @@ def test_a_client_that_goes_away_ends_the_worker_s_work(server: Server) -> None:
     server.wait_until(lambda: server.running() == [])
 
 
-def test_a_large_body_passes_the_proxy_and_a_larger_one_is_refused(server: Server) -> None:
+@pytest.mark.parametrize(("path", "body", "status", "code"), REFUSED)
+def test_errors_come_as_they_were_said(
+    server: Server, path: str, body: Any, status: int, code: str
+) -> None:
+    answer = post(server, path, body, headers={"X-Request-Id": "mine"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+    assert answer.headers.get_list("x-request-id") == ["mine"]
+
+
+def test_half_a_body_blocks_nobody_and_leaves_nothing(server: Server) -> None:
+    half_bodies(server)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_large_body_passes_the_proxy_and_a_larger_one_is_refused(
+    server: Server, chunked: bool
+) -> None:
     """Above and below the limit of a body, both above what gRPC takes in one message."""
     for mib, status, code in ((6, 400, "context_length_exceeded"), (17, 413, "body_too_large")):
         prompt = "[" + "1," * (mib << 19) + "1]"
         body = f'{{"prompt": {prompt}}}'.encode()
-        answer = httpx.post(f"{server.url}/v1/completions", content=body, timeout=60)
+        content = iter([body[:100], body[100:]]) if chunked else body
+        answer = httpx.post(f"{server.url}/v1/completions", content=content, timeout=60)
         assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
 
 

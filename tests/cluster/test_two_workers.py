@@ -156,23 +156,18 @@ def test_a_stream_says_what_an_answer_in_one_piece_says(server: Server) -> None:
         assert choices[-1]["finish_reason"] == whole["finish_reason"] == "length"
 
 
+REFUSED = [
+    (TEXT, {"prompt": "hi", "top_p": 7}, 400, "invalid_value"),
+    (TEXT, {"prompt": "hi", "model": "other"}, 404, "model_not_found"),
+    (TEXT, {"prompt": "hi", "stream": True, "max_tokens": 9999}, 400, "context_length_exceeded"),
+    (CHAT, {"messages": []}, 400, "invalid_value"),
+    ("/v1/nothing", {}, 404, "not_found"),
+    ("/v1/models", {}, 405, "method_not_allowed"),
+]
+
+
 @in_each_mode
-@pytest.mark.parametrize(
-    ("path", "body", "status", "code"),
-    [
-        (TEXT, {"prompt": "hi", "top_p": 7}, 400, "invalid_value"),
-        (TEXT, {"prompt": "hi", "model": "other"}, 404, "model_not_found"),
-        (
-            TEXT,
-            {"prompt": "hi", "stream": True, "max_tokens": 9999},
-            400,
-            "context_length_exceeded",
-        ),
-        (CHAT, {"messages": []}, 400, "invalid_value"),
-        ("/v1/nothing", {}, 404, "not_found"),
-        ("/v1/models", {}, 405, "method_not_allowed"),
-    ],
-)
+@pytest.mark.parametrize(("path", "body", "status", "code"), REFUSED)
 def test_errors_come_as_they_were_said(
     server: Server, path: str, body: Any, status: int, code: str
 ) -> None:
@@ -199,6 +194,11 @@ def test_the_limit_of_a_body_holds(
 
 @in_each_mode
 def test_half_a_body_blocks_nobody_and_leaves_nothing(server: Server) -> None:
+    half_bodies(server)
+
+
+def half_bodies(server: Server) -> None:
+    """Many of them, while one request is answered."""
     host, _, port = server.url.removeprefix("http://").partition(":")
     head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{{".encode()
     with contextlib.ExitStack() as stack:
