@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-LINES_IN_A_FILE, LINES_IN_A_FUNCTION = 400, 70
+LINES_IN_A_FILE, LINES_IN_A_FUNCTION = 500, 70
 PACKAGES = ("cluster", "worker", "kvpaging", "context_parallel", "configs", "scripts")
 CODE = sorted(path for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))

@@ -27,7 +27,9 @@ def server(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> Dep
     return deployed(tmp_path_factory.mktemp("log"), settings, 2, worker=TOLD)
 
 
-async def streams(server: Deployment, then: Callable[[], None] = lambda: None) -> list[str]:
+async def streams(
+    server: Deployment, then: Callable[[], None] = lambda: None, **other: int
+) -> list[str]:
     """All texts; calls `then` once, when all of them have begun."""
     chunks = 0
 
@@ -38,7 +40,7 @@ async def streams(server: Deployment, then: Callable[[], None] = lambda: None) -
             then()
 
     async with httpx.AsyncClient(base_url=server.url, timeout=120) as http:
-        made = (stream(http, n, on_chunk, max_tokens=TOKENS, **SLOW) for n in range(STREAMS))
+        made = (stream(http, n, on_chunk, max_tokens=TOKENS, **other) for n in range(STREAMS))
         return await asyncio.gather(*made)
 
 
@@ -58,7 +60,7 @@ def test_a_gang_that_is_taken_away_ends_its_streams_and_its_followers_stay_for_t
         server.wait_until(both_run)
         server.deploy(settings, **{"worker-long": {"num_replicas": 2}})
 
-    assert asyncio.run(streams(server, fewer)) == undisturbed
+    assert asyncio.run(streams(server, fewer, **SLOW)) == undisturbed
     (taken,) = server.wait_until(lambda: [g for g in ranks.values() if not any(map(alive, g))])
     bye = "rank 0 has ended the gang"  # a follower's two threads, for steps and for blocks
     server.wait_until(lambda: said_by(taken[1], server).count(bye) == 2)

@@ -19,7 +19,7 @@ from tests.cluster.gang_workers import DEADLINE_S, LOSE, SETTINGS, TOLD
 from tests.cluster.processes import Server, alive
 
 STREAMS = 8
-TOKENS = 100
+TOKENS = 48
 HEALED_S = 60.0
 
 Gangs = dict[str, list[int]]
@@ -102,7 +102,7 @@ def disturbed(
     return server.log.read_text()[logged:], there
 
 
-@pytest.mark.parametrize("rank", [1, 0])
+@pytest.mark.parametrize("rank", [pytest.param(1, marks=pytest.mark.full), 0])
 def test_a_gang_that_loses_a_rank_is_replaced_and_no_stream_breaks(
     server: Server, undisturbed: list[str], rank: int
 ) -> None:
@@ -131,6 +131,7 @@ def test_a_frozen_rank_is_found_by_the_deadline(server: Server, undisturbed: lis
     server.wait_until(lambda: not alive(frozen))
 
 
+@pytest.mark.full
 def test_a_rank_that_has_other_tables_is_reported_as_that_in_the_same_step(
     server: Server, undisturbed: list[str], model: Path
 ) -> None:
