@@ -45,7 +45,7 @@ def test_a_host_that_is_cut_off_costs_no_request_and_comes_back(tmp_path: Path) 
     (model / "model.safetensors").write_bytes(b"")  # a fake worker reads neither
     report = story(
         *("--worker", "tests.cluster.fakes:PacedFake", "--model", str(model)),
-        *("--set", f"model.name={MODEL}", "--tokens", "60"),
+        *("--set", f"model.name={MODEL}", "--tokens", "40"),
     )
     assert report["streams_hit"] > 0
     assert report["short_requests"] > 0
