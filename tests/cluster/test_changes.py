@@ -126,13 +126,15 @@ def test_changed_settings_replace_all_and_break_no_stream(
     server.wait_until(lambda: server.nothing_held(2))
 
 
+FEW = ["cluster.workers=1", "scheduler.max_num_seqs=4", "scaling.max_workers=2"]
+FAST = ["scaling.target_queued_s=0.5", "scaling.up_delay_s=0.5", "scaling.down_delay_s=2"]
+
+
 def test_workers_come_with_the_queue_and_go_without(
     server: Deployment, settings: list[str]
 ) -> None:
-    few = ["cluster.workers=1", "scheduler.max_num_seqs=4", "scaling.max_workers=2"]
-    fast = ["scaling.target_queued_s=0.5", "scaling.up_delay_s=0.5", "scaling.down_delay_s=2"]
     before = set(server.pids())
-    server.deploy([*settings, *few, *fast])
+    server.deploy([*settings, *FEW, *FAST])
     answers(server, lambda: len(found := server.pids()) == 1 and not before & set(found))
     texts, gangs = asyncio.run(under_load(server))
     assert len(texts) == 1  # of every answer
@@ -140,8 +142,16 @@ def test_workers_come_with_the_queue_and_go_without(
     left = answers(server, lambda: len(found := server.pids()) == 1 and found)
     server.wait_until(lambda: server.nothing_held(1))
     assert alive(left[0])
-    # The only one goes before its successor comes, and what is asked meanwhile waits.
-    server.deploy([*settings, *few, *fast, "scheduler.max_waiting=98"])
+
+
+@pytest.mark.full
+def test_the_only_worker_goes_before_its_successor_comes(
+    server: Deployment, settings: list[str]
+) -> None:
+    """What is asked meanwhile waits, as for one that was killed (`test_local.py`)."""
+    server.deploy([*settings, *FEW, *FAST])
+    left = answers(server, lambda: len(found := server.pids()) == 1 and found)
+    server.deploy([*settings, *FEW, *FAST, "scheduler.max_waiting=98"])
     answers(server, lambda: len(found := server.pids()) == 1 and found != left)
 
 
