@@ -183,13 +183,15 @@ def cut_and_mend(
     cut_s = time.monotonic()
     say(f"{lost.name} is cut off with {len(hit)} of {len(streams)} streams")
 
+    def went_on() -> bool:
+        return all(s.done or s.heard_s[-1] > cut_s + 3 for s in hit)
+
     def long_enough() -> bool:
         if options.cut_s is not None:
             return time.monotonic() > cut_s + float(options.cut_s)
         return cluster.nodes().get(lost.address) == "DEAD"
 
     with asking(cluster) as sent:
-        went_on = lambda: all(s.done or s.heard_s[-1] > cut_s + 3 for s in hit)  # noqa: E731
         wait_for("the streams go on elsewhere", LIMIT_S, went_on)
         if cluster.nodes().get(lost.address) == "DEAD":
             raise Broken("the streams went on only after Ray had given their host up")
