@@ -188,9 +188,11 @@ async def _heard(said: Awaitable[Any], silence_s: float, until: float = math.inf
             if silent == LOOKS:
                 raise TimeoutError
     finally:
-        if not task.done():
+        task.cancel()
+        if task.done():
+            _ignore(task)
+        else:
             task.add_done_callback(_ignore)
-            task.cancel()
 
 
 def _ignore(task: asyncio.Future[Any]) -> None:
