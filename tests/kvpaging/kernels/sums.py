@@ -181,7 +181,8 @@ def part_of(batch: Batch, owners: str, ranks: int, rank: int) -> Rows:
 def shards(case: dict[str, Any]) -> float:
     """Largest error of each rank's partial and of all ranks' merge."""
     k_dim, ranks = 64, case["ranks"]
-    lens, firsts = (1, 18, 1), (2100, 250, 3)
+    # The longest row fills a split on each rank and begins another.
+    lens, firsts = (1, 18, 1), (ranks * (work.SHORTEST_SPLIT + 6), 250, 3)
     batch = ragged(
         lens, firsts, size=case["block"], heads=1, group=case["group"], k_dim=k_dim, v_dim=64,
         dtype=DTYPES[case["dtype"]],
