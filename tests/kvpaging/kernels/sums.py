@@ -16,19 +16,31 @@ from kvpaging.kernels import launch
 from tests.kvpaging.forest import TREE, alone, forest, pages
 from tests.kvpaging.ragged import Batch, quantised, ragged
 
-# Lengths and first positions: block borders, several splits, one token at the very start.
-ROWS = {
-    "tokens": ((1, 1, 1, 1), (0, 63, 255, 300)),
-    "chunk": ((37,), (0,)),
-    "mixed": ((1, 18, 3), (64, 250, 0)),
-}
+ROWS = ("tokens", "chunk", "mixed")
 DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
 WINDOW, SOFTCAP = 40, 5.0
 WIDER = 600  # of which some rows see a whole split
 
 
+def rows_of(kind: str, group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Lengths and first positions: block borders, several splits, one token at the very start."""
+    if kind == "tokens":
+        return (1, 1, 1, 1), (0, 63, 255, 300)
+    if kind == "chunk":
+        return (37,), (0,)
+    count, first = across(group)
+    return (1, count, 3), (64, first, 0)
+
+
+def across(group: int) -> tuple[int, int]:
+    """Length and first position of a chunk that crosses the end of a split and is the least that a
+    narrow tile, of 16 rows, has no room for."""
+    count = 16 // group + 2
+    return count, work.SHORTEST_SPLIT - count // 2
+
+
 def batch_of(case: dict[str, Any]) -> Batch:
-    lens, firsts = ROWS[case["rows"]]
+    lens, firsts = rows_of(case["rows"], case["group"])
     k_dim, _, v_dim = case["head"].partition("/")
     return ragged(
         lens,
@@ -182,7 +194,8 @@ def shards(case: dict[str, Any]) -> float:
     """Largest error of each rank's partial and of all ranks' merge."""
     k_dim, ranks = 64, case["ranks"]
     # The longest row fills a split on each rank and begins another.
-    lens, firsts = (1, 18, 1), (ranks * (work.SHORTEST_SPLIT + 6), 250, 3)
+    count, first = across(case["group"])
+    lens, firsts = (1, count, 1), (ranks * (work.SHORTEST_SPLIT + 6), first, 3)
     batch = ragged(
         lens, firsts, size=case["block"], heads=1, group=case["group"], k_dim=k_dim, v_dim=64,
         dtype=DTYPES[case["dtype"]],

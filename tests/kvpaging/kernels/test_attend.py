@@ -20,7 +20,7 @@ PARAMETERS: dict[str, tuple[Any, ...]] = {
     "head": ("64", "80", "96", "128", "256", "512", "192/128"),
     "group": (1, 2, 3, 4, 5, 6, 7, 8),
     "block": (8, 16, 32, 64, 128, 256),
-    "rows": tuple(sums.ROWS),
+    "rows": sums.ROWS,
     "chip": CHIPS,
     "dtype": tuple(sums.DTYPES),
     "window": (False, True),
