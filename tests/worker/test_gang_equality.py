@@ -20,7 +20,7 @@ from context_parallel.attention import _Layer
 from context_parallel.policy import ShardPolicy
 from context_parallel.shard import deal
 from tests.families import FAMILIES, VOCAB
-from tests.worker.cases import GANGS, UNBOUNDED, committed, name_of, product_of
+from tests.worker.cases import GANGS, UNBOUNDED, committed, name_of, parameters, product_of
 from tests.worker.gang_processes import Job
 from tests.worker.gangs import gang_engine
 from tests.worker.served import answer
@@ -122,7 +122,7 @@ def run(models: Models, case: Case, *, dtype: str = "float64", gangs: Gangs | No
         assert (engine.scheduler.preemptions > 0) == (random is not None)
 
 
-@pytest.mark.parametrize("case", committed(GANGS), ids=name_of)
+@pytest.mark.parametrize("case", parameters(GANGS), ids=name_of)
 def test_tokens_equal_those_of_one_rank(models: Models, case: Case) -> None:
     run(models, case)
 
