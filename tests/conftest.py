@@ -1,7 +1,8 @@
 """Random tests are the same on every run, and none has a deadline of its own.
 
 Tests of a real Ray are begun first, by one process and one after the other: each starts many, and
-two at a time on few cores would measure each other. The files besides are spread over what is left.
+two at a time on few cores would measure each other. The files besides are spread over what is left,
+the longest first, so that none is begun last and waited for.
 """
 
 from __future__ import annotations
@@ -21,6 +22,13 @@ RAY = tuple(
     for path in sorted(ROOT.glob("tests/**/test_*.py"))
     if any(word in path.read_text(encoding="utf-8") for word in STARTS_RAY)
 )
+LONGEST = (
+    "test_gang_equality.py", "test_attend.py", "test_compile.py", "test_sharing.py",
+    "test_equality.py", "test_smollm2.py", "test_quickstart.py", "test_end_to_end.py",
+    "test_vanishing.py", "test_replay.py", "test_quantised.py", "test_text.py",
+    "test_completions.py", "test_beams.py", "test_compatibility.py", "test_compile_report.py",
+)  # fmt: skip
+"""Files of half a minute and more where this was measured."""
 
 settings.register_profile("kvatlas", derandomize=True, deadline=None, database=None)
 settings.load_profile("kvatlas")
@@ -37,7 +45,12 @@ def _log_as_before() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not item.nodeid.startswith(RAY))
+    def turn(item: pytest.Item) -> int:
+        if item.nodeid.startswith(RAY):
+            return 0
+        return 1 + (LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+
+    items.sort(key=turn)
 
 
 @pytest.hookimpl(optionalhook=True)

