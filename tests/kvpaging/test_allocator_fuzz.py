@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 OPERATIONS = 20_000
-OPERATIONS_OF_RANKS = 10_000
 MORE = 8
 """Times as many with `-m full`: a million over all shapes of one rank."""
 SHAPES = {
@@ -69,7 +68,7 @@ def test_a_million_operations_leave_nothing_behind(shape: Shape) -> None:
 
 def work(shape: Shape, times: int) -> None:
     world = World(shape, Random(f"{shape}"))
-    run(world, times * (OPERATIONS if shape.ranks == 1 else OPERATIONS_OF_RANKS))
+    run(world, times * OPERATIONS)
     least = 10 * times
     of_ranks = () if shape.ranks == 1 else ("spread", "twin elsewhere")
     for what in (*KINDS, *of_ranks, *(SLIDING if shape.windowed else ())):
@@ -269,7 +268,7 @@ def test_notices_on_ranks(bug: tuple[type, str, Any], monkeypatch: pytest.Monkey
     owner, method, patch = bug
     monkeypatch.setattr(owner, method, patch(getattr(owner, method)))
     with pytest.raises((AssertionError, ValueError, LookupError)):
-        run(World(RANKS["two-ranks"], Random(1)), OPERATIONS_OF_RANKS)
+        run(World(RANKS["two-ranks"], Random(1)), OPERATIONS)
 
 
 @pytest.mark.parametrize("bug", BUGS.values(), ids=BUGS)
