@@ -136,9 +136,10 @@ def of_processes() -> list[Case]:
     return list(some.values())
 
 
-EXCHANGED = ("llama", "gemma2", "gemma4", "gpt_oss", "deepseek_v3")
-"""Families that differ in what their ranks exchange: full attention, a soft cap and windows, groups
-of two shapes, sinks, keys wider than values. Processes differ from threads in nothing else."""
+EXCHANGED = ("llama", "glm4", "gemma2", "gemma4", "gpt_oss", "deepseek_v3")
+"""Families that differ in what their ranks exchange: full attention (of four ranks and of two), a
+soft cap and windows, groups of two shapes, sinks, keys wider than values. Processes differ from
+threads in nothing else."""
 
 
 @pytest.mark.parametrize(
