@@ -2,7 +2,8 @@
 
 Tests of a real Ray are begun first, by one process and one after the other: each starts many, and
 two at a time on few cores would measure each other. Those that deploy on one that they share come
-one after the other too. The files besides are spread over what is left.
+one after the other too. The files besides are spread over what is left, the longest first, so that
+none is begun last and waited for.
 """
 
 from __future__ import annotations
@@ -17,23 +18,45 @@ from hypothesis import settings
 
 ROOT = Path(__file__).parents[1]
 STARTS_RAY = "from tests.cluster.processes import"
-SHARING = ("two_workers", "changes", "faults", "where", "gang_failures", "gang_changes")
-"""In an order in which neighbours share even what they deploy."""
-
-
-def _place(path: str) -> tuple[int, str]:
-    name = Path(path).stem.removeprefix("test_")
-    return SHARING.index(name) if name in SHARING else len(SHARING), path
-
-
-RAY = sorted(
-    (
-        path.relative_to(ROOT).as_posix()
-        for path in ROOT.glob("tests/**/test_*.py")
-        if STARTS_RAY in path.read_text(encoding="utf-8")
-    ),
-    key=_place,
+SHARING = (
+    "tests/cluster/test_two_workers.py",
+    "tests/cluster/test_changes.py",
+    "tests/cluster/test_faults.py",
+    "tests/cluster/test_where.py",
+    "tests/cluster/test_gang_failures.py",
+    "tests/cluster/test_gang_changes.py",
 )
+"""In an order in which neighbours share even what they deploy."""
+RAY = dict.fromkeys(
+    [
+        *SHARING,
+        *(
+            path.relative_to(ROOT).as_posix()
+            for path in sorted(ROOT.glob("tests/**/test_*.py"))
+            if STARTS_RAY in path.read_text(encoding="utf-8")
+        ),
+    ]
+)
+LONGEST = (
+    "tests/worker/test_gang_equality.py",
+    "tests/kvpaging/kernels/test_attend.py",
+    "tests/worker/test_compile.py",
+    "tests/worker/test_sharing.py",
+    "tests/worker/test_equality.py",
+    "tests/worker/test_smollm2.py",
+    "tests/cluster/test_quickstart.py",
+    "tests/cluster/test_end_to_end.py",
+    "tests/cluster/test_vanishing.py",
+    "tests/cluster/test_replay.py",
+    "tests/worker/test_quantised.py",
+    "tests/cluster/test_text.py",
+    "tests/cluster/test_completions.py",
+    "tests/worker/test_beams.py",
+    "tests/worker/test_compatibility.py",
+    "tests/kvpaging/kernels/test_compile_report.py",
+)
+"""Files of half a minute and more where this was measured."""
+ORDER = {path: place for place, path in enumerate([*RAY, *LONGEST])}
 
 settings.register_profile("kvatlas", derandomize=True, deadline=None, database=None)
 settings.load_profile("kvatlas")
@@ -50,8 +73,7 @@ def _log_as_before() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    places = {path: place for place, path in enumerate(RAY)}
-    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(RAY)))
+    items.sort(key=lambda item: ORDER.get(item.nodeid.partition("::")[0], len(ORDER)))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -61,7 +83,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class OneRay(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file: str = super()._split_scope(nodeid)
-            return RAY[0] if file in RAY else file
+            return SHARING[0] if file in RAY else file
 
     config.option.loadscopereorder = False  # the first file begins first
     return OneRay(config, log)

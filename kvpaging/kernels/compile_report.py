@@ -5,6 +5,8 @@ Run it as `python -m kvpaging.kernels.compile_report`.
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import re
 import subprocess
 import sys
@@ -31,9 +33,11 @@ _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuo
 HEAD = """\
 # Kernels
 
-Written by `python -m kvpaging.kernels.compile_report` with Triton {version}.  A test compiles the
-variants again and fails where a figure got worse: more registers or shared memory than here, any
-spill, more shared memory than the chip has, or fewer accesses of 16 bytes than a tile needs.
+Written by `python -m kvpaging.kernels.compile_report` with Triton {version} from sources {digest}.
+A test fails where the kernels or their variants have changed since; others compile variants again
+(all of them with `-m full`) and fail where a figure got worse: more registers or shared memory than
+here, any spill, more shared memory than the chip has, or fewer accesses of 16 bytes than a tile
+needs.
 
 Attention variants name the tile (narrow for single tokens, wide for chunks), dtype, block size,
 head size (`K/V` where they differ), query heads of a KV head, then window, soft cap, sink, logical
@@ -81,6 +85,33 @@ def compiled(name: str, target: str) -> Cost:
     if target == "gfx942":
         return _amd(kernel.asm["amdgcn"], shared)
     return _nvidia(kernel.asm["ptx"], kernel.asm["cubin"], shared)
+
+
+def digest() -> str:
+    """Of what decides the figures: the kernels' code, comments and imports aside, and how each
+    variant is built. Where it is the page's, so are the figures."""
+    found = hashlib.blake2b(digest_size=8)
+    for name in ("attend", "merge", "pages", "partials"):
+        tree = ast.parse(Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8"))
+        found.update(ast.unparse(_Code().visit(tree)).encode())
+    for name in variants.names():
+        for target in variants.targets(name):
+            build = variants.build(name, target)
+            found.update(repr((build.types, build.fixed, build.shape, build.aligned)).encode())
+    return found.hexdigest()
+
+
+class _Code(ast.NodeTransformer):
+    """Leaves out what is not compiled: imports and docstrings."""
+
+    def visit_Import(self, node: ast.Import) -> None:
+        return None
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        return None
+
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
+        return None if isinstance(node.value, ast.Constant) else node
 
 
 def problems(name: str, target: str, cost: Cost) -> list[str]:
@@ -137,16 +168,16 @@ def row(name: str, target: str, cost: Cost) -> str:
     return "| " + " | ".join([name, target, tile, *map(str, figures)]) + " |"
 
 
-def committed(page: str) -> tuple[str, dict[tuple[str, str], Cost]]:
-    """The Triton version a page was written with, and its table."""
+def committed(page: str) -> tuple[str, str, dict[tuple[str, str], Cost]]:
+    """The Triton version and the digest of the sources a page was written with, and its table."""
     table = {}
     for line in page.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if len(cells) == 9 and cells[1] in variants.TARGETS:
             table[cells[0], cells[1]] = Cost(*map(int, cells[5:]))
-    match = re.search(r"with Triton ([\d.]+\d)", page)
+    match = re.search(r"with Triton ([\d.]+\d) from sources (\w+)", page)
     assert match
-    return match[1], table
+    return match[1], match[2], table
 
 
 def main() -> int:
@@ -159,7 +190,8 @@ def main() -> int:
             for problem in problems(name, target, cost):
                 failed = True
                 print(f"{name} on {target}: {problem}", file=sys.stderr)
-    PAGE.write_text(HEAD.format(version=triton.__version__) + "\n".join(lines) + "\n")
+    head = HEAD.format(version=triton.__version__, digest=digest())
+    PAGE.write_text(head + "\n".join(lines) + "\n")
     return int(failed)
 
 

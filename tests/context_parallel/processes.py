@@ -19,6 +19,8 @@ from context_parallel.exchange import ExchangeFailed, TorchExchange
 from tests.context_parallel.gang import Case
 
 DEADLINE_S = 60  # of a case; no test waits for it to pass
+_CONTEXT = get_context("forkserver")  # forked from one that has torch already
+_CONTEXT.set_forkserver_preload(["tests.context_parallel.processes"])
 _exchange: TorchExchange
 
 
@@ -39,11 +41,10 @@ class Processes:
     """`ranks` processes that have met."""
 
     def __init__(self, ranks: int, directory: Path, timeout_s: float = 30) -> None:
-        context = get_context("spawn")
         self.ranks = ranks
         self._pools = [
             ProcessPoolExecutor(
-                1, context, _join, (rank, ranks, str(directory / "store"), timeout_s)
+                1, _CONTEXT, _join, (rank, ranks, str(directory / "store"), timeout_s)
             )
             for rank in range(ranks)
         ]

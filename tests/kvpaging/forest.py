@@ -27,11 +27,21 @@ class Sprout:
     count: int = 1
 
 
-TREE = (
-    Sprout(0, 0, 800), Sprout(0, 770, 780), Sprout(0, 600, 620, count=3),
-    Sprout(0, 768, 810, count=6), Sprout(2, 512, 513), Sprout(9, 0, 40),
-)  # fmt: skip
-"""Single tokens and short chunks, forks of forks, and a row that shares nothing."""
+def tree(split: int) -> tuple[Sprout, ...]:
+    """Single tokens and short chunks of up to four splits, forks of forks, and a row that shares
+    nothing."""
+    two, three = 2 * split, 3 * split
+    return (
+        Sprout(0, 0, three + 32),
+        Sprout(0, three + 2, three + 12),
+        Sprout(0, two + split // 3, two + split // 3 + 20, count=3),
+        Sprout(0, three, three + 42, count=6),
+        Sprout(2, two, two + 1),
+        Sprout(9, 0, 40),
+    )
+
+
+TREE = tree(256)
 
 
 def sprouts(most: int, longest: int, count: int = 40) -> SearchStrategy[list[Sprout]]:

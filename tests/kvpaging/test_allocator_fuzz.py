@@ -1,9 +1,12 @@
-"""10^6 random operations against the model; and proof that this would notice each kind of bug."""
+"""Random operations against the model; and proof that this would notice each kind of bug.
+
+Each bug below is found within `OPERATIONS` of one shape. With `-m full` all shapes of one rank do a
+million together.
+"""
 
 from __future__ import annotations
 
 import logging
-import math
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +22,9 @@ from tests.kvpaging.world import Shape, World
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-OPERATIONS = 1_000_000
-OPERATIONS_OF_RANKS = 160_000
+OPERATIONS = 20_000
+MORE = 8
+"""Times as many with `-m full`: a million over all shapes of one rank."""
 SHAPES = {
     "one-group": Shape((0,), (24,), 4),
     "tight": Shape((0,), (9,), 8),
@@ -53,10 +57,19 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("shape", [*SHAPES.values(), *RANKS.values()], ids=[*SHAPES, *RANKS])
 def test_random_work_leaves_nothing_behind(shape: Shape) -> None:
+    work(shape, 1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shape", [*SHAPES.values(), *RANKS.values()], ids=[*SHAPES, *RANKS])
+def test_a_million_operations_leave_nothing_behind(shape: Shape) -> None:
+    work(shape, MORE)
+
+
+def work(shape: Shape, times: int) -> None:
     world = World(shape, Random(f"{shape}"))
-    share = OPERATIONS / len(SHAPES) if shape.ranks == 1 else OPERATIONS_OF_RANKS / len(RANKS)
-    run(world, math.ceil(share))
-    least = 100 if shape.ranks == 1 else 10
+    run(world, times * OPERATIONS)
+    least = 10 * times
     of_ranks = () if shape.ranks == 1 else ("spread", "twin elsewhere")
     for what in (*KINDS, *of_ranks, *(SLIDING if shape.windowed else ())):
         assert world.seen[what] > least, f"the work hardly ever met: {what}"
@@ -70,7 +83,7 @@ def test_random_work_leaves_nothing_behind(shape: Shape) -> None:
 def test_same_seed_same_work() -> None:
     worlds = [World(SHAPES["one-group"], Random(1)) for _ in range(2)]
     for world in worlds:
-        run(world, 20_000)
+        run(world, OPERATIONS)
     assert worlds[0].seen == worlds[1].seen
     assert [p.stats for p in worlds[0].pools] == [p.stats for p in worlds[1].pools]
 
@@ -208,7 +221,7 @@ def test_contents_tell_where_the_model_errs_too(
 ) -> None:
     believe(monkeypatch)
     with pytest.raises(AssertionError, match="other contents"):
-        run(World(SHAPES["one-group"], Random(1)), 20_000)
+        run(World(SHAPES["one-group"], Random(1)), OPERATIONS)
 
 
 BUGS: dict[str, tuple[type, str, Any]] = {
@@ -255,7 +268,7 @@ def test_notices_on_ranks(bug: tuple[type, str, Any], monkeypatch: pytest.Monkey
     owner, method, patch = bug
     monkeypatch.setattr(owner, method, patch(getattr(owner, method)))
     with pytest.raises((AssertionError, ValueError, LookupError)):
-        run(World(RANKS["two-ranks"], Random(1)), 20_000)
+        run(World(RANKS["two-ranks"], Random(1)), OPERATIONS)
 
 
 @pytest.mark.parametrize("bug", BUGS.values(), ids=BUGS)
@@ -263,4 +276,4 @@ def test_notices(bug: tuple[type, str, Any], monkeypatch: pytest.MonkeyPatch) ->
     owner, method, patch = bug
     monkeypatch.setattr(owner, method, patch(getattr(owner, method)))
     with pytest.raises((AssertionError, ValueError, LookupError)):
-        run(World(SHAPES["one-group"], Random(1)), 20_000)
+        run(World(SHAPES["one-group"], Random(1)), OPERATIONS)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import replace
-from itertools import chain, count
+from itertools import count
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from context_parallel.loopback import channels, loopback
 from context_parallel.policy import ShardPolicy, Start
 from kvpaging.store import BlockStore
-from tests.worker.served import fill
+from tests.worker.served import fill, twin
 from worker.building import build_engine, build_follower
 from worker.gang import Ends
 from worker.model import PagedModel
@@ -74,9 +74,14 @@ def gangs(ranks: int, *, epoch: int = 1, timeout_s: float = TIMEOUT_S) -> list[E
     return [Ends(exchange, channel, epoch) for exchange, channel in pairs]
 
 
-def twin(hf: PreTrainedModel) -> PreTrainedModel:
-    """The same weights in modules of their own: fused layers keep what they computed in theirs."""
-    return deepcopy(hf, {id(x): x for x in chain(hf.parameters(), hf.buffers())})
+_twins: WeakKeyDictionary[PreTrainedModel, list[PreTrainedModel]] = WeakKeyDictionary()
+
+
+def twins(hf: PreTrainedModel, ranks: int) -> list[PreTrainedModel]:
+    """A twin for each rank, the same ones for every gang of a session."""
+    made = _twins.setdefault(hf, [])
+    made += [twin(hf) for _ in range(ranks - len(made))]
+    return made[:ranks]
 
 
 def widened(launch: Launch, ranks: int) -> Launch:
@@ -121,7 +126,7 @@ def gang_engine(
     """
     launch = widened(launch, ranks)
     members = Ranks(gangs(ranks, timeout_s=timeout_s))
-    paged = [fresh_pages(launch, twin(model.hf)) for _ in range(ranks)]
+    paged = [fresh_pages(launch, one) for one in twins(model.hf, ranks)]
     policy = InTurn(ranks, shard_from_tokens=sharded_from, hit_tokens=hit_tokens)
     engine = leader(launch, paged[0], members.gangs[0], depth, policy)
     for one, gang in zip(paged[1:], members.gangs[1:], strict=True):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from configs.loading import load
+from kvpaging.store import BlockStore
 from tests.families import MAX_MODEL_LEN, NEW_TOKENS, build, prompts
+from worker.model import PagedModel
 from worker.params import SamplingParams
 from worker.request import Request
 from worker.startup import Launch, build_engine, resolve, start
@@ -17,9 +21,9 @@ if TYPE_CHECKING:
     from pathlib import Path
     from random import Random
 
-    from kvpaging.store import BlockStore
+    from transformers import PreTrainedModel
+
     from worker.engine import Engine
-    from worker.model import PagedModel
 
 MAX_NUM_SEQS = 4
 FREE_BYTES = 1 << 32
@@ -28,11 +32,21 @@ PREEMPTIONS = 2
 """How often one request is preempted at random: more, and one token a step gets nowhere."""
 
 
+def twin(hf: PreTrainedModel) -> PreTrainedModel:
+    """The same weights in modules of their own: fused layers keep what they computed in theirs."""
+    return deepcopy(hf, {id(x): x for x in chain(hf.parameters(), hf.buffers())})
+
+
 class Models:
-    """Saved models and, for each block size, pool size and dtype, the loaded one."""
+    """Saved models and, for each block size, pool size and dtype, the loaded one.
+
+    Weights are loaded, and checked as a server does, for the first block size and for each kind of
+    quantised pages; other pages lie below twins.
+    """
 
     def __init__(self, home: Path) -> None:
         self.home = home
+        self._weights: dict[tuple[str, str, int], PreTrainedModel] = {}
         self._loaded: dict[tuple[str, int, int, str, str], tuple[Launch, PagedModel]] = {}
 
     def directory(self, name: str) -> Path:
@@ -50,7 +64,7 @@ class Models:
         dtype: str = "float64",
         kv_dtype: str = "auto",
     ) -> tuple[Launch, PagedModel]:
-        """What a server decides and loads; pages hold `tokens` tokens. The start-up check ran."""
+        """What a server decides and loads; pages hold `tokens` tokens."""
         key = (name, block_size, tokens, dtype, kv_dtype)
         if key not in self._loaded:
             settings = {
@@ -65,7 +79,16 @@ class Models:
             }
             config = load(None, [f"{name}={value}" for name, value in settings.items()])
             launch = resolve(config, self.directory(name), free_bytes=FREE_BYTES)
-            self._loaded[key] = launch, start(launch, clock=lambda: 0.0).runner.model
+            same = (name, dtype, launch.memory.max_model_len)
+            if same in self._weights and kv_dtype == "auto":
+                store = BlockStore(
+                    launch.layout, launch.memory.slices, launch.page_dtype, launch.device
+                )
+                model = PagedModel(twin(self._weights[same]), store)
+            else:
+                model = start(launch, clock=lambda: 0.0).runner.model
+                self._weights.setdefault(same, model.hf)
+            self._loaded[key] = launch, model
         return self._loaded[key]
 
     def engine(

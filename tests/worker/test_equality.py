@@ -1,7 +1,8 @@
 """Greedy output over pages equals transformers' own, token for token, for every family.
 
 References, and the proof that they depend on every block of keys, are in `tests.families` and
-`test_families_see.py`. The cases are a covering array; the full product runs with `-m full`. In a
+`test_families_see.py`. The cases are a covering array, of which every run holds those that like
+families cannot stand for; the others and the full product run with `-m full`. In a
 mixed batch the short prompts have a neighbour beyond the length where longrope and dynamic
 frequencies change.
 """
@@ -16,8 +17,22 @@ import torch
 
 from tests.covering import uncovered
 from tests.families import FAMILIES, PROMPT_LENGTHS, reference
-from tests.worker.cases import EQUALITY, PARAMETERS, UNBOUNDED, committed, name_of, product_of
+from tests.worker.cases import (
+    ALIKE,
+    EQUALITY,
+    GANGS,
+    PARAMETERS,
+    SHARING,
+    UNBOUNDED,
+    committed,
+    in_every_run,
+    kind_of,
+    name_of,
+    parameters,
+    product_of,
+)
 from tests.worker.served import generate
+from worker.model import probe
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,7 +62,30 @@ def test_the_committed_cases_cover_every_pair(path: Path) -> None:
     assert all(case[name] in parameters[name] for case in cases for name in parameters)
 
 
-@pytest.mark.parametrize("case", committed(EQUALITY), ids=name_of)
+@pytest.mark.parametrize("path", [EQUALITY, SHARING, GANGS], ids=lambda path: path.stem)
+def test_every_run_holds_every_family_and_every_pair_of_those_unlike(path: Path) -> None:
+    cases = in_every_run(path)
+    firsts = [families[0] for families in ALIKE]
+    assert uncovered(PARAMETERS[path] | {"family": firsts}, map(kind_of, cases)) == set()
+    assert {case["family"] for case in cases} == set(FAMILIES)
+
+
+def test_like_families_look_alike_to_pages_and_ranks() -> None:
+    """Which windows, soft caps and sinks their layers have, which sizes of heads, and how many."""
+    looks = {}
+    for name, family in FAMILIES.items():
+        shape = probe(family.make_config())
+        looks[name] = {
+            (layer.window, call.softcap is not None, call.sink, layer.k_dim == layer.v_dim,
+             layer.kv_heads == call.heads)
+            for layer, call in zip(shape.layers, shape.calls, strict=True)
+        }, len({(layer.kv_heads, layer.k_dim) for layer in shape.layers})  # fmt: skip
+    for families in ALIKE:
+        assert all(looks[name] == looks[families[0]] for name in families), families
+    assert sorted(name for families in ALIKE for name in families) == sorted(FAMILIES)
+
+
+@pytest.mark.parametrize("case", parameters(EQUALITY), ids=name_of)
 def test_tokens_equal_transformers(models: Models, case: Case) -> None:
     run(models, case)
 

@@ -7,6 +7,7 @@ alone over the same kind of pages is what all others are held to.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -70,9 +71,15 @@ def test_prefix_hits_and_forks(models: Models, family: str, kind: str) -> None:
     assert outputs == [[alone(models, family, kind)[i]] * 3 for i in ALL]
 
 
-@kinds
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("chunk", [7, UNBOUNDED])
+DEGREES = [("int8", 2, 7), ("int8", 4, UNBOUNDED), ("fp8", 2, UNBOUNDED), ("fp8", 4, 7)]
+"""Each pair of a kind of pages, a number of ranks and a budget of a step."""
+OTHER_DEGREES = {*product(quant.FORMATS, (2, 4), (7, UNBOUNDED))} - {*DEGREES}
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "chunk"),
+    [*DEGREES, *(pytest.param(*some, marks=pytest.mark.full) for some in sorted(OTHER_DEGREES))],
+)
 def test_degrees(models: Models, kind: str, ranks: int, chunk: int) -> None:
     for family in ("llama", "gemma4"):
         launch, model = models.load(family, 8, kv_dtype=kind)

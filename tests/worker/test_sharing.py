@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.families import FAMILIES, NEW_TOKENS, VOCAB, prompts, reference
-from tests.worker.cases import SHARING, UNBOUNDED, committed, name_of, product_of
+from tests.worker.cases import SHARING, UNBOUNDED, name_of, parameters, product_of
 from tests.worker.served import GREEDY, answer
 from worker.params import SamplingParams
 from worker.philox import derive
@@ -131,7 +131,7 @@ def test_without_a_cache_tokens_equal_transformers(models: Models, name: str) ->
     assert outputs == [reference(name, index) for index in range(len(outputs))]
 
 
-@pytest.mark.parametrize("case", committed(SHARING), ids=name_of)
+@pytest.mark.parametrize("case", parameters(SHARING), ids=name_of)
 def test_no_output_notices(models: Models, case: Case) -> None:
     run(models, case)
 

@@ -25,7 +25,7 @@ from tests.worker.served import FREE_BYTES, submit
 from worker import wire
 from worker.building import end_token_ids
 from worker.memory import DoesNotFit
-from worker.model import UnsupportedModel, fix_rotary
+from worker.model import PagedModel, UnsupportedModel, fix_rotary
 from worker.params import SamplingParams
 from worker.request import Request
 from worker.selfcheck import checked_model
@@ -218,8 +218,13 @@ def test_the_table_names_every_size(models):
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
-def test_a_compiled_model_compiles_before_it_is_ready(models):
-    """Afterwards no batch, alone or together, makes a graph."""
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.full)])
+def test_a_compiled_model_compiles_before_it_is_ready(models, monkeypatch, backend):
+    """Afterwards no batch, alone or together, makes a graph, whatever torch then makes of those."""
+    true = PagedModel.compile
+    monkeypatch.setattr(
+        PagedModel, "compile", lambda model, **options: true(model, backend=backend, **options)
+    )
     launch, _ = models.load("qwen3", 16)
     compiled = replace(
         launch, config=replace(launch.config, model=replace(launch.config.model, compile=True))

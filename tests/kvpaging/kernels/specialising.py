@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from kvpaging.kernels import launch
-from tests.kvpaging.ragged import quantised, ragged
+from kvpaging.quant import Scales
+from tests.kvpaging.ragged import Batch, quantised, ragged
 
 
 class Hopper:
@@ -42,21 +46,29 @@ def recorded() -> Iterator[set[tuple[str, str]]]:
         yield asked
 
 
+@lru_cache
+def stored_batch(
+    lens: tuple[int, ...], firsts: tuple[int, ...], ranks: int, kind: str | None
+) -> tuple[Batch, list[Tensor], Scales | None]:
+    batch = ragged(
+        lens, firsts, heads=3, group=3, k_dim=64, v_dim=64, dtype=torch.float16, ranks=ranks
+    )
+    *stored, scales = quantised(batch.k_pages, batch.v_pages, kind)
+    return batch, stored, scales
+
+
 def steps(
     partials: bool, kind: str | None, lens: tuple[int, ...], firsts: tuple[int, ...], shift: int
 ) -> None:
     """One step of a layer, its inputs `shift` elements off any alignment."""
-    ranks = 2 if partials else 1
-    batch = ragged(
-        lens, firsts, heads=3, group=3, k_dim=64, v_dim=64, dtype=torch.float16, ranks=ranks
-    )
+    batch, stored, scales = stored_batch(lens, firsts, 2 if partials else 1, kind)
+    rows = replace(batch.rows, cache={})
     tokens = len(batch.q)
     buffer = torch.zeros(tokens * (9 + 2 * 3) * 64 + shift, dtype=torch.float16)[shift:]
     qkv = buffer.view(tokens, 15, 64)
     q, k, v = qkv[:, :9], qkv[:, 9:12], qkv[:, 12:]
-    *stored, scales = quantised(batch.k_pages, batch.v_pages, kind)
-    launch.write(k, v, *stored, batch.rows.slots, scales)
-    pages = (q, *stored, batch.rows)
+    launch.write(k, v, *stored, rows.slots, scales)
+    pages = (q, *stored, rows)
     if partials:
         acc, m, total = launch.attend(*pages, scale=1, window=None, softcap=30, scales=scales)
         launch.finish(*launch.merge(acc[None], m[None], total[None]), None, torch.float16)

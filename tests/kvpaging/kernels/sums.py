@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -10,25 +12,47 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpaging import work
+from kvpaging import groups, work
 from kvpaging.attention import Partial, Rows, attend_reference, finish_reference
 from kvpaging.kernels import launch
-from tests.kvpaging.forest import TREE, alone, forest, pages
+from tests.kvpaging.forest import alone, forest, pages, tree
 from tests.kvpaging.ragged import Batch, quantised, ragged
 
-# Lengths and first positions: block borders, several splits, one token at the very start.
-ROWS = {
-    "tokens": ((1, 1, 1, 1), (0, 63, 255, 300)),
-    "chunk": ((37,), (0,)),
-    "mixed": ((1, 18, 3), (64, 250, 0)),
-}
+ROWS = ("tokens", "chunk", "mixed")
 DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
 WINDOW, SOFTCAP = 40, 5.0
-WIDER = 600  # of which some rows see a whole split
+SPLIT = 64  # keys, where the length itself is not the point; whole tiles of any chip
+
+
+@contextmanager
+def splits_of(keys: int) -> Iterator[None]:
+    """Within, no split is shorter than so many keys: what is cut into several need not be long."""
+    with (
+        mock.patch.object(work, "SHORTEST_SPLIT", keys),
+        mock.patch.object(groups, "SHORTEST_SPLIT", keys),
+    ):
+        yield
+
+
+def rows_of(kind: str, group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Lengths and first positions: block borders, several splits, one token at the very start."""
+    if kind == "tokens":
+        return (1, 1, 1, 1), (0, 63, 255, 300)
+    if kind == "chunk":
+        return (37,), (0,)
+    count, first = across(group)
+    return (1, count, 3), (64, first, 0)
+
+
+def across(group: int) -> tuple[int, int]:
+    """Length and first position of a chunk that crosses the end of a split and is the least that a
+    narrow tile, of 16 rows, has no room for."""
+    count = 16 // group + 2
+    return count, work.SHORTEST_SPLIT - count // 2
 
 
 def batch_of(case: dict[str, Any]) -> Batch:
-    lens, firsts = ROWS[case["rows"]]
+    lens, firsts = rows_of(case["rows"], case["group"])
     k_dim, _, v_dim = case["head"].partition("/")
     return ragged(
         lens,
@@ -134,6 +158,7 @@ def alone_and_together() -> tuple[bytes, bytes]:
     return acc[:1].numpy().tobytes(), alone.numpy().tobytes()
 
 
+@splits_of(SPLIT)
 def long_context() -> float:
     """Around the position where splits grow longer: a token and a chunk across it."""
     last = work.SPLITS * work.SHORTEST_SPLIT
@@ -178,10 +203,13 @@ def part_of(batch: Batch, owners: str, ranks: int, rank: int) -> Rows:
     )
 
 
+@splits_of(SPLIT)
 def shards(case: dict[str, Any]) -> float:
     """Largest error of each rank's partial and of all ranks' merge."""
     k_dim, ranks = 64, case["ranks"]
-    lens, firsts = (1, 18, 1), (2100, 250, 3)
+    # The longest row fills a split on each rank and begins another.
+    count, first = across(case["group"])
+    lens, firsts = (1, count, 1), (ranks * (work.SHORTEST_SPLIT + 6), first, 3)
     batch = ragged(
         lens, firsts, size=case["block"], heads=1, group=case["group"], k_dim=k_dim, v_dim=64,
         dtype=DTYPES[case["dtype"]],
@@ -214,14 +242,21 @@ def shards(case: dict[str, Any]) -> float:
 
 def grouped(case: dict[str, Any]) -> tuple[float, bool, int]:
     """Largest error of rows that share pages, whether grouping left every bit, and its tiles."""
-    rows = forest(TREE, case["block"], WIDER if case["window"] else None)
+    split = max(SPLIT, case["block"])
+    with splits_of(split):
+        return _grouped(case, split)
+
+
+def _grouped(case: dict[str, Any], split: int) -> tuple[float, bool, int]:
+    window = split * 9 // 4 if case["window"] else None  # of which some rows see a whole split
+    rows = forest(tree(split), case["block"], window)
     k_dim, _, v_dim = case["head"].partition("/")
     dims, dtype = (int(k_dim), int(v_dim or k_dim)), DTYPES[case["dtype"]]
     k, v, scales = quantised(*pages(rows, case["block"], 1, *dims, dtype), case["pages"])
     heads = case["group"]
     q = torch.randn(sum(rows.lens), heads, dims[0], generator=torch.Generator().manual_seed(3))
     q = q.to(dtype)
-    options = options_of(case, dims[0]) | {"window": WIDER if case["window"] else None}
+    options = options_of(case, dims[0]) | {"window": window}
     options["scales"] = scales
     sink = torch.linspace(-1, 1, heads).to(dtype) if case["sink"] else None
     exact = attend_reference(q.double(), k, v, rows, **options)

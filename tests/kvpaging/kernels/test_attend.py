@@ -20,7 +20,7 @@ PARAMETERS: dict[str, tuple[Any, ...]] = {
     "head": ("64", "80", "96", "128", "256", "512", "192/128"),
     "group": (1, 2, 3, 4, 5, 6, 7, 8),
     "block": (8, 16, 32, 64, 128, 256),
-    "rows": tuple(sums.ROWS),
+    "rows": sums.ROWS,
     "chip": CHIPS,
     "dtype": tuple(sums.DTYPES),
     "window": (False, True),
@@ -117,7 +117,7 @@ def test_shards_of_any_number_and_block(
 GROUPED = {
     "head": ("64", "80", "192/128"),
     "group": (1, 4, 5),
-    "block": (8, 64, 256),
+    "block": (8, 64, 128),  # many in a split, and one, whatever its length
     "chip": ("sm_80", "sm_90"),
     "dtype": tuple(sums.DTYPES),
     "window": (False, True),
@@ -137,10 +137,12 @@ def test_grouping_changes_no_bit(interpreted: Interpreted, case: dict[str, Any])
 @pytest.mark.full
 @pytest.mark.parametrize("case", cover(GROUPED | {"chip": CHIPS}), ids=title)
 @pytest.mark.parametrize("group", [1, 2, 3, 8])
+@pytest.mark.parametrize("widest", [128, 256])
 def test_grouping_changes_no_bit_on_any_chip(
-    interpreted: Interpreted, case: dict[str, Any], group: int
+    interpreted: Interpreted, case: dict[str, Any], group: int, widest: int
 ) -> None:
-    hold_grouped(interpreted, case | {"group": group})
+    block = widest if case["block"] == 128 else case["block"]
+    hold_grouped(interpreted, case | {"group": group, "block": block})
 
 
 def hold_grouped(interpreted: Interpreted, case: dict[str, Any]) -> None:
