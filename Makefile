@@ -58,7 +58,7 @@ test: $(TESTS)
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "$(MARKS)"
 
 test-hosts: $(TESTS)
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -m "hosts and not full" tests/cluster/test_hosts.py
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -m "hosts and not full" tests/cluster/serve/test_hosts.py
 
 .venv-guidellm/.installed: Makefile
 	@echo "installing GuideLLM into .venv-guidellm (a minute the first time)"
@@ -68,7 +68,7 @@ test-hosts: $(TESTS)
 	@touch $@
 
 test-guidellm: $(TESTS) .venv-guidellm/.installed
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -m guidellm tests/cluster/test_guidellm.py
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -m guidellm tests/cluster/serve/test_guidellm.py
 
 lint: $(TESTS)
 	$(BIN)/ruff check .

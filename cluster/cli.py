@@ -12,9 +12,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from cluster import capacity_command, context_command, load_command, quickstart, replay_command
+from cluster import quickstart
 from cluster.errors import UserError
-from cluster.keys import ADMIN_KEY, Access
+from cluster.http.keys import ADMIN_KEY, Access
+from cluster.tools.bench import command as load_bench
+from cluster.tools.capacity import command as capacity
+from cluster.tools.context import command as context
+from cluster.tools.replay import command as replay
 from configs.loading import ConfigError, load
 from configs.schema import Config
 
@@ -55,16 +59,14 @@ def _parser() -> argparse.ArgumentParser:
             "--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
             help="one setting, may be repeated; docs/configuration.md lists them",
         )  # fmt: skip
-    capacity_command.arguments(
-        commands.add_parser("capacity", help="how many sequences fit in a memory")
-    )
-    replay_command.arguments(
+    capacity.arguments(commands.add_parser("capacity", help="how many sequences fit in a memory"))
+    replay.arguments(
         commands.add_parser("replay", help="what a routing policy is worth on a trace")
     )
     bench = commands.add_parser("bench", help="load on a live server, and what its clients see")
-    load_command.arguments(bench)
+    load_bench.arguments(bench)
     others = bench.add_subparsers(metavar="context")
-    context_command.arguments(
+    context.arguments(
         others.add_parser("context", help="context parallelism: exchanges, balance, capacity")
     )
     where = commands.add_parser("where", help="where a token lies, or whose tokens a block holds")
@@ -101,7 +103,7 @@ def say(line: str) -> None:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from cluster.local import serve_here
+    from cluster.serve.local import serve_here
 
     config = _config(options)
     return serve_here(config, str(_model(config)), say=say)
@@ -110,7 +112,7 @@ def _serve(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     config = _config(options)
     directory = _model(config)
-    from worker.startup import DoesNotFit, UnsupportedModel, resolve
+    from worker.startup.start import DoesNotFit, UnsupportedModel, resolve
 
     for pool in config.pools:
         try:

@@ -24,8 +24,8 @@ from context_parallel.planning import (
     plan,
 )
 from context_parallel.shard import HISTORY_BYTES_MAX, Geometry
-from kvpaging import attention
-from kvpaging.attention import Partial
+from kvpaging.attention import ops
+from kvpaging.attention.ops import Partial
 from kvpaging.quant import Scales
 
 if TYPE_CHECKING:
@@ -52,15 +52,15 @@ def attend(
     """Store what this rank owns and attend: `[n, Hq, Dv]` in q's dtype.
 
     q `[n, Hq, Dk]`, k `[n, Hkv, Dk]` and v `[n, Hkv, Dv]` are of the rank's tail (`shard.Tail`);
-    padding gives zeros. Pages and options are those of `kvpaging.attention`. All ranks of the gang
-    call this with batches of one step. Raises ExchangeFailed.
+    padding gives zeros. Pages and options are those of `kvpaging.attention.ops`. All ranks of the
+    gang call this with batches of one step. Raises ExchangeFailed.
     """
     assert batch.window == window
     layer = _Layer(k_pages, v_pages, scales, exchange, scale, window, softcap, sink)
     out = q.new_zeros(len(q), q.shape[1], v.shape[2])
     if batch.short:
         stop = batch.short_tokens
-        attention.write(k[:stop], v[:stop], k_pages, v_pages, batch.short_slots, scales)
+        ops.write(k[:stop], v[:stop], k_pages, v_pages, batch.short_slots, scales)
     for part in batch.short:
         some = slice(part.start, part.stop)
         everywhere = exchange.gather(layer.packed(q[some], part.rows))
@@ -88,17 +88,17 @@ class _Layer:
     def options(self) -> dict[str, Any]:
         return {"scale": self.scale, "window": self.window, "softcap": self.softcap}
 
-    def packed(self, q: Tensor, rows: attention.Rows) -> Tensor:
+    def packed(self, q: Tensor, rows: ops.Rows) -> Tensor:
         """This rank's partial, acc, m and l side by side: `[T, Hq, Dv + 2]`."""
-        partial = attention.attend(
+        partial = ops.attend(
             q, self.k_pages, self.v_pages, rows, **self.options, scales=self.scales
         )
         return torch.cat([partial.acc, partial.m[..., None], partial.l[..., None]], 2)
 
     def finished(self, parts: Tensor, dtype: torch.dtype) -> Tensor:
         """Output `[T, Hq, Dv]` of everybody's packed partials `[ranks, T, Hq, Dv + 2]`."""
-        whole = attention.merge(Partial(parts[..., :-2], parts[..., -2], parts[..., -1]))
-        return attention.finish(whole, self.sink, dtype)
+        whole = ops.merge(Partial(parts[..., :-2], parts[..., -2], parts[..., -1]))
+        return ops.finish(whole, self.sink, dtype)
 
     def long(self, q: Tensor, k: Tensor, v: Tensor, plan: Long) -> Tensor:
         """Output of the rank's dealt tokens without padding."""
@@ -109,7 +109,7 @@ class _Layer:
         *queries, all_k, all_v = (
             some.unflatten(1, x.shape[1:]) for some, x in zip(flat, moved, strict=True)
         )
-        attention.write(all_k, all_v, self.k_pages, self.v_pages, plan.slots, self.scales)
+        ops.write(all_k, all_v, self.k_pages, self.v_pages, plan.slots, self.scales)
         if isinstance(way, Queries):
             out = self._by_queries(queries[0], way, q.dtype)
         else:
@@ -139,10 +139,10 @@ class _Layer:
                 into.index_copy_(0, way.put, some[way.take].unflatten(1, into.shape[1:]))
         k_pages, v_pages, *rest = here
         scales = (rest[0], rest[1]) if rest else None
-        attention.write(k, v, k_pages, v_pages, way.slots, scales)
+        ops.write(k, v, k_pages, v_pages, way.slots, scales)
         if way.rows is None:
             return q.new_zeros(0, q.shape[1], v.shape[2])
-        return attention.attend_finish(
+        return ops.attend_finish(
             q, k_pages, v_pages, way.rows, **self.options, sink=self.sink, scales=scales
         )
 

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import msgpack  # type: ignore[import-untyped]
 
 from kvpaging.hashing import IDENTITY_BYTES
-from kvpaging.host import GPU, HOST, TIERS
+from kvpaging.host_pool import GPU, HOST, TIERS
 from kvpaging.ring import RING_BYTES, Ring
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from kvpaging.host import HostPool
+    from kvpaging.host_pool import HostPool
     from kvpaging.pool import BlockPool
 
 VERSION = 2

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpaging.host import Move, Moves
+from kvpaging.host_pool import Move, Moves
 from kvpaging.store import BlockStore
 
 MEASURED_BYTES = 16 << 20

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpaging import attention, groups
-from kvpaging.attention import Rows
+from kvpaging.attention import ops, shared_prefix
+from kvpaging.attention.ops import Rows
 from kvpaging.store import BlockStore, LayerShape, layout
 
 GEOMETRIES = {"smollm2-135m": (9, 3, 64), "llama-8b": (32, 8, 128)}  # heads, KV heads, head size
@@ -83,11 +83,11 @@ def batch(load: Load) -> tuple[Rows, Tensor, Tensor]:
     return rows, store.k(0), store.v(0)
 
 
-def find(load: Load, table: np.ndarray) -> tuple[groups.Run, ...]:
+def find(load: Load, table: np.ndarray) -> tuple[shared_prefix.Run, ...]:
     """What the rows share, whether or not reading it once pays."""
     lens = np.ones(load.rows, np.int64)
     firsts = lens * (load.shared + load.private - 1)
-    return groups.find(
+    return shared_prefix.find(
         table, np.arange(load.rows), lens, firsts, load.block, None, saved_keys_min=1
     )
 
@@ -107,8 +107,8 @@ def measure(load: Load, seconds: float, progress: Callable[[int], None]) -> Time
     scale = load.dim**-0.5
     table = rows.table.cpu().numpy()
     ways: list[Callable[[], object]] = [
-        lambda: attention.attend_finish(q, k_pages, v_pages, rows, scale=scale),
-        lambda: attention.attend_finish(q, k_pages, v_pages, apart, scale=scale),
+        lambda: ops.attend_finish(q, k_pages, v_pages, rows, scale=scale),
+        lambda: ops.attend_finish(q, k_pages, v_pages, apart, scale=scale),
         lambda: sdpa(packed, k, v),
         lambda: sdpa(q[:, :, None], k, v, enable_gqa=True),
         lambda: find(load, table),

@@ -66,7 +66,7 @@ def serve_reference(pipe: Connection, config_path: str | None, overrides: tuple[
 
     from cluster.quickstart import resolve as find
     from configs.loading import load
-    from worker.startup import resolve
+    from worker.startup.start import resolve
 
     disable_progress_bar()
     config = load(config_path, overrides)

@@ -18,9 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
-from cluster.gang_table import GangTable
-from cluster.index import BLOCK_BYTES, TABLE_BYTES, PrefixIndex
-from cluster.policies import Factors, Priced
+from cluster.routing.index import BLOCK_BYTES, TABLE_BYTES, PrefixIndex
+from cluster.routing.policies import Factors, Priced
+from cluster.routing.table import GangTable
 from kvpaging import hashing
 from kvpaging.events import Batch, Digest, Event, Load, encode, split, xor_of
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvpaging import attention
-from kvpaging.attention import Rows
+from kvpaging.attention import ops
+from kvpaging.attention.ops import Rows
 
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 64
 DTYPE = torch.bfloat16
@@ -104,7 +104,7 @@ def compare(load: Load) -> dict[str, float]:
         mask = seen.tril(load.context - load.queries)
 
     def ours() -> Tensor:
-        return attention.attend_finish(q, k_pages, v_pages, rows, scale=DIM**-0.5)
+        return ops.attend_finish(q, k_pages, v_pages, rows, scale=DIM**-0.5)
 
     def torchs() -> Tensor:
         return torch.nn.functional.scaled_dot_product_attention(

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.local import RAY_ENVIRONMENT, SERVE_ENVIRONMENT, THREADS_ENVIRONMENT, local_ray
+from cluster.serve.local import RAY_ENVIRONMENT, SERVE_ENVIRONMENT, THREADS_ENVIRONMENT, local_ray
 from configs.loading import load
 from configs.schema import Config
-from worker import wire
+from worker import messages
 from worker.params import SamplingParams
 
 ANSWER_TOKENS = 8
@@ -66,45 +66,47 @@ class Workers:
         self._asked = 0
 
     async def ask(self, gang: str, method: str, *arguments: Any) -> Any:
-        from cluster import calls
+        from cluster.routing import calls
 
         return await calls.ask(self.handle.to(gang), method, *arguments, deadline_s=DEADLINE_S)
 
-    async def answer(self, gang: str, prompt: list[int], pull: wire.Pull | None = None) -> Answer:
+    async def answer(
+        self, gang: str, prompt: list[int], pull: messages.Pull | None = None
+    ) -> Answer:
         """One request, from here."""
-        from cluster.calls import Stream
+        from cluster.routing.calls import Stream
 
         self._asked += 1
         params = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True)
-        submit = wire.Submit(
+        submit = messages.Submit(
             f"bench-{self._asked}", self.model, prompt, params, DEADLINE_S, pull=pull
         )
         tokens: list[int] = []
         first_s = 0.0
         began_s = time.perf_counter()
-        with Stream(self.handle.to(gang), "generate", wire.encode(submit)) as stream:
+        with Stream(self.handle.to(gang), "generate", messages.encode(submit)) as stream:
             while not stream.finished:
-                event = wire.decode(await stream.next())
-                if isinstance(event, wire.Rejected | wire.Error):
+                event = messages.decode(await stream.next())
+                if isinstance(event, messages.Rejected | messages.Error):
                     raise SystemExit(f"the worker answered: {event.message}")
-                if isinstance(event, wire.Delta | wire.Finish):
+                if isinstance(event, messages.Delta | messages.Finish):
                     tokens += event.tokens
                     first_s = first_s or time.perf_counter() - began_s
-                if isinstance(event, wire.Finish):
+                if isinstance(event, messages.Finish):
                     stream.finished, cached = True, event.cached_tokens
         return Answer(first_s, cached, tuple(tokens))
 
 
 async def workers(deployment: Any) -> Workers:
     """All of an application's, once this process knows them."""
-    from cluster import gangs
-    from cluster.calls import ServeHandle, ask
-    from cluster.delivery import ANYONE
-    from cluster.pools import WORKER
+    from cluster.routing import registry
+    from cluster.routing.calls import ServeHandle, ask
+    from cluster.serve.delivery import ANYONE
+    from cluster.serve.pools import WORKER
 
     handle = ServeHandle(deployment, ANYONE)
     info = await ask(handle, "info", deadline_s=DEADLINE_S)
-    return Workers(handle, info["model"], sorted(gangs.listed[WORKER]))
+    return Workers(handle, info["model"], sorted(registry.listed[WORKER]))
 
 
 async def measure(there: Workers, length: int, rounds: int, draw: random.Random) -> Size:
@@ -117,7 +119,7 @@ async def measure(there: Workers, length: int, rounds: int, draw: random.Random)
         owner, puller = there.gangs[number % 2], there.gangs[1 - number % 2]
         prompt = [draw.randrange(vocab) for _ in range(length)]
         colds.append(await there.answer(owner, prompt))
-        warms.append(await there.answer(puller, prompt, wire.Pull(owner, length // size)))
+        warms.append(await there.answer(puller, prompt, messages.Pull(owner, length // size)))
     after = sum([(await there.ask(g, "stats"))["transfers"]["pulled_bytes"] for g in there.gangs])
     return Size(
         prompt_tokens=length,
@@ -174,8 +176,8 @@ def run(config: Config, directory: Path, options: argparse.Namespace) -> dict[st
         import ray
         from ray import serve
 
-        from cluster.app import APP, build
-        from cluster.pools import WORKER
+        from cluster.serve.application import APP, build
+        from cluster.serve.pools import WORKER
 
         serve.start(http_options={"location": "NoServer"}, logging_config={"log_level": "ERROR"})
         gpus = ray.cluster_resources().get("GPU", 0.0) > 0  # type: ignore[no-untyped-call]

@@ -27,8 +27,8 @@ from cluster.quickstart import QUICK
 from cluster.quickstart import resolve as find
 from kvpaging import quant
 from kvpaging.store import BlockStore, LayerShape, layout
-from worker.model import PagedModel
-from worker.selfcheck import rows_of
+from worker.execution.model import PagedModel
+from worker.startup.selfcheck import rows_of
 
 WIDE = "16 bit"
 PAGES = (WIDE, *quant.FORMATS)

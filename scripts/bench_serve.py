@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from cluster.local import THREADS_ENVIRONMENT
+from cluster.serve.local import THREADS_ENVIRONMENT
 from scripts.served import Client, Load, Prompt, Sample, Turn, percentiles, started_server
 
 REQUESTS_MIN = 4  # of one turn, so that a turn at concurrency 1 is long enough to time
@@ -74,11 +74,11 @@ def serve_engine(pipe: Connection, config_path: str | None, overrides: tuple[str
 
     from cluster.quickstart import resolve as find
     from configs.loading import load
-    from worker.device import keep_freed_memory
-    from worker.engine import Engine
-    from worker.loop import EngineLoop
-    from worker.seat import threads_of
-    from worker.startup import resolve, start
+    from worker.engine.engine import Engine
+    from worker.engine.loop import EngineLoop
+    from worker.gang.member import threads_of
+    from worker.startup.device import keep_freed_memory
+    from worker.startup.start import resolve, start
 
     disable_progress_bar()
     keep_freed_memory()
@@ -98,9 +98,9 @@ def serve_engine(pipe: Connection, config_path: str | None, overrides: tuple[str
 
 
 async def _answer(pipe: Connection, engine: Any) -> None:
+    from worker.messages import Delta, Finish
     from worker.params import SamplingParams
     from worker.request import Request
-    from worker.wire import Delta, Finish
 
     engine.start(asyncio.get_running_loop())
 

@@ -27,22 +27,22 @@ from typing import Any, cast
 
 import torch
 
-from cluster.capacity_command import Progress
-from cluster.lengths import Lengths, draw
 from cluster.quickstart import resolve as find
+from cluster.tools.capacity.command import Progress
+from cluster.tools.capacity.lengths import Lengths, draw
 from configs.loading import load
 from kvpaging.pool import BlockPool
 from kvpaging.report import sharing
 from scripts.bench_groups import GEOMETRIES, Load, measure
-from worker.decoding import Offer
-from worker.engine import Engine, Output
+from worker.decoding.beam import Offer
+from worker.engine.engine import Engine, Output
+from worker.execution.runner import InFlight, Runner, StepResult
+from worker.messages import Delta, Finish
 from worker.params import SamplingParams
-from worker.prefix import Identity, PrefixCache
 from worker.request import Request
-from worker.runner import InFlight, Runner, StepResult
-from worker.scheduler import Limits, Scheduler, StepPlan
-from worker.startup import Launch, build_engine, resolve, start
-from worker.wire import Delta, Finish
+from worker.scheduling.prefix import Identity, PrefixCache
+from worker.scheduling.scheduler import Limits, Scheduler, StepPlan
+from worker.startup.start import Launch, build_engine, resolve, start
 
 Prompt = list[int]
 Bank = Sequence[Sequence[float]]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from worker.engine import Engine
+from worker.engine.engine import Engine
 from worker.params import NO_SPECULATION, PROMPT_LOOKUP, SamplingParams
 from worker.request import Request
 
@@ -122,8 +122,8 @@ def make(options: argparse.Namespace) -> tuple[Engine, Any, dict[str, Any]]:
 
     from cluster.quickstart import resolve as find
     from configs.loading import load
-    from worker.device import keep_freed_memory
-    from worker.startup import resolve, start
+    from worker.startup.device import keep_freed_memory
+    from worker.startup.start import resolve, start
 
     keep_freed_memory()
     torch.set_num_threads(options.threads)

@@ -20,12 +20,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from importlib.metadata import version
 from typing import Any
 
-from cluster import bodies, openai
-from cluster.ingress import SWITCH_S, keep_turning
+from cluster.http import bodies, openai
+from cluster.http.app import SWITCH_S, keep_turning
+from cluster.http.text import TextService, load_tokenizer
 from cluster.quickstart import QUICK, ModelError, resolve
-from cluster.text import TextService, load_tokenizer
 from kvpaging import hashing
-from worker import wire
+from worker import messages
 from worker.params import SamplingParams
 
 GAP_MS_MAX = 20.0  # the goal
@@ -102,11 +102,11 @@ def parts_on_the_loop(text: str, ids: list[int], rounds: int) -> dict[str, float
     """What a request with this text costs the loop beside its tokens, median ms."""
     body = json.dumps({"model": "m", "prompt": text}).encode()
     root = hashing.root(fingerprint=b"bench", kv_dtype="float16", block_size=16)
-    submit = wire.Submit("r", "m", ids, SamplingParams(), 60.0)
+    submit = messages.Submit("r", "m", ids, SamplingParams(), 60.0)
     timed: dict[str, Callable[[], object]] = {
         "body": lambda: bodies.parse(openai.CompletionRequest, body),
         "block names, of 16 tokens": lambda: hashing.chain(root, ids, 16),
-        "message to a worker": lambda: wire.encode(submit),
+        "message to a worker": lambda: messages.encode(submit),
     }
     found: dict[str, float] = {}
     for name, call in timed.items():

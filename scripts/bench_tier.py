@@ -17,7 +17,7 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from worker.engine import Engine
+from worker.engine.engine import Engine
 from worker.params import SamplingParams
 from worker.request import Request
 
@@ -82,9 +82,9 @@ def make(asked: argparse.Namespace, blocks: int, host: bool) -> tuple[Engine, di
 
     from cluster.quickstart import resolve as find
     from configs.loading import load
-    from worker.device import keep_freed_memory
-    from worker.memory import GIB
-    from worker.startup import resolve, start
+    from worker.startup.device import keep_freed_memory
+    from worker.startup.memory import GIB
+    from worker.startup.start import resolve, start
 
     keep_freed_memory()
     torch.set_num_threads(asked.threads)

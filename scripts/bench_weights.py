@@ -17,7 +17,7 @@ from typing import Any
 from scripts.bench_quant import WIDE, Kept, perplexity, text_ids
 from scripts.bench_speculation import make, prompts, run
 from worker.params import NO_SPECULATION
-from worker.weights import held_bytes
+from worker.startup.weights import held_bytes
 
 KINDS = ("auto", "int8")
 

@@ -22,10 +22,10 @@ import transformers as tf
 
 from configs.loading import load
 from kvpaging.store import Layout, layout
-from worker.engine import Engine
+from worker.engine.engine import Engine
 from worker.params import SamplingParams
 from worker.request import Request
-from worker.startup import Launch, resolve, start
+from worker.startup.start import Launch, resolve, start
 
 NEW = 12  # tokens that are generated up to the full length
 BLOCK, CHUNK = 16, 1024
@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tokens = parser.parse_args(arguments).tokens
     if tokens < 1024:
         parser.error(f"--tokens {tokens}: at least 1024, or no window is left behind")
-    from worker.building import build_engine
+    from worker.startup.build import build_engine
 
     print(f"one sequence of {tokens} tokens, blocks of {BLOCK}, chunks of {CHUNK}, in per cent of "
           "full attention in every layer")  # fmt: skip

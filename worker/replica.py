@@ -16,22 +16,22 @@ from typing import Any
 from configs.schema import Config
 from kvpaging.events import Announcer, Load
 from kvpaging.report import sharing, snapshot
-from worker import wire
-from worker.device import keep_freed_memory
-from worker.engine import Engine
-from worker.follower import GPUFollower
-from worker.gang_pages import GangPages
-from worker.live import LiveLists
-from worker.load import Pressure, load_of, pressure_of
-from worker.loop import EngineLoop
+from worker import messages
+from worker.blocks.host_cache import host_slots
+from worker.blocks.pull import Answer, Fetch, Puller, no_peers
+from worker.blocks.transfer import Transfers, TransferStats
+from worker.engine.engine import Engine
+from worker.engine.load import Pressure, load_of, pressure_of
+from worker.engine.loop import EngineLoop
+from worker.engine.orphans import LiveLists
+from worker.engine.where import Pages
+from worker.gang.follower import GPUFollower
+from worker.gang.member import BEATS, Facts, Seat, facts_of, launched, repeat, told
+from worker.gang.pages import GangPages
 from worker.params import ParamError, check
-from worker.pull import Answer, Fetch, Puller, no_peers
 from worker.request import Request
-from worker.seat import BEATS, Facts, Seat, facts_of, launched, repeat, told
-from worker.startup import start
-from worker.tier import host_slots
-from worker.transfer import Transfers, TransferStats
-from worker.where import Pages
+from worker.startup.device import keep_freed_memory
+from worker.startup.start import start
 
 log = logging.getLogger("kvatlas.worker")
 
@@ -133,18 +133,18 @@ class GPUWorker:
         """One request (a `wire.Submit`); yields encoded events, the first accepted or rejected."""
         self._start()
         try:
-            message = wire.decode_as(wire.Submit, submit)
+            message = messages.decode_as(messages.Submit, submit)
             request = self._request(message)
-        except (wire.WireError, ParamError, ValueError) as error:
-            yield wire.encode(wire.Rejected("invalid", 0.0, str(error)))
+        except (messages.WireError, ParamError, ValueError) as error:
+            yield messages.encode(messages.Rejected("invalid", 0.0, str(error)))
             return
         pulling = None
         self.live.began(message.id, message.ingress, time.monotonic())
         try:
             async for event in self.loop.stream(request):
-                if isinstance(event, wire.Accepted) and message.pull and request.pulling:
+                if isinstance(event, messages.Accepted) and message.pull and request.pulling:
                     pulling = asyncio.create_task(self.puller.pull(request, message.pull))
-                yield wire.encode(event)
+                yield messages.encode(event)
         finally:
             self.live.ended(message.id)
             if pulling is not None:
@@ -156,7 +156,7 @@ class GPUWorker:
         self._start()
         return await self.puller.export(chains)
 
-    def _request(self, message: wire.Submit) -> Request:
+    def _request(self, message: messages.Submit) -> Request:
         """Check again what the ingress checked. Raises ValueError."""
         limits, longest = self.launch.params, self.launch.memory.max_model_len
         check(message.params, limits)

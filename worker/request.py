@@ -9,10 +9,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
     from kvpaging.table import BlockTable
-    from worker.decoding import BeamSearch, Offer
+    from worker.blocks.host_cache import Return
+    from worker.decoding.beam import BeamSearch, Offer
+    from worker.decoding.speculation import Speculator
     from worker.params import SamplingParams
-    from worker.speculation import Speculator
-    from worker.tier import Return
 
 NO_SLOT = -1
 

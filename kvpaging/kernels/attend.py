@@ -154,7 +154,7 @@ def attend_kernel(
     k_pages, v_pages,  # [blocks, heads / G, B, D], a block's planes contiguous
     k_scales, v_scales,  # bits of bfloat16 [blocks, heads / G, B] in the same blocks, or None
     table, logical, used,  # int32 [R, table_stride] twice, [R]; logical None: entries are 0, 1, 2
-    items, stacked,  # int32 [grid 0, 8], [n], see kvpaging.work
+    items, stacked,  # int32 [grid 0, 8], [n], see kvpaging.attention.tiling
     sink,  # [heads] or None
     out,  # [T, heads, DV] takes finished whole sums; None sends them to the partials
     acc_out, m_out, l_out,  # float32 [rows, heads, DV], [rows, heads]; `scratch` is scratch row 0

@@ -1,4 +1,4 @@
-"""Launchers of the kernels: the ops of `kvpaging.attention` for tensors on a GPU."""
+"""Launchers of the kernels: the ops of `kvpaging.attention.ops` for tensors on a GPU."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpaging import work
-from kvpaging.attention import Rows
+from kvpaging.attention import tiling
+from kvpaging.attention.ops import Rows
 from kvpaging.kernels.attend import attend_kernel
 from kvpaging.kernels.merge import merge_kernel
 from kvpaging.kernels.pages import copy_kernel, write_kernel
@@ -144,7 +144,7 @@ def warm_up(
     device = k_pages.device
     chosen = shapes(chip(device), dtype.itemsize, max(k_dim, v_pages.shape[3]), scales is not None)
     lens = (1, 1 + max(shape.rows for shape in chosen))  # a narrow and a wide tile
-    first = 2 * work.SHORTEST_SPLIT  # so that there is something to merge
+    first = 2 * tiling.SHORTEST_SPLIT  # so that there is something to merge
     width = -(-(first + max(lens)) // block)
     rows = Rows(
         query_start=torch.tensor([0, lens[0], sum(lens)], dtype=torch.int32, device=device),
@@ -184,7 +184,7 @@ def plan(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: Rows, window: int | 
     key = (chosen, group, window)
     if key not in rows.cache:
         narrow, wide = chosen
-        lists = work.build(
+        lists = tiling.build(
             rows.lens,
             rows.firsts,
             narrow=narrow.rows // min(group, narrow.rows),
@@ -305,19 +305,19 @@ def _bits(scales: Scales | None, *pages: Tensor) -> tuple[Tensor, Tensor] | tupl
     return scales[0].view(torch.int16), scales[1].view(torch.int16)
 
 
-def _upload(lists: work.WorkList, chosen: tuple[Shape, Shape], device: torch.device) -> Sweep:
+def _upload(lists: tiling.WorkList, chosen: tuple[Shape, Shape], device: torch.device) -> Sweep:
     """One copy to the device for all lists."""
     flat: list[int] = []
     ends: list[tuple[int, int, int]] = []
     for part, fields in (
-        (lists.narrow, work.ITEM_FIELDS),
-        (lists.wide, work.ITEM_FIELDS),
-        (lists.merges, work.MERGE_FIELDS),
+        (lists.narrow, tiling.ITEM_FIELDS),
+        (lists.wide, tiling.ITEM_FIELDS),
+        (lists.merges, tiling.MERGE_FIELDS),
         (lists.sources, 1),
         (lists.stacked, 1),
     ):
         start = len(flat)
-        flat += work.padded(part, fields)
+        flat += tiling.padded(part, fields)
         ends.append((start, len(flat), fields))
     host = torch.tensor(flat, dtype=torch.int32, pin_memory=device.type == "cuda")
     there = host.to(device, non_blocking=True)

@@ -1,7 +1,7 @@
 """Combining and finishing partial sums, shared by the attention and the merge kernel.
 
-Partials are base e as in `kvpaging.attention`; one rule everywhere keeps splits folded in registers
-equal to splits folded from memory.
+Partials are base e as in `kvpaging.attention.ops`; one rule everywhere keeps splits folded in
+registers equal to splits folded from memory.
 """
 
 import triton

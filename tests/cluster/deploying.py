@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from tests.cluster.processes import ROOT, Server, below, cmdline, free_port, kept
-from worker.engine import Engine
+from worker.engine.engine import Engine
 from worker.replica import GPUWorker
 
 STEP_S = 0.1
@@ -45,7 +45,7 @@ SLOW_WORKER = "tests.cluster.deploying:SlowWorker"
 class Deployment(Server):
     """A server whose description may change."""
 
-    worker, path = SLOW_WORKER, "cluster.app:application"
+    worker, path = SLOW_WORKER, "cluster.serve.application:application"
     described: Any = None
     """What `deployed` has deployed."""
 
@@ -130,7 +130,12 @@ def deployed(
 
 def main(port: int) -> None:
     """Deploys the applications that each line of standard input lists, until there are no more."""
-    from cluster.local import RAY_ENVIRONMENT, SERVE_ENVIRONMENT, THREADS_ENVIRONMENT, local_ray
+    from cluster.serve.local import (
+        RAY_ENVIRONMENT,
+        SERVE_ENVIRONMENT,
+        THREADS_ENVIRONMENT,
+        local_ray,
+    )
     from configs.loading import load
 
     os.environ.update(SERVE_ENVIRONMENT | THREADS_ENVIRONMENT | RAY_ENVIRONMENT)

@@ -15,21 +15,21 @@ from typing import Any
 import httpx
 import uvicorn
 
-from cluster.calls import MARK_S, Misrouted
-from cluster.index import Hub, Version
-from cluster.ingress import Api, build_app
-from cluster.peers import Said
-from cluster.reporting import News
+from cluster.http.app import Api, build_app
+from cluster.http.peers import Said
+from cluster.routing.calls import MARK_S, Misrouted
+from cluster.routing.index import Hub, Version
+from cluster.routing.sync import News
 from configs.loading import load
 from configs.pools import UNNAMED
 from configs.schema import Config
 from kvpaging.events import Announcer, Load
 from tests.cluster import tokens
-from worker import wire
-from worker.load import Pressure
-from worker.prefix import Identity, PrefixCache, PrefixStats
-from worker.speculation import SpeculationStats
-from worker.transfer import TransferStats
+from worker import messages
+from worker.blocks.transfer import TransferStats
+from worker.decoding.speculation import SpeculationStats
+from worker.engine.load import Pressure
+from worker.scheduling.prefix import Identity, PrefixCache, PrefixStats
 
 MODEL = "fake"
 KEY = bytes(32)
@@ -73,8 +73,9 @@ class FakeWorker:
         self.places = places
         self.gate: asyncio.Semaphore | None = None
         self.before_accepted: asyncio.Event | None = None
-        self.fail_after: Callable[[wire.Submit], Exception | wire.Event | None] = lambda _: None
-        self.submits: list[wire.Submit] = []
+        self.fail_after: Callable[[messages.Submit], Exception | messages.Event | None]
+        self.fail_after = lambda _: None
+        self.submits: list[messages.Submit] = []
         self.active: set[str] = set()
         self.aborted: set[str] = set()
         self.ended: list[tuple[str, int]] = []  # choices that the ingress ended one by one
@@ -96,12 +97,12 @@ class FakeWorker:
         }
 
     async def generate(self, data: bytes) -> AsyncGenerator[bytes]:
-        submit = wire.decode_as(wire.Submit, data)
+        submit = messages.decode_as(messages.Submit, data)
         self.submits.append(submit)
         self.active.add(submit.id)
         try:
             async for event in self._events(submit, self.gate_of(submit)):
-                yield wire.encode(event)
+                yield messages.encode(event)
         except (GeneratorExit, asyncio.CancelledError):
             self.aborted.add(submit.id)
             raise
@@ -110,18 +111,18 @@ class FakeWorker:
             async with self.quiet:
                 self.quiet.notify_all()
 
-    def gate_of(self, submit: wire.Submit) -> asyncio.Semaphore | None:
+    def gate_of(self, submit: messages.Submit) -> asyncio.Semaphore | None:
         return self.gate
 
     async def _events(
-        self, submit: wire.Submit, gate: asyncio.Semaphore | None
-    ) -> AsyncIterator[wire.Event]:
+        self, submit: messages.Submit, gate: asyncio.Semaphore | None
+    ) -> AsyncIterator[messages.Event]:
         if self.before_accepted is not None:
             await self.before_accepted.wait()
         if len(self.active) > self.places:
-            yield wire.Rejected("queue_full", 1.25, f"{self.places} requests wait already")
+            yield messages.Rejected("queue_full", 1.25, f"{self.places} requests wait already")
             return
-        yield wire.Accepted(submit.id, len(submit.prompt))
+        yield messages.Accepted(submit.id, len(submit.prompt))
         for event in self._prompt_logprobs(submit):
             yield event
         running = [i for i, choice in enumerate(submit.choices) if not choice.finished]
@@ -129,38 +130,40 @@ class FakeWorker:
         while running:
             for choice in running[:]:
                 while gate is not None and not await permitted(gate):
-                    yield wire.Mark()
+                    yield messages.Mark()
                 if start and (failure := self.fail_after(submit)) is not None:
                     if isinstance(failure, Exception):
                         raise failure
                     yield failure
                     return
                 event = self._event(submit, choice, start)
-                if isinstance(event, wire.Finish):
+                if isinstance(event, messages.Finish):
                     running.remove(choice)
                 yield event
             start += self.per_delta
 
-    def _event(self, submit: wire.Submit, choice: int, start: int) -> wire.Delta | wire.Finish:
+    def _event(
+        self, submit: messages.Submit, choice: int, start: int
+    ) -> messages.Delta | messages.Finish:
         """What a choice says from its token `start` on, after those of earlier attempts."""
         out, reason, stop = self._tokens(submit, choice)
         start += len(submit.choices[choice].generated)
         if submit.params.beam_width:
-            made = wire.Finish(choice, reason, len(submit.prompt), 0, len(out), stop, out)
+            made = messages.Finish(choice, reason, len(submit.prompt), 0, len(out), stop, out)
             return replace(made, score=-0.5 - choice)
         cached = self.cached if choice == 0 else len(submit.prompt) - 1
         if (submit.id, choice) in self.ended:
-            return wire.Finish(choice, "abort", len(submit.prompt), cached, start)
+            return messages.Finish(choice, "abort", len(submit.prompt), cached, start)
         part = out[start : start + self.per_delta]
-        started = None if start or choice else wire.Started(0.25, self.cached)
+        started = None if start or choice else messages.Started(0.25, self.cached)
         scores = None if submit.params.logprobs is None else [self.score(t) for t in part]
         if start + self.per_delta < len(out):
-            return wire.Delta(choice, part, scores, started)
-        last = wire.Finish(choice, reason, len(submit.prompt), cached, len(out), stop)
+            return messages.Delta(choice, part, scores, started)
+        last = messages.Finish(choice, reason, len(submit.prompt), cached, len(out), stop)
         logprobs = scores if out else None
         return replace(last, tokens=part, logprobs=logprobs, started=started)
 
-    def _tokens(self, submit: wire.Submit, choice: int) -> tuple[list[int], str, int | None]:
+    def _tokens(self, submit: messages.Submit, choice: int) -> tuple[list[int], str, int | None]:
         params = submit.params
         reply = self.replies[choice] if self.replies else self.reply
         out = [*reply, tokens.EOS]
@@ -171,15 +174,15 @@ class FakeWorker:
             return out[: ends[0] + 1], "stop", out[ends[0]]
         return out[: params.max_tokens], "length", None
 
-    def _prompt_logprobs(self, submit: wire.Submit) -> list[wire.Event]:
+    def _prompt_logprobs(self, submit: messages.Submit) -> list[messages.Event]:
         if submit.params.prompt_logprobs is None:
             return []
         top = self.score(0).top[: submit.params.prompt_logprobs]
-        rest = [wire.PromptLogprob(-1.0 - t / 512, 2, top) for t in submit.prompt[1:]]
-        return [wire.PromptLogprobs(0, [None]), wire.PromptLogprobs(1, [*rest])]
+        rest = [messages.PromptLogprob(-1.0 - t / 512, 2, top) for t in submit.prompt[1:]]
+        return [messages.PromptLogprobs(0, [None]), messages.PromptLogprobs(1, [*rest])]
 
-    def score(self, token: int) -> wire.TokenLogprob:
-        return wire.TokenLogprob(-token / 512, [(token, -token / 512), (1, -float("inf"))])
+    def score(self, token: int) -> messages.TokenLogprob:
+        return messages.TokenLogprob(-token / 512, [(token, -token / 512), (1, -float("inf"))])
 
     async def stats(self) -> dict[str, Any]:
         if not self.alive:
@@ -296,7 +299,7 @@ class ServedFake(FakeWorker):
         self.announcer, self.prefix = Announcer(MODEL, self.gang), prefix(key)
         self.failure: str | None = None
 
-    def gate_of(self, submit: wire.Submit) -> asyncio.Semaphore | None:
+    def gate_of(self, submit: messages.Submit) -> asyncio.Semaphore | None:
         if submit.params.seed == BREAKING:
             self.failure = "device lost"
         return asyncio.Semaphore(3) if submit.params.seed in (ENDLESS, BREAKING) else None
@@ -323,7 +326,7 @@ class ServedFake(FakeWorker):
 class PacedFake(ServedFake):
     """Says a token each `PACE_S`, so that there is time to lose it."""
 
-    def gate_of(self, submit: wire.Submit) -> asyncio.Semaphore | None:
+    def gate_of(self, submit: messages.Submit) -> asyncio.Semaphore | None:
         gate, loop = asyncio.Semaphore(), asyncio.get_running_loop()
 
         def tick() -> None:

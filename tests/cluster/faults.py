@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-import cluster.app
-from cluster.policies import Ask, Choice, Policy, Row
-from cluster.routing import Length, Route
+import cluster.serve.application
+from cluster.routing.policies import Ask, Choice, Policy, Row
+from cluster.routing.router import Length, Route
 from configs.schema import Config, RoutingConfig
 from tests.cluster import seeds
-from worker import wire
-from worker.pull import Answer, Fetch
+from worker import messages
+from worker.blocks.pull import Answer, Fetch
 from worker.replica import GPUWorker
 
 
@@ -33,7 +33,7 @@ class Worker(GPUWorker):
         runner.launch = raising  # type: ignore[method-assign]
 
     async def generate(self, submit: bytes) -> AsyncIterator[bytes]:
-        seed = wire.decode_as(wire.Submit, submit).params.seed
+        seed = messages.decode_as(messages.Submit, submit).params.seed
         if seed == seeds.KILLS:
             os.kill(os.getpid(), signal.SIGKILL)
         self.dies_lending |= seed == seeds.DIES_LENDING
@@ -63,7 +63,9 @@ class Ingress(cluster.app.Ingress):
         decide, choose = router._decide, router.choose
         seed: int | None = None
 
-        def choosing(submit: wire.Submit, length: Length, avoid: Collection[str]) -> Route | None:
+        def choosing(
+            submit: messages.Submit, length: Length, avoid: Collection[str]
+        ) -> Route | None:
             nonlocal seed
             seed = submit.params.seed
             route = choose(submit, length, avoid)
@@ -92,6 +94,6 @@ class Ingress(cluster.app.Ingress):
 
 
 def application(args: dict[str, Any]) -> Any:
-    """What is deployed: `cluster.app.application` with this ingress."""
+    """What is deployed: `cluster.serve.application.application` with this ingress."""
     cluster.app.Ingress = Ingress  # type: ignore[misc]
     return cluster.app.application(args)

@@ -10,9 +10,9 @@ from typing import Any
 
 from tests.cluster.deploying import STEP_S, SlowWorker
 from tests.cluster.processes import HEALTH
-from worker.engine import Engine
-from worker.follower import GPUFollower, Made
-from worker.gang_wire import Change
+from worker.engine.engine import Engine
+from worker.gang.follower import GPUFollower, Made
+from worker.gang.protocol import Change
 
 LOSE = "lose-an-entry"
 """While this file is there, ranks other than 0 lose what they are told next, and take it away."""

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster import haproxy
-from cluster.keys import ADMIN_KEY
+from cluster.http.keys import ADMIN_KEY
+from cluster.serve import haproxy
 from tests.cluster.processes import free_port
 
 MODES = (

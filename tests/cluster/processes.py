@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.keys import ADMIN_KEY
+from cluster.http.keys import ADMIN_KEY
 
 ROOT = Path(__file__).parents[2]
 FAKE, REAL = "tests.cluster.fakes:ServedFake", "worker.replica:GPUWorker"
@@ -31,7 +31,7 @@ starts another one closes this first: two at a time would measure each other."""
 START = """
 import sys
 from cluster.cli import run
-from cluster.local import serve_here
+from cluster.serve.local import serve_here
 from tests.cluster.fakes import config
 
 def serve():

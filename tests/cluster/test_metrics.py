@@ -9,10 +9,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.metrics import Metrics, Record, Times
 from tests.cluster.fakes import FakeWorker
-from worker.prefix import PrefixStats
-from worker.speculation import SpeculationStats
-from worker.swapping import SwapStats
-from worker.tier import TierStats
+from worker.blocks.host_cache import TierStats
+from worker.blocks.swap import SwapStats
+from worker.decoding.speculation import SpeculationStats
+from worker.scheduling.prefix import PrefixStats
 
 
 async def snapshot() -> dict[str, object]:

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from cluster.traces import HASHED_TOKENS, Arrival
+from cluster.tools.traces import HASHED_TOKENS, Arrival
 
 
 def conversations(

@@ -1,6 +1,6 @@
 """The files for `ray up`, `serve deploy` and KubeRay, against the schemas of those who read them.
 
-`tests/cluster/test_hosts.py` runs ray-local.yaml, serve.yaml and ray.env for real.
+`tests/cluster/serve/test_hosts.py` runs ray-local.yaml, serve.yaml and ray.env for real.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import jsonschema
 import pytest
 import yaml
 
-from cluster import haproxy
-from cluster.local import RAY_ENVIRONMENT, SERVE_ENVIRONMENT, THREADS_ENVIRONMENT
+from cluster.serve import haproxy
+from cluster.serve.local import RAY_ENVIRONMENT, SERVE_ENVIRONMENT, THREADS_ENVIRONMENT
 from configs.loading import load
 from configs.schema import Config, LimitsConfig
 
@@ -52,7 +52,7 @@ def served(document: Any) -> tuple[Any, Config]:
     """Serve's own reading of a file, and the settings in it."""
     deploy = ServeDeploySchema.model_validate(document)
     (application,) = deploy.applications
-    assert application.import_path == "cluster.app:application"
+    assert application.import_path == "cluster.serve.application:application"
     assert application.args.keys() <= {"config", "set"}
     return deploy, load(application.args["config"], application.args.get("set", ()))
 

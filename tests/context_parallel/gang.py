@@ -16,8 +16,9 @@ from context_parallel.exchange import Exchange
 from context_parallel.loopback import loopback
 from context_parallel.shard import Geometry, tails
 from context_parallel.tables import LocalTables
-from kvpaging import attention, quant
-from kvpaging.attention import Rows
+from kvpaging import quant
+from kvpaging.attention import ops
+from kvpaging.attention.ops import Rows
 from kvpaging.store import BlockStore, LayerShape, layout
 
 PER_RANK = 96
@@ -113,7 +114,7 @@ class Case:
                 position, place = position[mine], place[mine] % self.per_rank
             slots = place * self.size + position % self.size
             k, v = (x[position] for x in kv)
-            attention.write_reference(k, v, store.k(0), store.v(0), slots, store.scales(0))
+            ops.write_reference(k, v, store.k(0), store.v(0), slots, store.scales(0))
         return store
 
     def tables(self, rank: int) -> LocalTables:
@@ -155,8 +156,8 @@ class Case:
             for i in range(3)
         )
         pages, scales = (store.k(0), store.v(0)), store.scales(0)
-        attention.write(k, v, *pages, rows.slots, scales)
-        out = attention.attend_finish(q, *pages, rows, **self.options, scales=scales)
+        ops.write(k, v, *pages, rows.slots, scales)
+        out = ops.attend_finish(q, *pages, rows, **self.options, scales=scales)
         return list(out.split(lens))
 
     def run(self, exchange: Exchange, history: bool | None = None) -> list[tuple[int, int, Tensor]]:

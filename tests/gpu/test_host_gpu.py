@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvpaging.host import Move, Moves
+from kvpaging.host_pool import Move, Moves
 from kvpaging.host_store import HostStore
 from kvpaging.store import BlockStore, LayerShape, layout
 

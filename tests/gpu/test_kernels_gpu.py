@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpaging import attention, quant, work
-from kvpaging.attention import Partial, Rows, attend_reference, finish_reference
+from kvpaging import quant
+from kvpaging.attention import ops, tiling
+from kvpaging.attention.ops import Partial, Rows, attend_reference, finish_reference
 from kvpaging.store import BlockStore, LayerShape, layout
 from tests.kvpaging.forest import TREE, alone, forest, pages
 from tests.kvpaging.ragged import Batch, quantised, ragged
@@ -70,12 +71,12 @@ def test_attend_equals_the_formula(case: dict[str, Any], dtype: str) -> None:
     sink = None if sink is None else sink.cuda()
     want = finish_reference(sums, sink, torch.float64).cpu()
     pages = (gpu.q, *stored, gpu.rows)
-    assert error(attention.attend_finish(*pages, **options, sink=sink), want) < TOLERANCE[dtype]
-    partial = attention.attend(*pages, **options)
+    assert error(ops.attend_finish(*pages, **options, sink=sink), want) < TOLERANCE[dtype]
+    partial = ops.attend(*pages, **options)
     both = Partial(
         *(torch.stack([x, y]) for x, y in zip(fields(partial), nothing(partial), strict=True))
     )
-    merged = attention.finish(attention.merge(both), sink, torch.float32)
+    merged = ops.finish(ops.merge(both), sink, torch.float32)
     assert error(merged, want) < TOLERANCE[dtype]
 
 
@@ -94,7 +95,7 @@ def test_write_then_read_back() -> None:
     k_pages, v_pages = torch.zeros_like(gpu.k_pages), torch.zeros_like(gpu.v_pages)
     positions = torch.arange(len(k))
     slots = batch.rows.table[0, positions // 16].long() * 16 + positions % 16
-    attention.write(k.cuda(), v.cuda(), k_pages, v_pages, slots.cuda())
+    ops.write(k.cuda(), v.cuda(), k_pages, v_pages, slots.cuda())
     assert torch.equal(k_pages, gpu.k_pages.nan_to_num())
     assert torch.equal(v_pages, gpu.v_pages.nan_to_num())
 
@@ -113,7 +114,7 @@ def test_quantised_write_stores_what_the_formula_does(kind: str) -> None:
     for device in (torch.device("cpu"), torch.device("cuda")):
         store = BlockStore(place, 6, quant.FORMATS[kind], device)
         given = (x.to(device) for x in (k, v))
-        attention.write(*given, store.k(1), store.v(1), slots.to(device), store.scales(1))
+        ops.write(*given, store.k(1), store.v(1), slots.to(device), store.scales(1))
         arenas.append(store.arenas[0].cpu())
     assert torch.equal(*arenas)
 
@@ -121,7 +122,7 @@ def test_quantised_write_stores_what_the_formula_does(kind: str) -> None:
 def test_copy_moves_whole_blocks() -> None:
     arena = torch.randint(0, 256, (6, 32 * 1024 + 16), dtype=torch.uint8).cuda()
     before = arena.clone()
-    attention.copy(arena, torch.tensor([1, 4]).cuda(), torch.tensor([0, 2]).cuda())
+    ops.copy(arena, torch.tensor([1, 4]).cuda(), torch.tensor([0, 2]).cuda())
     assert torch.equal(arena, before[[1, 1, 4, 3, 4, 5]])
 
 
@@ -133,13 +134,13 @@ def test_sums_keep_their_bits(dtype: str) -> None:
     )
     options: dict[str, Any] = {"scale": 0.1}
     results = []
-    for scratch in (work.SCRATCH_ROWS, 0):
-        with mock.patch.object(work, "SCRATCH_ROWS", scratch):
+    for scratch in (tiling.SCRATCH_ROWS, 0):
+        with mock.patch.object(tiling, "SCRATCH_ROWS", scratch):
             rows = replace(gpu.rows, cache={})
-            results.append(attention.attend(gpu.q, gpu.k_pages, gpu.v_pages, rows, **options))
+            results.append(ops.attend(gpu.q, gpu.k_pages, gpu.v_pages, rows, **options))
     for spread, folded in zip(*map(fields, results), strict=True):
         assert torch.equal(spread, folded)
-    alone = attention.attend(gpu.q[:1], gpu.k_pages, gpu.v_pages, first_row(gpu.rows), **options)
+    alone = ops.attend(gpu.q[:1], gpu.k_pages, gpu.v_pages, first_row(gpu.rows), **options)
     assert torch.equal(alone.acc[0], results[0].acc[0])
 
 
@@ -152,13 +153,13 @@ def test_grouping_changes_no_bit(dtype: str, window: int | None) -> None:
     gpu = there(Batch(q.to(DTYPES[dtype]), k, v, rows, []))
     options: dict[str, Any] = {"scale": 0.1, "window": window}
     grouped, apart = (
-        attention.attend(gpu.q, gpu.k_pages, gpu.v_pages, some, **options)
+        ops.attend(gpu.q, gpu.k_pages, gpu.v_pages, some, **options)
         for some in (gpu.rows, alone(gpu.rows))
     )
     for one, other in zip(fields(grouped), fields(apart), strict=True):
         assert torch.equal(one, other)
     want = finish_reference(exact(gpu, **options), None, torch.float64)
-    got = attention.finish(grouped, None, torch.float32)
+    got = ops.finish(grouped, None, torch.float32)
     assert error(got, want.cpu()) < TOLERANCE[dtype]
 
 
@@ -173,7 +174,7 @@ def test_a_captured_graph_replays_with_new_pages() -> None:
     gpu = there(ragged((1, 1), (300, 40), k_dim=64, v_dim=64, dtype=torch.float16))
 
     def run() -> Tensor:
-        return attention.attend_finish(gpu.q, gpu.k_pages, gpu.v_pages, gpu.rows, scale=0.1)
+        return ops.attend_finish(gpu.q, gpu.k_pages, gpu.v_pages, gpu.rows, scale=0.1)
 
     run()
     graph = torch.cuda.CUDAGraph()

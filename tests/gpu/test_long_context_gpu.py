@@ -21,10 +21,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from context_parallel import measure
+from cluster.tools.context import measure
+from cluster.tools.context.measure import Layer, Stripe
 from context_parallel.attention import workspace_bytes
 from context_parallel.exchange import TorchExchange
-from context_parallel.measure import Layer, Stripe
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 CONTEXTS = (131_072, 1_048_576) if GPUS else (4_099,)

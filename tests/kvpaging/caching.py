@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from kvpaging import audit
-from kvpaging.host import HostPool, below
+from kvpaging.host_pool import HostPool, below
 from kvpaging.pool import BlockPool
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpaging import groups
-from kvpaging.attention import Rows
+from kvpaging.attention import shared_prefix
+from kvpaging.attention.ops import Rows
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -108,8 +108,8 @@ def find(
     size: int,
     window: int | None = None,
     saved_keys_min: int = 1,
-) -> tuple[groups.Run, ...]:
-    return groups.find(
+) -> tuple[shared_prefix.Run, ...]:
+    return shared_prefix.find(
         table, np.arange(len(lens)), np.array(lens), np.array(firsts), size, window, saved_keys_min
     )
 

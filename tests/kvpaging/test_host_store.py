@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import torch
 
-from kvpaging.host import Move, Moves
+from kvpaging.host_pool import Move, Moves
 from kvpaging.host_store import HostStore
 from kvpaging.store import BlockStore, LayerShape, layout
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.index import TABLE_BYTES, PrefixIndex
+from cluster.routing.index import TABLE_BYTES, PrefixIndex
 from kvpaging.events import Batch, decode
 from scripts import bench_index
 from scripts.bench_index import GANGS, Source

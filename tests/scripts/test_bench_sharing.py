@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cluster.lengths import draw
+from cluster.tools.capacity.lengths import draw
 from scripts import bench_sharing
 from scripts.bench_sharing import saved
 from tests.cluster import tokens

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.text import TextService
+from cluster.http.text import TextService
 from scripts import bench_text
 from tests.cluster import tokens
 

@@ -9,7 +9,7 @@ import pytest
 
 from scripts import bench_tier
 from tests.worker.fake import VOCAB, make_engine
-from worker.engine import Engine
+from worker.engine.engine import Engine
 
 
 def made(asked: Any, blocks: int, host: bool) -> tuple[Engine, dict[str, Any]]:

@@ -31,22 +31,22 @@ from tests.families import build, reference_model
 from tests.worker.gangs import gang_engine
 from tests.worker.searching import transformers_beams, wide_softmax
 from tests.worker.served import FREE_BYTES, Models, answer, fill
-from worker import startup
-from worker.building import build_draft, build_engine
-from worker.memory import DoesNotFit
-from worker.model import UnsupportedModel
+from worker.blocks.swap import RECOMPUTE, SWAP
+from worker.execution.model import UnsupportedModel
+from worker.execution.philox import derive
 from worker.params import DRAFT_MODEL, PROMPT_LOOKUP, ParamError, SamplingParams, check
-from worker.philox import derive
 from worker.request import Request
-from worker.swapping import RECOMPUTE, SWAP
+from worker.startup import start
+from worker.startup.build import build_draft, build_engine
+from worker.startup.memory import DoesNotFit
 
 if TYPE_CHECKING:
-    from worker.drafting import DraftModel
-    from worker.engine import Engine
-    from worker.launch import Launch
-    from worker.model import PagedModel
+    from worker.decoding.draft_model import DraftModel
+    from worker.decoding.speculation import Speculation
+    from worker.engine.engine import Engine
+    from worker.execution.model import PagedModel
     from worker.request import Sequence
-    from worker.speculation import Speculation
+    from worker.startup.spec import Launch
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 REFUSALS = (ConfigError, UnsupportedModel, DoesNotFit, ParamError)
@@ -358,8 +358,8 @@ class Lab:
             }
             config = load(None, [f"{name}={value}" for name, value in settings.items()])
             directory = self.models.directory(family)
-            small = startup.resolve(config, directory, free_bytes=FREE_BYTES).drafting()
-            self._drafts[key] = small, startup.load(small, lambda: 0.0)[0]
+            small = start.resolve(config, directory, free_bytes=FREE_BYTES).drafting()
+            self._drafts[key] = small, start.load(small, lambda: 0.0)[0]
         small, model = self._drafts[key]
         fill(model.store)
         return build_draft(small, model)

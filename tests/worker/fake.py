@@ -16,22 +16,22 @@ from functools import lru_cache
 from zlib import crc32
 
 from context_parallel.policy import ShardPolicy
-from kvpaging.host import HostPool, Moves
+from kvpaging.host_pool import HostPool, Moves
 from kvpaging.pool import BlockPool
 from kvpaging.windows import GONE
-from worker import wire
-from worker.decoding import Offer
-from worker.engine import Engine
+from worker import messages
+from worker.blocks.host_cache import Tier
+from worker.decoding.beam import Offer
+from worker.decoding.speculation import Speculation
+from worker.engine.engine import Engine
+from worker.execution.runner import InFlight, StepResult
 from worker.params import SamplingParams
-from worker.prefix import Identity, PrefixCache
 from worker.request import Request, Sequence
-from worker.runner import InFlight, StepResult
-from worker.scheduler import Limits, Scheduler, StepPlan
-from worker.speculation import Speculation
-from worker.tier import Tier
+from worker.scheduling.prefix import Identity, PrefixCache
+from worker.scheduling.scheduler import Limits, Scheduler, StepPlan
 
 VOCAB = 97
-UNLIKELY = wire.PromptLogprob(-9.0, 9, [])
+UNLIKELY = messages.PromptLogprob(-9.0, 9, [])
 Fault = Callable[[str, StepPlan], None]
 
 

@@ -15,17 +15,17 @@ from context_parallel.group import Meeting
 from tests.context_parallel import ranks as processes
 from tests.worker.gangs import InTurn, fresh_pages, leader, widened
 from tests.worker.served import Models
-from worker.building import build_follower
-from worker.gang import Ends
+from worker.gang.runner import Ends
+from worker.startup.build import build_follower
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from pathlib import Path
 
     from context_parallel.group import Address
-    from worker.engine import Engine
-    from worker.model import PagedModel
-    from worker.startup import Launch
+    from worker.engine.engine import Engine
+    from worker.execution.model import PagedModel
+    from worker.startup.start import Launch
 
 TIMEOUT_S = 60.0
 EPOCH = 7

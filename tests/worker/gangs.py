@@ -14,16 +14,16 @@ from context_parallel.loopback import channels, loopback
 from context_parallel.policy import ShardPolicy, Start
 from kvpaging.store import BlockStore
 from tests.worker.served import fill, twin
-from worker.building import build_engine, build_follower
-from worker.gang import Ends
-from worker.model import PagedModel
+from worker.execution.model import PagedModel
+from worker.gang.runner import Ends
+from worker.startup.build import build_engine, build_follower
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from worker.engine import Engine
-    from worker.gang import Follower
-    from worker.startup import Launch
+    from worker.engine.engine import Engine
+    from worker.gang.runner import Follower
+    from worker.startup.start import Launch
 
 TIMEOUT_S = 60.0
 

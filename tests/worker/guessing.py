@@ -7,7 +7,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from zlib import crc32
 
-from worker.speculation import PromptLookup, Proposer, Speculation
+from worker.decoding.speculation import PromptLookup, Proposer, Speculation
 
 
 class Told:

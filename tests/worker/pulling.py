@@ -10,10 +10,10 @@ import numpy as np
 
 from kvpaging.windows import GONE
 from tests.worker.fake import check, make_engine, make_request
-from worker.engine import Engine
-from worker.pull import Puller
+from worker.blocks.pull import Puller
+from worker.blocks.transfer import Transfers, TransferStats
+from worker.engine.engine import Engine
 from worker.request import Request
-from worker.transfer import Transfers, TransferStats
 
 SIZE = 4
 LATE_S = 0.02

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from worker.execution.philox import Purpose, uniform
+from worker.execution.sample_plan import FEW
+from worker.execution.sampler import Sampled, Sampler, SampleRow
 from worker.params import SamplingParams
-from worker.philox import Purpose, uniform
-from worker.sample_plan import FEW
-from worker.sampler import Sampled, Sampler, SampleRow
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float64]

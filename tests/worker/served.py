@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from configs.loading import load
 from kvpaging.store import BlockStore
 from tests.families import MAX_MODEL_LEN, NEW_TOKENS, build, prompts
-from worker.model import PagedModel
+from worker.execution.model import PagedModel
+from worker.messages import Delta, Finish
 from worker.params import SamplingParams
 from worker.request import Request
-from worker.startup import Launch, build_engine, resolve, start
-from worker.wire import Delta, Finish
+from worker.startup.start import Launch, build_engine, resolve, start
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-    from worker.engine import Engine
+    from worker.engine.engine import Engine
 
 MAX_NUM_SEQS = 4
 FREE_BYTES = 1 << 32

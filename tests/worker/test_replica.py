@@ -17,10 +17,10 @@ from configs.loading import load
 from tests.cluster import tokens
 from tests.cluster.fakes import KEY, MODEL, Served, ids_of, serving
 from tests.families import FAMILIES, Family, build
-from worker import wire
+from worker import messages
+from worker.execution.philox import derive
+from worker.gang.member import threads_of
 from worker.params import SamplingParams
-from worker.philox import derive
-from worker.seat import threads_of
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Serve warns of its own use of pydantic
@@ -258,15 +258,15 @@ IDS = ids_of(PROMPT) * 3
 FULL = len(IDS) // BLOCK
 
 
-async def said(worker: replica.GPUWorker, pull: wire.Pull | None) -> wire.Finish:
+async def said(worker: replica.GPUWorker, pull: messages.Pull | None) -> messages.Finish:
     """The end of an answer, with all its tokens."""
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-    submit = wire.Submit("r", MODEL, IDS, params, 60.0, pull=pull)
+    submit = messages.Submit("r", MODEL, IDS, params, 60.0, pull=pull)
     tokens: list[int] = []
-    async for data in worker.generate(wire.encode(submit)):
-        event = wire.decode(data)
+    async for data in worker.generate(messages.encode(submit)):
+        event = messages.decode(data)
         tokens += getattr(event, "tokens", [])
-    assert isinstance(event, wire.Finish), event
+    assert isinstance(event, messages.Finish), event
     return replace(event, tokens=tokens)
 
 
@@ -283,7 +283,7 @@ async def test_a_request_finds_what_another_worker_with_the_same_secret_has(
     puller = make(directory, "puller", key=key, fetch=fetch)
     try:
         wanted = await said(owner, None)
-        got = await said(puller, wire.Pull("owner", FULL))
+        got = await said(puller, messages.Pull("owner", FULL))
         assert got.tokens == wanted.tokens
         assert got.cached_tokens == found * BLOCK
         stats = (await puller.stats())["transfers"]
@@ -296,9 +296,9 @@ async def test_a_request_finds_what_another_worker_with_the_same_secret_has(
         assert (await puller.stats())["blocks"]["leased"] == 0
         # A gang that pulls from itself, or knows no other, computes.
         await owner.flush()
-        assert (await said(owner, wire.Pull("owner", FULL))).cached_tokens == 0
+        assert (await said(owner, messages.Pull("owner", FULL))).cached_tokens == 0
         await owner.flush()
-        assert (await said(owner, wire.Pull("puller", FULL))).tokens == wanted.tokens
+        assert (await said(owner, messages.Pull("puller", FULL))).tokens == wanted.tokens
         assert (await owner.stats())["transfers"]["failures"] == {"unknown": 1}
     finally:
         owner.loop.stop()

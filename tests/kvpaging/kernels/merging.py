@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpaging.attention import Partial, finish_reference, merge_reference
+from kvpaging.attention.ops import Partial, finish_reference, merge_reference
 from kvpaging.kernels import launch
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from kvpaging import quant
-from kvpaging.attention import copy_reference, write_reference
+from kvpaging.attention.ops import copy_reference, write_reference
 from kvpaging.kernels import launch
 from kvpaging.store import BlockStore, LayerShape, layout
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpaging import groups, work
-from kvpaging.attention import Partial, Rows, attend_reference, finish_reference
+from kvpaging.attention import shared_prefix, tiling
+from kvpaging.attention.ops import Partial, Rows, attend_reference, finish_reference
 from kvpaging.kernels import launch
 from tests.kvpaging.forest import alone, forest, pages, tree
 from tests.kvpaging.ragged import Batch, quantised, ragged
@@ -28,8 +28,8 @@ SPLIT = 64  # keys, where the length itself is not the point; whole tiles of any
 def splits_of(keys: int) -> Iterator[None]:
     """Within, no split is shorter than so many keys: what is cut into several need not be long."""
     with (
-        mock.patch.object(work, "SHORTEST_SPLIT", keys),
-        mock.patch.object(groups, "SHORTEST_SPLIT", keys),
+        mock.patch.object(tiling, "SHORTEST_SPLIT", keys),
+        mock.patch.object(shared_prefix, "SHORTEST_SPLIT", keys),
     ):
         yield
 
@@ -48,7 +48,7 @@ def across(group: int) -> tuple[int, int]:
     """Length and first position of a chunk that crosses the end of a split and is the least that a
     narrow tile, of 16 rows, has no room for."""
     count = 16 // group + 2
-    return count, work.SHORTEST_SPLIT - count // 2
+    return count, tiling.SHORTEST_SPLIT - count // 2
 
 
 def batch_of(case: dict[str, Any]) -> Batch:
@@ -87,7 +87,7 @@ def worst(case: dict[str, Any]) -> float:
     want = finish_reference(exact, None if sink is None else sink.double(), torch.float64)
     with (
         mock.patch.object(launch, "chip", return_value=case["chip"]),
-        mock.patch.object(work, "SCRATCH_ROWS", work.SCRATCH_ROWS if case["spread"] else 0),
+        mock.patch.object(tiling, "SCRATCH_ROWS", tiling.SCRATCH_ROWS if case["spread"] else 0),
     ):
         given = (batch.q, *pages, batch.rows)
         if case["result"] == "output":
@@ -129,8 +129,8 @@ def spread_and_folded(dtype: str) -> tuple[list[bytes], list[bytes]]:
     """A long row's partials, its splits folded from memory and in registers."""
     batch = ragged((1, 20), (900, 600), heads=1, group=3, k_dim=64, v_dim=64, dtype=DTYPES[dtype])
     results = []
-    for rows in (work.SCRATCH_ROWS, 0):
-        with mock.patch.object(work, "SCRATCH_ROWS", rows):
+    for rows in (tiling.SCRATCH_ROWS, 0):
+        with mock.patch.object(tiling, "SCRATCH_ROWS", rows):
             some = replace(batch.rows, cache={})
             state = launch.attend(
                 batch.q, batch.k_pages, batch.v_pages, some, scale=0.1, window=None, softcap=None
@@ -161,7 +161,7 @@ def alone_and_together() -> tuple[bytes, bytes]:
 @splits_of(SPLIT)
 def long_context() -> float:
     """Around the position where splits grow longer: a token and a chunk across it."""
-    last = work.SPLITS * work.SHORTEST_SPLIT
+    last = tiling.SPLITS * tiling.SHORTEST_SPLIT
     batch = ragged(
         (1, 20), (last + 5, last - 7), size=64, heads=1, group=1, k_dim=64, v_dim=64,
         dtype=torch.float16,
@@ -209,7 +209,7 @@ def shards(case: dict[str, Any]) -> float:
     k_dim, ranks = 64, case["ranks"]
     # The longest row fills a split on each rank and begins another.
     count, first = across(case["group"])
-    lens, firsts = (1, count, 1), (ranks * (work.SHORTEST_SPLIT + 6), first, 3)
+    lens, firsts = (1, count, 1), (ranks * (tiling.SHORTEST_SPLIT + 6), first, 3)
     batch = ragged(
         lens, firsts, size=case["block"], heads=1, group=case["group"], k_dim=k_dim, v_dim=64,
         dtype=DTYPES[case["dtype"]],
@@ -222,7 +222,7 @@ def shards(case: dict[str, Any]) -> float:
     errors, parts = [], []
     with (
         mock.patch.object(launch, "chip", return_value=case["chip"]),
-        mock.patch.object(work, "SCRATCH_ROWS", work.SCRATCH_ROWS if case["spread"] else 0),
+        mock.patch.object(tiling, "SCRATCH_ROWS", tiling.SCRATCH_ROWS if case["spread"] else 0),
     ):
         for rank in range(ranks):
             rows = part_of(batch, case["owners"], ranks, rank)
@@ -264,7 +264,7 @@ def _grouped(case: dict[str, Any], split: int) -> tuple[float, bool, int]:
     results, worst_error = [], 0.0
     with (
         mock.patch.object(launch, "chip", return_value=case["chip"]),
-        mock.patch.object(work, "SCRATCH_ROWS", case["scratch"]),
+        mock.patch.object(tiling, "SCRATCH_ROWS", case["scratch"]),
         mock.patch.object(np, "matmul", _row_by_row),
     ):
         for some in (rows, alone(rows)):

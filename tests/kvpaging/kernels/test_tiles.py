@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from kvpaging import work
+from kvpaging.attention import tiling
 from kvpaging.kernels import tiles
 
 
@@ -28,7 +28,7 @@ def test_both_tiles_sum_keys_in_the_same_portions(
 ) -> None:
     narrow, wide = tiles.shapes(chip, item_bytes, head_dim, quantised)
     assert narrow.keys == wide.keys
-    assert work.SHORTEST_SPLIT % narrow.keys == 0
+    assert tiling.SHORTEST_SPLIT % narrow.keys == 0
     assert narrow.rows <= wide.rows
     assert min(narrow.rows, narrow.keys) >= 16  # the least of a tensor core product
 

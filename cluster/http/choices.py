@@ -1,0 +1,176 @@
+"""One choice of an answer: tokens come in as the worker sends them, text comes out as it is sent.
+
+A choice holds what has not been taken yet; what arrives meanwhile is folded into it. So a slow
+client costs one piece of memory per choice, and an answer that is not streamed is taken once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from cluster.http.text import Decode, Detokenizer, StopMatcher
+from worker import messages
+
+Entry = messages.TokenLogprob | messages.PromptLogprob | None
+
+
+class Scored(NamedTuple):
+    """A token with its log-probabilities; `offset` is where its text starts, in characters."""
+
+    token: int
+    offset: int
+    entry: Entry
+
+
+@dataclass(slots=True)
+class Piece:
+    """What a choice has to say since it was last asked."""
+
+    text: str
+    tokens: list[int]
+    scored: list[Scored]
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    score: float | None = None
+
+
+class Choice:
+    """Text, tokens and log-probabilities of one choice."""
+
+    def __init__(
+        self,
+        index: int,
+        prompt: Sequence[int],
+        decode: Decode,
+        *,
+        stops: Sequence[str] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
+        stop_token_ids: Sequence[int] = (),
+        scored: bool = False,
+    ) -> None:
+        self.index = index
+        self.prompt = prompt
+        self.prompt_tokens = len(prompt)
+        self.cached_tokens = 0
+        self.generated_tokens = 0
+        self.sent_tokens = 0  # generated when a piece was last taken
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self.score: float | None = None  # of a beam
+        self._detokenizer = Detokenizer(decode, prompt)
+        self._echo = Detokenizer(decode)
+        self._matcher = StopMatcher(stops, include=include_stop) if stops else None
+        self._min_tokens = min_tokens
+        self._include_stop = include_stop
+        self._stop_token_ids = stop_token_ids
+        self._scored = scored
+        self._text: list[str] = []
+        self._given = 0  # characters that went into _text since the start
+        self._decoded = 0  # characters decoded since the start, those held back included
+        self._tokens: deque[Scored] = deque()
+        self._reported = False
+        self._logprobs = 0.0  # sum over the tokens generated, where they are known
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of the tokens generated, the one that ended the choice included."""
+        return self._logprobs / max(1, self.generated_tokens)
+
+    def echo(self, text: str) -> None:
+        """The prompt is part of the answer, without log-probabilities."""
+        self._give(text)
+        self._decoded += len(text)
+
+    def echo_scored(self, message: messages.PromptLogprobs) -> None:
+        """These prompt tokens, with their log-probabilities, are part of the answer."""
+        tokens = self.prompt[message.start : message.start + len(message.entries)]
+        for token, entry in zip(tokens, message.entries, strict=True):
+            text = self._echo.push([token])
+            self._tokens.append(Scored(token, self._decoded, entry))
+            self._decoded += len(text)
+            self._give(text)
+        if message.start + len(tokens) == self.prompt_tokens:
+            text = self._echo.flush()
+            self._decoded += len(text)
+            self._give(text)
+
+    def add(self, tokens: Sequence[int], logprobs: Sequence[messages.TokenLogprob] | None) -> None:
+        """New tokens; sets `finish_reason` when they complete a stop string."""
+        if self._matcher is None and logprobs is None:
+            self.generated_tokens += len(tokens)
+            self._tokens.extend(Scored(token, 0, None) for token in tokens)
+            self._give(self._detokenizer.push(tokens))
+            return
+        for i, token in enumerate(tokens):
+            if self.finish_reason is not None:
+                return
+            self._add_one(token, None if logprobs is None else logprobs[i])
+
+    def _add_one(self, token: int, entry: messages.TokenLogprob | None) -> None:
+        self.generated_tokens += 1
+        self._logprobs += 0.0 if entry is None else entry.logprob
+        text = self._detokenizer.push([token])
+        self._tokens.append(Scored(token, self._decoded, entry))
+        self._decoded += len(text)
+        # The text of the first min_tokens tokens never stops an answer.
+        self._pass_on(text, stoppable=self.generated_tokens > self._min_tokens)
+
+    def _pass_on(self, text: str, *, stoppable: bool = True) -> None:
+        if self._matcher is None or not stoppable:
+            self._give(text)
+            return
+        self._give(self._matcher.push(text))
+        if self._matcher.matched is not None:
+            self.finish_reason, self.stop_reason = "stop", self._matcher.matched
+
+    def _give(self, text: str) -> None:
+        self._given += len(text)
+        if text:
+            self._text.append(text)
+
+    def finish(self, message: messages.Finish) -> None:
+        """The last tokens; the one that stopped the answer is no part of its text unless asked."""
+        tokens, logprobs = message.tokens, message.logprobs
+        hidden = message.stop_token is not None and not self._include_stop and bool(tokens)
+        shown = len(tokens) - hidden
+        self.add(tokens[:shown], None if logprobs is None else logprobs[:shown])
+        self.cached_tokens, self.score = message.cached_tokens, message.score
+        if self.finish_reason is not None:
+            return
+        if hidden:
+            entry = logprobs[-1] if logprobs else None
+            self._logprobs += 0.0 if entry is None else entry.logprob
+            self._tokens.append(Scored(tokens[-1], self._decoded, entry))
+        self._pass_on(self._detokenizer.flush())
+        if self._matcher is not None:
+            self._give(self._matcher.flush())
+        self.generated_tokens = message.generated_tokens
+        if self.finish_reason is None:
+            self.finish_reason = message.reason
+            if message.stop_token in self._stop_token_ids:
+                self.stop_reason = message.stop_token
+
+    def take(self) -> Piece | None:
+        """Everything that can be sent now, None when there is nothing new."""
+        ended = self.finish_reason is not None and not self._reported
+        released: list[Scored] = []
+        cut = self._matcher is not None and (
+            self._matcher.held > 0 or self._matcher.matched is not None
+        )
+        while self._tokens and not (cut and self._tokens[0].offset >= self._given):
+            released.append(self._tokens.popleft())
+        self.sent_tokens = self.generated_tokens
+        text = "".join(self._text)
+        self._text.clear()
+        if not (ended or text or released):
+            return None
+        piece = Piece(text, [s.token for s in released], released if self._scored else [])
+        if ended:
+            self._reported = True
+            piece.finish_reason, piece.stop_reason = self.finish_reason, self.stop_reason
+            piece.score = self.score
+        return piece

@@ -1,0 +1,388 @@
+"""One completion request from its body to its last byte, streamed or not.
+
+Everything that can be refused is refused before the first byte: the status line is sent only once
+the engine has accepted all prompts. The answer that is not streamed is what is left to take from
+the choices at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from cluster.errors import ApiError, invalid
+from cluster.http import bodies, keys, openai, prompts
+from cluster.http.choices import Choice
+from cluster.http.generation import Generation, Job
+from cluster.http.responses import (
+    DONE,
+    KEEP_ALIVE,
+    Answer,
+    ChatAnswer,
+    CompletionAnswer,
+    Json,
+    dumps,
+    event,
+    usage,
+)
+from cluster.metrics import Record
+from cluster.routing.router import Route
+from worker import messages
+
+if TYPE_CHECKING:
+    from cluster.http.app import Api
+
+log = logging.getLogger("kvatlas.ingress")
+
+_T = TypeVar("_T")
+
+KEEP_ALIVE_S = 5.0
+"""A stream with nothing to say sends a comment this often."""
+
+SEND_S = 5.0
+"""How much longer than a request may take its client may take to read the rest of the answer."""
+
+_GONE = 499  # nobody is left to read a status; this one stands in logs and metrics
+_SSE = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+async def until_disconnect(receive: Receive, work: Awaitable[Any]) -> bool:
+    """Run `work`, cancelled when the client goes away; says whether it ran to its end."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            return False
+        task.result()
+        return True
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def while_there(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
+    """What `work` gives, unless the client goes away. Raises ClientDisconnect."""
+    task = asyncio.ensure_future(work)
+    if not await until_disconnect(request.receive, task):
+        raise ClientDisconnect
+    return task.result()
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class Completion(Response):
+    """The response to a completion request: it does all the work when it is sent."""
+
+    def __init__(
+        self, api: Api, body: bytes, record: Record, *, chat: bool, tenant: str, timeout: str
+    ) -> None:
+        """`tenant` is whose key the request carried, `timeout` what its header says of that."""
+        super().__init__()
+        self._api = api
+        self._body = body
+        self._chat = chat
+        self._record = record
+        self._tenant = tenant
+        self._timeout = timeout
+        self._beside: list[tuple[bytes, bytes]] = []
+        self._timed = False  # tokens come one by one, so their times mean something
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        record = self._record
+        self._api.metrics.started()
+        complete = False
+        try:
+            complete = await until_disconnect(receive, self._run(send))
+        finally:
+            if not complete and not record.error:
+                record.status, record.error = _GONE, "the client went away"
+                record.finish_reasons = ["abort"]
+            record.total_s = time.monotonic() - record.started_s
+            self._api.finished(record)
+
+    async def _run(self, send: Send) -> None:
+        most_s = self._api.config.limits.request_timeout_s + SEND_S
+        try:
+            async with asyncio.timeout(most_s):
+                await self._answer(send)
+        except TimeoutError:  # the engine's own deadline is earlier
+            if not self._record.status:
+                message = f"no answer in {most_s:g} s (limits.request_timeout_s)"
+                await self._refuse(send, ApiError(408, "timeout", message))
+                return
+            self._record.error = "client_too_slow"
+            log.warning("%s was not read in %g s: cut off", self._record.id, most_s)
+        except ApiError as error:
+            await self._refuse(send, error)
+        except Exception as error:
+            log.exception("could not answer %s", self._record.id or self._record.route)
+            if self._record.status == 200:  # too late for another status: the stream just ends
+                self._record.error = "internal_error"
+                raise
+            message = f"the server failed on this request: {type(error).__name__}"
+            await self._refuse(send, ApiError(500, "internal_error", message))
+
+    async def _refuse(self, send: Send, error: ApiError) -> None:
+        self._record.status, self._record.error = error.status, error.code
+        headers = [(name.encode(), value.encode()) for name, value in error.headers().items()]
+        await self._send(send, error.status, dumps(error.body()), headers)
+
+    async def _answer(self, send: Send) -> None:
+        api, record = self._api, self._record
+        kind = openai.ChatRequest if self._chat else openai.CompletionRequest
+        request: openai.Common = bodies.parse(kind, self._body)
+        self._body = b""
+        timeout_s, limit = openai.patience(request, self._timeout, api.config.limits)
+        try:
+            async with asyncio.timeout(self._left_s(timeout_s)):
+                served = await api.served()
+        except TimeoutError:
+            message = f"no worker was ready in {timeout_s:g} s ({limit})"
+            raise ApiError(408, "timeout", message) from None
+        openai.check_common(request, served)
+        self._ignored(request)
+        texts, tokens = await self._tokens(request, served)
+        answer = (ChatAnswer if self._chat else CompletionAnswer)(
+            served.model,
+            api.text.token,
+            scored=request.alternatives is not None,
+            token_ids=request.return_token_ids,
+        )
+        record.id = answer.id
+        jobs = [
+            self._job(request, served, answer, i, ids, texts[i], timeout_s)
+            for i, ids in enumerate(tokens)
+        ]
+        self._timed = all(job.submit.stream for job in jobs)
+        names = dict.fromkeys((job.submit.id for job in jobs), record.label)
+        api.labels.update(names)
+        async with Generation(
+            api.dispatcher,
+            jobs,
+            metrics=api.metrics,
+            at_once=served.limits.prompts_at_once,
+            timeout_s=timeout_s,
+            limit=limit,
+        ) as generation:
+            try:
+                await generation.admit()
+                self._routed(generation.route)
+                if request.stream:
+                    await self._stream(request, answer, generation, jobs, send)
+                else:
+                    await self._whole(request, answer, generation, jobs, send)
+            finally:
+                self._note(generation, jobs)
+                for name in names:
+                    del api.labels[name]
+
+    def _left_s(self, timeout_s: float) -> float:
+        """Of what the request may take."""
+        return timeout_s - (time.monotonic() - self._record.started_s)
+
+    def _routed(self, route: Route | None) -> None:
+        if route is not None:
+            self._record.gang, self._record.predicted_s = route.gang, route.ttft_s
+            self._beside.append((b"x-kvatlas-route", route.explained.encode()))
+
+    def _ignored(self, request: openai.Common) -> None:
+        self._record.ignored = len(request.ignored)
+        names = [n if n.isascii() and n.isprintable() else "?" for n in request.ignored]
+        if names:
+            listed = ", ".join(name[:64] for name in names[:32])
+            self._beside.append((b"x-kvatlas-ignored", listed.encode()))
+
+    async def _tokens(
+        self, request: openai.Common, served: openai.Served
+    ) -> tuple[Sequence[str], Sequence[list[int]]]:
+        """What the answer repeats of each prompt as it is, and its tokens."""
+        text = self._api.text
+        if isinstance(request, openai.ChatRequest):
+            ids = await text.encode_chat(
+                prompts.conversation(request.messages, served),
+                add_generation_prompt=request.add_generation_prompt,
+                continue_final_message=request.continue_final_message,
+                variables=request.chat_template_kwargs,
+            )
+            return [""], [ids]
+        assert isinstance(request, openai.CompletionRequest)
+        given = prompts.prompts(request.prompt, served)
+        texts = [part for part in given if isinstance(part, str)]
+        encoded = iter(await text.encode(texts, special=request.add_special_tokens))
+        tokens = [next(encoded) if isinstance(part, str) else part for part in given]
+        if not all(tokens):
+            raise invalid("prompt must have at least one token", "prompt")
+        if not request.echo or request.alternatives is not None:
+            return [""] * len(tokens), tokens
+        skip = request.skip_special_tokens
+        return [
+            part if isinstance(part, str) else await text.decode(part, skip_special=skip)
+            for part in given
+        ], tokens
+
+    def _job(
+        self,
+        request: openai.Common,
+        served: openai.Served,
+        answer: Answer,
+        index: int,
+        tokens: list[int],
+        text: str,
+        timeout_s: float,
+    ) -> Job:
+        """What the engine is asked for one prompt, and the choices that its answer goes into."""
+        params = openai.sampling(request, served, prompt_tokens=len(tokens))
+        stops = request.stops
+        decode = self._api.text.decoder(skip_special=request.skip_special_tokens)
+        choices = [
+            Choice(
+                index * params.n + sample,
+                tokens,
+                decode,
+                stops=stops,
+                include_stop=request.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+                stop_token_ids=params.stop_token_ids,
+                scored=request.alternatives is not None,
+            )
+            for sample in range(params.n)
+        ]
+        for choice in choices:
+            choice.echo(text)
+        submit = messages.Submit(
+            id=answer.id if index == 0 else f"{answer.id}-{index}",
+            model=served.model,
+            prompt=tokens,
+            params=params,
+            deadline_s=max(0.0, self._left_s(timeout_s)),
+            # A stop string must be seen early; otherwise large deltas cost less.
+            stream=request.stream or bool(stops),
+            choices=[messages.ChoiceInput() for _ in choices],
+            salt=keys.salt(self._tenant, request.cache_salt),
+            tenant=self._record.tenant,
+            priority=request.priority,
+            ingress=self._api.dispatcher.name,
+        )
+        return Job(submit, choices, open_ended=request.asked_tokens is None)
+
+    async def _whole(
+        self,
+        request: openai.Common,
+        answer: Answer,
+        generation: Generation,
+        jobs: Sequence[Job],
+        send: Send,
+    ) -> None:
+        while not generation.finished:
+            await generation.news()
+        taken = []
+        for index, choice in enumerate(c for job in jobs for c in job.best(request.n)):
+            piece = choice.take()
+            assert piece is not None
+            taken.append(answer.whole(index, piece, choice.prompt))
+        body = answer.full(taken, _usage(jobs), jobs[0].submit.prompt)
+        self._record.status = 200
+        await self._send(send, 200, dumps(body))
+
+    async def _stream(
+        self,
+        request: openai.Common,
+        answer: Answer,
+        generation: Generation,
+        jobs: Sequence[Job],
+        send: Send,
+    ) -> None:
+        choices = [choice for job in jobs for choice in job.choices]
+        head: Message = {"type": "http.response.start", "status": 200}
+        await send({**head, "headers": [*_SSE, *self._beside]})
+        self._record.status = 200
+
+        def chunk(body: Json, extra: Json | None = None) -> bytes:
+            extra = extra or {}
+            if request.include_usage:
+                counts = _usage(jobs, sent=True) if request.continuous_usage else None
+                extra = {**extra, "usage": counts}
+            return answer.chunk(body, extra)
+
+        out = [
+            chunk(opening, answer.beside(choice.prompt))
+            for choice in choices
+            if (opening := answer.opening(choice.index, choice.prompt)) is not None
+        ]
+        failure: ApiError | None = None
+        while True:
+            for choice in choices:
+                piece = choice.take()
+                if piece is not None:
+                    out.append(chunk(answer.delta(choice.index, piece)))
+            if generation.finished or failure is not None:
+                break
+            if out:
+                await _body(send, out, more=True)
+                out = []
+            try:
+                if not await generation.news(KEEP_ALIVE_S):
+                    out.append(KEEP_ALIVE)
+            except ApiError as error:
+                failure = error
+        if failure is not None and not generation.finished:
+            self._record.error = failure.code
+            out.append(event(failure.body()))
+        else:
+            if request.include_usage:
+                out.append(answer.chunk(None, {"usage": _usage(jobs)}))
+            out.append(DONE)
+        await _body(send, out, more=False)
+
+    async def _send(
+        self,
+        send: Send,
+        status: int,
+        body: bytes,
+        headers: Sequence[tuple[bytes, bytes]] = (),
+    ) -> None:
+        length = (b"content-length", str(len(body)).encode())
+        kind = (b"content-type", b"application/json")
+        head: Message = {"type": "http.response.start", "status": status}
+        await send({**head, "headers": [kind, length, *headers, *self._beside]})
+        await send({"type": "http.response.body", "body": body})
+
+    def _note(self, generation: Generation, jobs: Sequence[Job]) -> None:
+        record = self._record
+        choices = [choice for job in jobs for choice in job.choices]
+        record.prompt_tokens = sum(len(job.submit.prompt) for job in jobs)
+        record.cached_tokens = sum(job.choices[0].cached_tokens for job in jobs)
+        record.generated_tokens = sum(c.generated_tokens for c in choices)
+        record.finish_reasons = [c.finish_reason for c in choices if c.finish_reason]
+        if generation.first_token_s is not None and self._timed:
+            record.ttft_s = generation.first_token_s - record.started_s
+
+
+async def _body(send: Send, parts: Sequence[bytes], *, more: bool) -> None:
+    await send({"type": "http.response.body", "body": b"".join(parts), "more_body": more})
+
+
+def _usage(jobs: Sequence[Job], *, sent: bool = False) -> Json:
+    """Each prompt counts once, and all tokens generated for it, those of dropped choices too; or
+    only what was sent so far."""
+    return usage(
+        sum(len(job.submit.prompt) for job in jobs),
+        sum(c.sent_tokens if sent else c.generated_tokens for job in jobs for c in job.choices),
+        sum(job.choices[0].cached_tokens for job in jobs),
+    )

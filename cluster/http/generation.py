@@ -1,0 +1,346 @@
+"""The engine's side of one HTTP request: its streams, folded into choices.
+
+Each prompt is one stream for all its choices, with a task that reads it. The tasks fold what
+arrives into the choices and say that there is news; whoever answers takes from the choices when it
+can send. When an engine is lost another one goes on after the tokens that have come, so a client
+sees one unbroken answer. Leaving the block ends everything, however it is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+
+from cluster.errors import ApiError
+from cluster.http.choices import Choice
+from cluster.metrics import Metrics, Times
+from cluster.routing.calls import DeadlinePassed, EngineLost, Refused, Stream, Undelivered, ask
+from cluster.routing.dispatch import Dispatcher, Target
+from cluster.routing.router import Length, Route
+from worker import messages
+
+log = logging.getLogger("kvatlas.ingress")
+
+_REJECTED = {"queue_full": (429, "queue_full"), "invalid": (400, "invalid_value")}
+
+MIN_WAIT_S, MAX_WAIT_S = 0.05, 5.0
+"""Between two attempts of a later prompt of a request to get into a full queue."""
+
+ABORT_S = 5.0
+"""How long a worker has to end one choice of several; it runs to its own end otherwise."""
+
+
+LOSSES_MAX = 2
+"""Engines that may be lost under a request: it may be what kills them."""
+
+UNDELIVERED_MAX = 8
+"""Times that a request may find its worker gone before it got there."""
+
+MORE_GANGS = 2
+"""Gangs that are tried after one whose queue is full."""
+
+
+class QueueFull(Exception):
+    """A gang takes no more; `answer` is what the client is told if no other does."""
+
+    def __init__(self, answer: ApiError) -> None:
+        super().__init__(answer)
+        self.answer = answer
+        self.wait_s = min(max(MIN_WAIT_S, answer.retry_after_s or 0.0), MAX_WAIT_S)
+
+
+@dataclass(slots=True)
+class Job:
+    """One prompt: what the engine is asked, and the choices that its answer goes into.
+
+    `generated` and `scored` remember what came, so that another engine can go on after it: the
+    token ids of each choice, and the prompt's log-probabilities by their number.
+    """
+
+    submit: messages.Submit
+    choices: Sequence[Choice]
+    open_ended: bool = False  # the answer may be as long as whoever makes it can
+    generated: list[list[int]] = field(default_factory=list)
+    scored: int = 0
+
+    def __post_init__(self) -> None:
+        self.generated = [[] for _ in self.choices]
+
+    def again(self, attempt: int, deadline_s: float, pull: messages.Pull | None) -> messages.Submit:
+        """What an engine is asked: after the first attempt, to go on where the last was lost."""
+        inputs = self.submit.choices  # a beam search starts again
+        if not self.submit.params.beam_width:
+            inputs = [
+                messages.ChoiceInput(ids, finished=choice.finish_reason is not None)
+                for ids, choice in zip(self.generated, self.choices, strict=True)
+            ]
+        return replace(
+            self.submit, attempt=attempt, deadline_s=deadline_s, choices=inputs, pull=pull
+        )
+
+    @property
+    def length(self) -> Length:
+        """How long its longest sequence is and may become."""
+        prompt = len(self.submit.prompt)
+        known = prompt + max(map(len, self.generated), default=0)
+        asked = prompt + self.submit.params.max_tokens
+        if self.open_ended:
+            return Length(known + 1, None)
+        return Length(min(known + 1, asked), asked)
+
+    @property
+    def finished(self) -> bool:
+        return all(choice.finish_reason is not None for choice in self.choices)
+
+    def best(self, n: int) -> Sequence[Choice]:
+        """The n choices with the highest mean log-probability, best first; all in their order."""
+        if n == len(self.choices):
+            return self.choices
+        return sorted(self.choices, key=lambda c: -c.mean_logprob)[:n]
+
+
+class Generation:
+    """All streams of one request, used as `async with Generation(...)`."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        jobs: Sequence[Job],
+        *,
+        metrics: Metrics,
+        at_once: int,
+        timeout_s: float,
+        limit: str,
+    ) -> None:
+        """The request may take `timeout_s` in all, as `limit` said. The engines have at most
+        `at_once` of the prompts at a time: one request does not fill their queues.
+        """
+        self._dispatcher = dispatcher
+        self._jobs = jobs
+        self._at_once = at_once
+        self._places = asyncio.Semaphore(at_once)
+        self._timeout_s, self._limit = timeout_s, limit
+        self._metrics = metrics
+        self._news = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._failure: ApiError | None = None
+        self.first_token_s: float | None = None
+        self.route: Route | None = None  # of the first prompt that was accepted
+
+    async def __aenter__(self) -> Generation:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def finished(self) -> bool:
+        """No choice will change any more."""
+        return all(job.finished for job in self._jobs)
+
+    async def admit(self) -> None:
+        """Send the prompts. Returns once the engine has accepted as many as it may have at once,
+        raises ApiError otherwise."""
+        loop = asyncio.get_running_loop()
+        first, later = self._jobs[: self._at_once], self._jobs[self._at_once :]
+        admitted: list[asyncio.Future[None]] = [loop.create_future() for _ in first]
+        self._tasks = [
+            loop.create_task(self._follow(job, future))
+            for job, future in zip(first, admitted, strict=True)
+        ]
+        self._tasks += [loop.create_task(self._follow(job, None)) for job in later]
+        while not all(future.done() for future in admitted):
+            await self.news()
+        if self._failure is not None:
+            raise self._failure
+
+    async def news(self, timeout_s: float | None = None) -> bool:
+        """Wait until a choice has changed; False when none has in that time. Raises ApiError."""
+        if not self._news.is_set():
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._news.wait()
+            except TimeoutError:
+                return False
+        self._news.clear()
+        if self._failure is not None:
+            raise self._failure
+        return True
+
+    async def _follow(self, job: Job, admitted: asyncio.Future[None] | None) -> None:
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + job.submit.deadline_s
+        try:
+            async with asyncio.timeout_at(until_s), self._places:
+                await self._serve(job, admitted, until_s)
+        except ApiError as error:
+            self._fail(error)
+        except (DeadlinePassed, TimeoutError):
+            message = f"no complete answer in {self._timeout_s:g} s ({self._limit})"
+            self._fail(ApiError(408, "timeout", message))
+        except Exception as error:
+            log.exception("could not follow %s", job.submit.id)
+            self._fail(ApiError(500, "internal_error", f"{type(error).__name__}: {error}"))
+
+    async def _serve(self, job: Job, admitted: asyncio.Future[None] | None, until_s: float) -> None:
+        """Try gangs until one has answered all. Raises ApiError, DeadlinePassed."""
+        loop = asyncio.get_running_loop()
+        target = self._dispatcher.choose(job.submit, job.length, ())
+        losses, undelivered, full = 0, 0, set[str]()
+        while True:
+            if target is None:
+                begun = admitted is None or admitted.done()
+                target = await self._dispatcher.wait(job.submit, job.length, (), begun=begun)
+            submit = job.again(losses, until_s - loop.time(), target.route.pull)
+            try:
+                with self._dispatcher.opened(target, submit):
+                    return await self._attempt(submit, job, target, admitted)
+            except QueueFull as refused:
+                full.add(target.gang)
+                target = self._dispatcher.choose(job.submit, job.length, full)
+                if target is None or len(full) > MORE_GANGS:
+                    if admitted is not None:
+                        raise refused.answer from None
+                    await asyncio.sleep(refused.wait_s)
+                    full.clear()
+                    target = self._dispatcher.choose(job.submit, job.length, ())
+            except EngineLost as error:
+                if isinstance(error, Undelivered):
+                    undelivered += 1
+                else:
+                    losses += 1
+                log.warning("lost the worker %s of %s: %s", target.gang, job.submit.id, error)
+                self._dispatcher.gangs.suspect(target.gang, error)
+                if losses == LOSSES_MAX or undelivered > UNDELIVERED_MAX:
+                    message = f"this request lost its worker {losses} times: {error}"
+                    raise ApiError(500, "worker_lost", message) from None
+                avoid = {target.gang}
+                target = await self._dispatcher.wait(job.submit, job.length, avoid, begun=True)
+
+    async def _attempt(
+        self,
+        submit: messages.Submit,
+        job: Job,
+        target: Target,
+        admitted: asyncio.Future[None] | None,
+    ) -> None:
+        """One engine's work. Raises ApiError, QueueFull, EngineLost, DeadlinePassed."""
+        encoded, deadline_s = messages.encode(submit), submit.deadline_s
+        with Stream(target.handle, "generate", encoded, deadline_s=deadline_s) as stream:
+            await self._admission(stream)
+            self.route = self.route or target.route
+            if admitted is not None and not admitted.done():
+                admitted.set_result(None)
+            self._news.set()
+            times = Times(time.monotonic(), each_token=submit.stream)
+            await self._tokens(stream, job, target, times)
+            if not submit.attempt:
+                self._metrics.followed(times)
+
+    def _fail(self, error: ApiError) -> None:
+        self._failure = self._failure or error
+        self._news.set()
+
+    async def _admission(self, stream: Stream) -> None:
+        while isinstance(first := messages.decode(await stream.next()), messages.Mark):
+            pass  # a long step: the engine looks at what has come after it
+        if isinstance(first, messages.Rejected):
+            stream.finished = True
+            status, code = _REJECTED.get(first.reason, (503, first.reason))
+            retry_after_s = None if status == 400 else first.retry_after_s
+            answer = ApiError(status, code, first.message, retry_after_s=retry_after_s)
+            if status != 429:
+                raise answer
+            with suppress(EngineLost):  # its end: only now the worker has forgotten the id
+                await stream.next()
+            raise QueueFull(answer)
+        if isinstance(first, messages.Error):
+            _lost(first)
+            stream.finished = True
+            raise ApiError(first.status, first.code, first.message)
+        if not isinstance(first, messages.Accepted):
+            raise messages.WireError(f"a stream began with {type(first).__name__}")
+
+    async def _tokens(self, stream: Stream, job: Job, target: Target, times: Times) -> None:
+        running = {i for i, c in enumerate(job.choices) if c.finish_reason is None}  # in the engine
+        while not job.finished:
+            event = messages.decode(await stream.next())
+            match event:
+                case messages.Delta():
+                    job.generated[event.choice] += event.tokens
+                    self._add(event, job, target)
+                case messages.Finish(reason="abort") if (
+                    job.choices[event.choice].finish_reason is None
+                ):
+                    raise EngineLost("the worker has given the request up")
+                case messages.Finish() if event.choice in running:
+                    job.choices[event.choice].finish(event)
+                    self._dispatcher.router.ended(event.generated_tokens)
+                    running.discard(event.choice)
+                    stream.finished = not running
+                case messages.PromptLogprobs():
+                    known = min(len(event.entries), max(0, job.scored - event.start))
+                    event = messages.PromptLogprobs(event.start + known, event.entries[known:])
+                    job.scored = max(job.scored, event.start + len(event.entries))
+                    for choice in job.choices:
+                        choice.echo_scored(event)
+                case messages.Error():
+                    _lost(event)
+                    stream.finished = True
+                    raise ApiError(event.status, event.code, event.message)
+                case messages.Mark() | messages.Finish():
+                    continue
+                case _:
+                    raise messages.WireError(f"{type(event).__name__} in the middle of a stream")
+            if isinstance(event, messages.Delta | messages.Finish):
+                self._note(event, job, times)
+            self._news.set()
+
+    def _note(self, event: messages.Delta | messages.Finish, job: Job, times: Times) -> None:
+        now_s = time.monotonic()
+        if event.started is not None:
+            times.queue_s = event.started.queue_s
+            job.choices[0].cached_tokens = event.started.cached_tokens
+        if event.tokens:
+            self.first_token_s = self.first_token_s or now_s
+            if times.first_s is None:
+                times.first_s = now_s
+            before_s = times.choices.get(event.choice)
+            if before_s is not None and times.each_token:
+                self._metrics.next_token.observe((now_s - before_s) / len(event.tokens))
+            times.choices[event.choice] = now_s
+        times.last_s = now_s
+
+    def _add(self, delta: messages.Delta, job: Job, target: Target) -> None:
+        choice = job.choices[delta.choice]
+        if choice.finish_reason is not None:
+            return  # the engine has not heard of it yet
+        choice.add(delta.tokens, delta.logprobs)
+        if choice.finish_reason is not None and not job.finished:
+            ending = self._end(target, job.submit.id, delta.choice)
+            self._tasks.append(asyncio.get_running_loop().create_task(ending))
+
+    async def _end(self, target: Target, request_id: str, choice: int) -> None:
+        """Tell the engine that a choice is complete while others of its prompt go on."""
+        try:
+            await ask(target.handle, "abort", request_id, choice, deadline_s=ABORT_S)
+        except (EngineLost, Refused) as error:
+            log.warning("could not end choice %d of %s: %s", choice, request_id, error)
+
+
+def _lost(error: messages.Error) -> None:
+    """Raises EngineLost where a worker says that its engine has stopped: another one goes on."""
+    if error.code == "worker_lost":
+        raise EngineLost(error.message)

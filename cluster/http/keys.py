@@ -1,0 +1,228 @@
+"""API keys: whose a request is, and who may look inside the server.
+
+Keys come from files or the environment. What is kept of them are digests under a key that this
+process draws for itself, so nothing that leaks from here is a key or can be tried against one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from starlette.requests import Request
+
+from cluster.errors import ApiError, UserError
+from cluster.serve import haproxy
+from configs.schema import ServerConfig
+
+API_KEYS, ADMIN_KEY = "KVATLAS_API_KEYS", "KVATLAS_ADMIN_KEY"
+"""Variables of the environment: `tenant: key` with commas or line ends between; one key."""
+
+MAX_KEYS = 1000
+"""Every request is compared with all of them."""
+
+_FILE_BYTES_MAX = 1 << 20
+_TENANT = re.compile(r"[A-Za-z0-9._@-]{1,64}")
+_KEY = re.compile(r"[!-~]{16,512}")
+_KEY_RULE = "16 to 512 visible ASCII characters"
+# Whoever sends one of these speaks for somebody else, whose address is not the peer's.
+_FORWARDED = frozenset({"forwarded", "via", "x-forwarded-for", "x-real-ip"})
+
+_Line = tuple[str, str]  # where it stands, its text
+
+
+class Access:
+    """Who may do what. Raises UserError when keys are configured and cannot be used."""
+
+    def __init__(self, server: ServerConfig, environment: Mapping[str, str]) -> None:
+        self._server = server
+        self._environment = environment
+        self._secret = secrets.token_bytes(32)
+        # In this mode all clients come from a proxy on this machine, which does not say so.
+        self._peers_known = environment.get(haproxy.MODE) != "1"
+        self._tenants: Sequence[tuple[str, bytes]] = ()
+        self._admins: Sequence[tuple[str, bytes]] = ()
+        self.problem = ""  # why the files as they are now are not in use
+        self._read()
+
+    @property
+    def from_files(self) -> bool:
+        """Whether keys may change while the server runs."""
+        return bool(self._server.api_keys_file or self._server.admin_key_file)
+
+    def reread(self) -> bool:
+        """Look at the files again; says whether the keys have changed. Files that cannot be used
+        change nothing and set `problem`."""
+        before = self._tenants, self._admins
+        try:
+            self._read()
+        except UserError as error:
+            self.problem = str(error)
+            return False
+        self.problem = ""
+        return before != (self._tenants, self._admins)
+
+    def tenant(self, request: Request) -> str:
+        """Whose key the request carries; "" where none is needed. Raises 401."""
+        if not self._tenants:
+            return ""
+        if not (found := self._owner(request, self._tenants)):
+            raise _unknown("a valid API key is needed")
+        return found
+
+    def admin(self, request: Request) -> None:
+        """Raises 401 or 403 unless the request may look inside the server."""
+        if self._admins:
+            if not self._owner(request, self._admins):
+                raise _unknown("this route needs the admin key")
+        elif not (self._peers_known and _from_here(request)):
+            setting = f"an admin key opens it to others (server.admin_key_file or {ADMIN_KEY})"
+            message = f"{request.url.path} answers clients on the server's own machine; {setting}"
+            raise ApiError(403, "admin_only", message)
+
+    def _owner(self, request: Request, owners: Sequence[tuple[str, bytes]]) -> str:
+        """Whose key it is. Takes equally long for all: no comparison ends early, nor does this."""
+        given, found = self._digest(_bearer(request)), ""
+        for owner, digest in owners:
+            if hmac.compare_digest(digest, given):
+                found = owner
+        return found
+
+    def _read(self) -> None:
+        source = f"server.api_keys_file or {API_KEYS}"
+        lines = self._lines(API_KEYS, self._server.api_keys_file, "server.api_keys_file")
+        pairs = None if lines is None else [_pair(line, source) for line in lines]
+        lines = self._lines(ADMIN_KEY, self._server.admin_key_file, "server.admin_key_file")
+        admins = None if lines is None else [_key(*line) for line in lines]
+        keys = [key for _, key in pairs or ()] + (admins or [])
+        if len(set(keys)) < len(keys):
+            raise UserError(f"the same key is given twice (in {source}, or as the admin key too)")
+        if len(keys) > MAX_KEYS:
+            raise UserError(f"at most {MAX_KEYS} keys are possible ({source}), got {len(keys)}")
+        self._tenants = [(tenant, self._digest(key)) for tenant, key in pairs or ()]
+        self._admins = [("admin", self._digest(key)) for key in admins or ()]
+
+    def _lines(self, variable: str, file: str | None, setting: str) -> list[_Line] | None:
+        """The lines that count, None where nothing is configured: an empty file opens nothing."""
+        given = self._environment.get(variable)
+        if given is not None and file is not None:
+            raise UserError(f"{variable} and {setting} are both set: leave one out")
+        if given is not None:
+            found = list(_numbered(variable, re.split(r"[,\n]", given)))
+        elif file is not None:
+            found = list(_numbered(file, _text(file, setting).splitlines()))
+        else:
+            return None
+        if not found:
+            raise UserError(f"{file or variable} holds no key: leave {setting} and {variable} out")
+        return found
+
+    def _digest(self, key: str) -> bytes:
+        return hashlib.blake2b(key.encode(), key=self._secret, digest_size=32).digest()
+
+
+def salt(tenant: str, cache_salt: str) -> str:
+    """What separates the cached prompts of one tenant, and in them of one `cache_salt`.
+
+    Nothing at all is the empty salt. No pair of names gives the salt of another pair.
+    """
+    if not tenant and not cache_salt:
+        return ""
+    made = hashlib.blake2b(digest_size=32, person=b"kvatlas-salt")
+    for part in (tenant.encode(), cache_salt.encode()):
+        made.update(len(part).to_bytes(8, "little") + part)
+    return made.hexdigest()
+
+
+def shown(tenant: str) -> str:
+    """What logs and engines call a tenant: eight hexadecimal digits, the same everywhere."""
+    return hashlib.blake2b(tenant.encode(), digest_size=4).hexdigest() if tenant else ""
+
+
+def _unknown(message: str) -> ApiError:
+    return ApiError(401, "invalid_api_key", f"{message}, as Authorization: Bearer KEY")
+
+
+def _bearer(request: Request) -> str:
+    """The key that a request carries, "" for none or several."""
+    given = request.headers.getlist("authorization")
+    scheme, _, key = given[0].partition(" ") if len(given) == 1 else ("", "", "")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def _text(file: str, setting: str) -> str:
+    try:
+        with Path(file).open("rb") as opened:
+            raw = opened.read(_FILE_BYTES_MAX + 1)
+        if len(raw) <= _FILE_BYTES_MAX:
+            return raw.decode("ascii")
+        reason = f"has more than {_FILE_BYTES_MAX} bytes"
+    except OSError as error:
+        reason = f"cannot be read: {error.strerror}"
+    except UnicodeDecodeError:
+        reason = "is not ASCII text"
+    raise UserError(f"{file} {reason} ({setting})")
+
+
+def _numbered(source: str, lines: Sequence[str]) -> Iterator[_Line]:
+    for number, line in enumerate(lines, 1):
+        text = line.strip()
+        if text and not text.startswith("#"):
+            yield f"{source}, line {number}", text
+
+
+def _pair(line: _Line, source: str) -> tuple[str, str]:
+    where, text = line
+    tenant, colon, key = text.partition(":")
+    if not colon or not _TENANT.fullmatch(tenant := _unquoted(tenant)):
+        allowed = "a tenant has 1 to 64 letters, digits, dots, dashes, underscores or @"
+        raise UserError(f"{where}: is not of the form `tenant: key` ({source}); {allowed}")
+    return tenant, _key(where, key)
+
+
+def _key(where: str, text: str) -> str:
+    key = _unquoted(text)
+    if not _KEY.fullmatch(key):
+        raise UserError(f"{where}: a key has {_KEY_RULE}, and no comment behind it")
+    return key
+
+
+def _unquoted(text: str) -> str:
+    text = text.strip()
+    quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+    return text[1:-1] if quoted else text
+
+
+def _from_here(request: Request) -> bool:
+    """Whether a program on this machine asks for itself: no proxy for others, and no web page of
+    somebody else's through a browser here (by its own name for this address, or across origins).
+    """
+    headers, peer = request.headers, request.client
+    if peer is None or not _is_loopback(peer.host) or _FORWARDED & set(headers.keys()):
+        return False
+    host = headers.get("host", "localhost")
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        origin = urlsplit(headers.get("origin", f"//{host}")).netloc
+    except ValueError:
+        return False
+    return origin == host and (name == "localhost" or _address(name) is not None)
+
+
+def _is_loopback(host: str) -> bool:
+    address = _address(host)
+    mapped = getattr(address, "ipv4_mapped", None)
+    return address is not None and (mapped or address).is_loopback
+
+
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(name)
+    except ValueError:
+        return None

@@ -1,0 +1,158 @@
+"""Bounds on request bodies, and the client's label on answers: pure ASGI middleware."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cluster.errors import ApiError
+from cluster.http.responses import dumps
+from configs.schema import LimitsConfig
+
+MAX_BODIES = 64
+"""As many bodies of the largest size may be there at once, or more that are smaller."""
+
+LINGER_S = 2.0
+"""A client that goes on sending a refused body may be silent for this long."""
+
+_LABEL_MAX = 128
+_CLOSE = (b"connection", b"close")
+
+
+class BodyLimit:
+    """Refuses a body that is larger than `limits` allow (413), by what its header announces or by
+    what was counted, one that takes longer to arrive (408), and one that is too much with all
+    others that are being answered (429). Asks for the limits each time."""
+
+    def __init__(self, app: ASGIApp, *, limits: Callable[[], LimitsConfig], echo: bool) -> None:
+        self._app = app
+        self._limits = limits
+        self.held_bytes = 0  # of all requests that are not answered yet
+        self._echo = echo
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        label = label_of(headers)
+        if self._echo and label:
+            send = _with(send, lambda: [(b"x-request-id", label.encode())])
+        limits = self._limits()
+        body = _Body(self, limits, receive)
+        send = body.closing(send)
+        try:
+            if _announced(headers) > limits.max_body_bytes:
+                body.refused = True
+                await _answer(send, _too_large(limits))
+            else:
+                await self._app(scope, body, send)
+        finally:
+            self.held_bytes -= body.received
+
+
+class _Body:
+    """The messages of a request; raises ApiError for a body that breaks a bound."""
+
+    def __init__(self, all_bodies: BodyLimit, limits: LimitsConfig, receive: Receive) -> None:
+        self._all, self._limits, self._receive = all_bodies, limits, receive
+        self._deadline = asyncio.get_running_loop().time() + limits.body_timeout_s
+        self._complete = False
+        self.received = 0
+        self.refused = False
+
+    async def __call__(self) -> Message:
+        if self._complete:
+            return await self._receive()
+        limits = self._limits
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                message = await self._receive()
+        except TimeoutError:
+            allowed = f"{limits.body_timeout_s:g} s (limits.body_timeout_s)"
+            raise self._refusal(408, "timeout", f"the body took more than {allowed}") from None
+        size = len(message.get("body", b""))
+        self.received += size
+        self._all.held_bytes += size
+        if self.received > limits.max_body_bytes:
+            self.refused = True
+            raise _too_large(limits)
+        if self._all.held_bytes > MAX_BODIES * limits.max_body_bytes:
+            raise self._refusal(429, "queue_full", "the server holds too many large bodies")
+        self._complete = not message.get("more_body", False)
+        return message
+
+    def closing(self, send: Send) -> Send:
+        """`send` that closes the connection after the answer to a refused body."""
+        send = _with(send, lambda: [_CLOSE] if self.refused else [])
+
+        async def sending(message: Message) -> None:
+            last = message["type"] == "http.response.body" and not message.get("more_body", False)
+            if last and self.refused:
+                await send({**message, "more_body": True})
+                await self._discard()
+                message = {"type": "http.response.body", "body": b""}
+            await send(message)
+
+        return sending
+
+    async def _discard(self) -> None:
+        """Read on until the body's time is over, and forget what comes. A connection that is closed
+        with bytes unread is reset, and an answer that is on its way may be lost with it."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(self._deadline):
+                more = True
+                while more:
+                    async with asyncio.timeout(LINGER_S):
+                        more = (await self._receive()).get("more_body", False)
+
+    def _refusal(self, status: int, code: str, message: str) -> ApiError:
+        self.refused = True
+        retry_after_s = 1.0 if status == 429 else None
+        return ApiError(status, code, message, retry_after_s=retry_after_s)
+
+
+def _too_large(limits: LimitsConfig) -> ApiError:
+    allowed = f"{limits.max_body_bytes} bytes (limits.max_body_bytes)"
+    return ApiError(413, "body_too_large", f"the body may have {allowed}")
+
+
+def _announced(headers: Headers) -> int:
+    length = headers.get("content-length", "")
+    return int(length) if length.isascii() and length.isdigit() and len(length) < 20 else 0
+
+
+def label_of(headers: Headers) -> str:
+    """The client's own name for a request: at most 128 printable characters, never a key. Of
+    several the first counts."""
+    return printable(headers.get("x-request-id", ""))
+
+
+def printable(raw: str) -> str:
+    """As much of a text as may stand as a label in a header and a log line."""
+    return "".join(c for c in raw[:_LABEL_MAX] if c.isascii() and c.isprintable())
+
+
+def _with(send: Send, more: Callable[[], list[tuple[bytes, bytes]]]) -> Send:
+    """`send` with more headers on the answer, whatever they are when it starts."""
+
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], *more()]}
+        await send(message)
+
+    return sending
+
+
+async def _answer(send: Send, error: ApiError) -> None:
+    body = dumps(error.body())
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+    ]
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

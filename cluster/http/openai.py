@@ -1,0 +1,397 @@
+"""Requests of the OpenAI API: their types, and the checks that need to know what is served.
+
+Known parameters are typed by pydantic and bounded by the worker's own rules. `null` means default.
+A known parameter that is not served is a 400 unless it asks for what happens anyway; an unknown one
+is ignored and counted, or a 400 with `server.strict_params`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from cluster.errors import ApiError, invalid
+from cluster.http.options import SpeculationOptions, StreamOptions
+from configs.schema import LimitsConfig
+from worker.params import ParamError, ParamLimits, SamplingParams, check
+
+DEFAULT_COMPLETION_TOKENS = 16
+MAX_SALT = 256  # characters
+MAX_PRIORITY = 1000
+TIMEOUT_HEADER = "x-request-timeout"
+_FAR = 10**6  # beyond what any number of a bias may be
+
+# Served in effect, or without an effect on the answer by design.
+HARMLESS = frozenset(
+    {"metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "user"}
+)
+# Known but not served: the values that ask for nothing.
+_COMMON: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "logits_processors": ([],),
+    "prompt_logprobs": (),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "structured_outputs": (),
+    "truncate_prompt_tokens": (),
+}
+_CHAT = {
+    "audio": (),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "web_search_options": (),
+}
+_COMPLETION = {"prompt_embeds": (), "suffix": ("",)}
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What is served: the model's facts and the limits of this server."""
+
+    model: str
+    max_model_len: int
+    vocab_size: int
+    max_beam_width: int
+    limits: LimitsConfig
+    strict: bool
+    pools: Mapping[str, int] = field(default_factory=dict)  # the longest sequence of each, if known
+    silent: Sequence[str] = ()  # pools that have not said yet how much they hold
+
+    def params(self) -> ParamLimits:
+        return ParamLimits(
+            vocab_size=self.vocab_size,
+            max_logprobs=self.limits.max_logprobs,
+            max_logit_bias=self.limits.max_logit_bias,
+            max_n=self.limits.max_n,
+            max_beam_width=self.max_beam_width,
+        )
+
+
+class Common(BaseModel):
+    """What both kinds of completion take."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    n: int = 1
+    best_of: int | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[str, Any] = {}
+    seed: int | None = None
+    stop: str | list[str] = []
+    stop_token_ids: list[int] = []
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    return_token_ids: bool = False
+    cache_salt: str = ""
+    priority: int = 0
+    timeout: float | None = None
+    speculation: SpeculationOptions = SpeculationOptions()
+
+    @property
+    def width(self) -> int:
+        """How many choices or beams compete for one prompt; the best `n` are the answer."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def choices(self) -> int:
+        """How many choices the engine gives for one prompt. A search keeps its best to itself."""
+        return self.n if self.use_beam_search else self.width
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    @abstractmethod
+    def alternatives(self) -> int | None:
+        """Log-probabilities wanted beside the chosen token's; None is no log-probabilities."""
+
+    @property
+    def asked_tokens(self) -> int | None:
+        """How many tokens may be generated, where the request says so."""
+        return self.max_tokens
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.include_usage and bool(
+            self.stream_options and self.stream_options.continuous_usage_stats
+        )
+
+    @property
+    def ignored(self) -> list[str]:
+        """Parameters nobody knows, in order."""
+        return sorted(self.model_extra or ())
+
+
+class ChatRequest(Common):
+    """POST /v1/chat/completions."""
+
+    messages: list[Any]
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int = 0
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
+
+    @property
+    def asked_tokens(self) -> int | None:
+        newer = self.max_completion_tokens
+        return self.max_tokens if newer is None else newer
+
+
+class CompletionRequest(Common):
+    """POST /v1/completions."""
+
+    prompt: Any
+    echo: bool = False
+    logprobs: int | None = None
+    add_special_tokens: bool = True
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def asked_tokens(self) -> int | None:
+        return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+
+
+class TokenizeRequest(BaseModel):
+    """POST /tokenize: a text or a conversation."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Any] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(BaseModel):
+    """POST /detokenize."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    tokens: list[Any]
+    skip_special_tokens: bool = False
+
+
+def known(kind: type[BaseModel]) -> Mapping[str, tuple[Any, ...]]:
+    """The parameters of this kind of request that are known but not served."""
+    return {ChatRequest: _COMMON | _CHAT, CompletionRequest: _COMMON | _COMPLETION}.get(kind, {})
+
+
+def check_common(request: Common, served: Served) -> None:
+    """Everything about a request that can be checked before its prompt is tokenised."""
+    check_model(request.model, served)
+    if served.strict and request.ignored:
+        name = request.ignored[0]
+        message = f"unknown parameter {name[:80]!r} (server.strict_params is on)"
+        raise invalid(message, name[:64], code="unknown_parameter")
+    if request.stream_options is not None and not request.stream:
+        raise invalid("stream_options needs stream: true", "stream_options")
+    _check_choices(request, served)
+    if len(request.cache_salt) > MAX_SALT:
+        asked = f"at most {MAX_SALT} characters, got {len(request.cache_salt)}"
+        raise invalid(f"cache_salt must have {asked}", "cache_salt")
+    stops, limits = request.stops, served.limits
+    if not limits.min_priority <= request.priority <= MAX_PRIORITY:
+        allowed = f"an integer from {limits.min_priority} (limits.min_priority) to {MAX_PRIORITY}"
+        raise invalid(f"priority must be {allowed}, got {request.priority}", "priority")
+    if len(stops) > limits.max_stop_strings:
+        asked = f"at most {limits.max_stop_strings} strings, got {len(stops)}"
+        raise invalid(f"stop must be {asked} (limits.max_stop_strings)", "stop")
+    if not all(1 <= len(stop) <= limits.max_stop_length for stop in stops):
+        asked = f"1 to {limits.max_stop_length} characters (limits.max_stop_length)"
+        raise invalid(f"a stop string must have {asked}", "stop")
+    if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
+        raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
+    if isinstance(request, ChatRequest) and request.asked_tokens == 0:
+        raise invalid("max_completion_tokens must be at least 1", "max_completion_tokens")
+    if isinstance(request, CompletionRequest) and request.max_tokens == 0 and not request.echo:
+        raise invalid("max_tokens must be at least 1 unless echo is true", "max_tokens")
+    _params(request, served, request.asked_tokens)
+
+
+def _check_choices(request: Common, served: Served) -> None:
+    n, width, search = request.n, request.width, request.use_beam_search
+    most, setting = served.limits.max_n, "limits.max_n"
+    if search:
+        most, setting = served.max_beam_width, "scheduler.max_num_seqs"
+    for name, value in (("n", n), ("best_of", width)):
+        if not 1 <= value <= most:
+            raise invalid(
+                str(ParamError(name, value, f"an integer from 1 to {most}", setting)), name
+            )
+    if width < n:
+        raise invalid(f"best_of must be at least n={n}, got {width}", "best_of")
+    if request.stream and (search or width > n):
+        name = "use_beam_search" if search else "best_of"
+        what, else_ = (name, "") if search else ("best_of above n", f" or send best_of={n}")
+        message = f"{what} cannot be streamed, the best are known only at the end"
+        raise invalid(f"{message}: leave stream out{else_}", name)
+    if search and request.stops:
+        raise invalid("stop must be left out with beam search", "stop")
+
+
+def patience(request: Common, header: str, limits: LimitsConfig) -> tuple[float, str]:
+    """How long a request may take in seconds, and where that was said: the shortest of the
+    server's own limit, the parameter `timeout`, and `header`, that header's text or "".
+    """
+    most_s = limits.request_timeout_s
+    found = [(most_s, "limits.request_timeout_s")]
+    for name, value in (("timeout", request.timeout), (TIMEOUT_HEADER, header or None)):
+        if value is None:
+            continue
+        try:
+            seconds = float(value)
+        except ValueError:
+            seconds = 0.0
+        if not 0 < seconds <= most_s:
+            allowed = f"seconds above 0, at most {most_s:g} (limits.request_timeout_s)"
+            raise invalid(f"{name} must be {allowed}, got {str(value)[:80]}", name)
+        found.append((seconds, name))
+    return min(found)
+
+
+def check_model(name: str | None, served: Served) -> None:
+    """Raises 404 unless `name` is what is served; leaving it out is fine."""
+    if name is not None and name != served.model:
+        message = f"the model {name[:80]!r} is not served here, served is {served.model!r}"
+        raise ApiError(404, "model_not_found", message, param="model")
+
+
+def sampling(request: Common, served: Served, *, prompt_tokens: int) -> SamplingParams:
+    """The worker's parameters for one prompt; a seed is drawn where none is given.
+
+    Raises ApiError when a value is out of range or the prompt leaves no room for an answer.
+    """
+    room = served.max_model_len - prompt_tokens
+    asked = request.asked_tokens
+    if room < (1 if asked is None else asked):
+        raise _exceeds(request, served, prompt_tokens)
+    return _params(request, served, room if asked is None else asked)
+
+
+def _params(request: Common, served: Served, max_tokens: int | None) -> SamplingParams:
+    echo = isinstance(request, CompletionRequest) and request.echo
+    ranked = 0 if request.choices > request.n else None
+    params = SamplingParams(
+        max_tokens=served.max_model_len if max_tokens is None else max_tokens,
+        min_tokens=request.min_tokens,
+        temperature=request.temperature,
+        top_k=request.top_k,
+        top_p=request.top_p,
+        min_p=request.min_p,
+        repetition_penalty=request.repetition_penalty,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        logit_bias=_bias(request.logit_bias),
+        seed=secrets.randbits(63) if request.seed is None else request.seed,
+        ignore_eos=request.ignore_eos,
+        stop_token_ids=tuple(request.stop_token_ids),
+        logprobs=ranked if request.alternatives is None else request.alternatives,
+        prompt_logprobs=request.alternatives if echo else None,
+        n=request.choices,
+        beam_width=request.width if request.use_beam_search else 0,
+        length_penalty=request.length_penalty,
+        early_stopping=str(request.early_stopping).lower(),
+        speculation=request.speculation.method or "",
+        speculation_k=request.speculation.k or 0,
+    )
+    try:
+        check(params, served.params())
+    except ParamError as error:
+        raise invalid(str(error), _asked_as(request, error.parameter)) from None
+    return replace(params, top_k=max(0, params.top_k))
+
+
+def _asked_as(request: Common, parameter: str) -> str:
+    """The name under which the client set a parameter of the worker."""
+    if isinstance(request, ChatRequest):
+        if parameter == "logprobs":
+            return "top_logprobs"
+        if parameter == "max_tokens" and request.max_completion_tokens is not None:
+            return "max_completion_tokens"
+    return "logprobs" if parameter == "prompt_logprobs" else parameter
+
+
+def _exceeds(request: Common, served: Served, prompt_tokens: int) -> ApiError:
+    message = f"the prompt has {prompt_tokens} tokens"
+    if asked := request.asked_tokens:
+        message += f" and {asked} more are asked for, {prompt_tokens + asked} together"
+    return too_long(message, served, "messages" if isinstance(request, ChatRequest) else "prompt")
+
+
+def too_long(message: str, served: Served, param: str) -> ApiError:
+    """More tokens than a sequence holds; `message` says how many."""
+    if served.silent:
+        waiting = ", ".join(served.silent)
+        message += f", more than is ready now; pools that are still starting: {waiting}"
+        return ApiError(503, "no_capacity", message, retry_after_s=1)
+    if len(served.pools) > 1:
+        each = ", ".join(f"{most} in pool {pool}" for pool, most in served.pools.items())
+        message += f"; {served.model} holds {each} (max_model_len in cluster.pools)"
+    else:
+        message += f"; {served.model} holds {served.max_model_len} (model.max_model_len)"
+    return invalid(message, param, "context_length_exceeded")
+
+
+def _bias(raw: Mapping[str, Any]) -> dict[int, float]:
+    bias = {}
+    for token, value in raw.items():
+        if type(value) not in (int, float):
+            raise invalid(f"logit_bias: {token[:80]!r} needs a valid number", "logit_bias")
+        if not token.isascii() or not token.isdigit() or len(token) > 12:
+            raise invalid(f"logit_bias: {token[:80]!r} is not a token id", "logit_bias")
+        if isinstance(value, int):  # of any length, and no float holds all
+            value = max(-_FAR, min(_FAR, value))
+        bias[int(token)] = float(value)
+    return bias

@@ -1,0 +1,96 @@
+"""Prompts and conversations: the part of a request that becomes tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cluster.errors import invalid
+from cluster.http.bodies import shown
+from cluster.http.openai import Served, too_long
+
+ROLES = ("system", "developer", "user", "assistant")
+
+
+def prompts(raw: Any, served: Served) -> list[str | list[int]]:
+    """The prompts of a completion: a text, a list of them, token ids, or a list of lists."""
+    if isinstance(raw, str):
+        return [raw]
+    wanted = "prompt must be a text, a list of texts, token ids or a list of lists of token ids"
+    if not isinstance(raw, list) or not raw:
+        raise invalid(f"{wanted}, not empty", "prompt")
+    if type(raw[0]) is int:
+        return [_ids(raw, served, wanted)]
+    if len(raw) > (most := served.limits.max_prompts):
+        message = f"prompt may hold {most} prompts (limits.max_prompts), got {len(raw)}"
+        raise invalid(message, "prompt")
+    if all(isinstance(part, str) for part in raw):
+        return list(raw)
+    if all(isinstance(part, list) for part in raw):
+        return [_ids(part, served, wanted) for part in raw]
+    raise invalid(wanted, "prompt")
+
+
+def _ids(raw: list[Any], served: Served, wanted: str) -> list[int]:
+    if not raw:
+        raise invalid(f"{wanted}, not empty", "prompt")
+    check_ids(raw, served, "prompt", wanted)
+    return raw
+
+
+def check_ids(ids: Sequence[Any], served: Served, param: str, wanted: str) -> None:
+    """Raises unless these are tokens of the model, no more than a sequence holds."""
+    if len(ids) > served.max_model_len:
+        raise too_long(f"{param} has {len(ids)} tokens", served, param)
+    if not set(map(type, ids)) <= {int}:
+        raise invalid(wanted, param)
+    if ids and not (min(ids) >= 0 and max(ids) < served.vocab_size):
+        raise invalid(f"{param}: token ids go from 0 to {served.vocab_size - 1}", param)
+
+
+def conversation(raw: Sequence[Any], served: Served) -> list[dict[str, str]]:
+    """Messages as the chat template takes them: role, one text, perhaps a name."""
+    if not raw:
+        raise invalid("messages must hold at least one message", "messages")
+    parts = sum(
+        len(m["content"]) for m in raw if type(m) is dict and type(m.get("content")) is list
+    )
+    if len(raw) + parts > (most := served.limits.max_messages):
+        counted = f"got {len(raw)} with {parts} parts" if parts else f"got {len(raw)}"
+        message = f"messages may hold {most} messages and parts (limits.max_messages), {counted}"
+        raise invalid(message, "messages")
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(raw)]
+
+
+def _message(raw: Any, where: str) -> dict[str, str]:
+    if not isinstance(raw, dict):
+        raise invalid(f"{where} must be an object with role and content, got {shown(raw)}", where)
+    role = raw.get("role")
+    if role not in ROLES:
+        named = f"{where}.role must be one of {', '.join(ROLES)}, got {shown(role)}"
+        raise invalid(named, f"{where}.role")
+    if raw.get("tool_calls") or raw.get("function_call"):
+        asked = f"{where}: tool calls are not supported"
+        raise invalid(asked, f"{where}.tool_calls", code="unsupported_parameter")
+    message = {"role": "system" if role == "developer" else role}
+    message["content"] = _content(raw.get("content"), f"{where}.content")
+    if isinstance(raw.get("name"), str):
+        message["name"] = raw["name"]
+    return message
+
+
+def _content(raw: Any, where: str) -> str:
+    if isinstance(raw, str):
+        return raw
+    if not isinstance(raw, list) or not raw:
+        raise invalid(f"{where} must be a text or a list of text parts", where)
+    texts = []
+    for part in raw:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in (None, "text"):
+            message = f"{where}: parts of type {shown(kind)} are not supported, only text"
+            raise invalid(message, where, code="unsupported_parameter")
+        if kind is None or not isinstance(part.get("text"), str):
+            raise invalid(f'{where}: a part is {{"type": "text", "text": ...}}', where)
+        texts.append(part["text"])
+    return "".join(texts)

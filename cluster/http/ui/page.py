@@ -1,0 +1,40 @@
+"""The page map: one page without parts from elsewhere, and the data that it asks for."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+from fastapi import Depends, FastAPI, Request
+from starlette.responses import Response
+
+from cluster.errors import invalid
+from cluster.http.responses import dumps
+from kvpaging.report import MAP_BLOCKS
+
+if TYPE_CHECKING:
+    from cluster.http.app import Api
+
+_ONLY_OURS = {
+    "content-security-policy": "default-src 'none'; connect-src 'self'; "
+    "script-src 'unsafe-inline'; style-src 'unsafe-inline'"
+}
+
+
+def add_map(app: FastAPI, api: Api) -> None:
+    """`/map` for people and `/debug/map` for the page, both only for who may look inside."""
+    page = files(__package__).joinpath("map.html").read_bytes()
+    inside: dict[str, Any] = {"dependencies": [Depends(api.access.admin)]}
+
+    @app.get("/map", **inside)
+    async def shown() -> Response:
+        return Response(page, headers=_ONLY_OURS, media_type="text/html; charset=utf-8")
+
+    @app.get("/debug/map", **inside)
+    async def data(request: Request) -> Response:
+        first = request.query_params.get("first", "0")
+        if not first.isascii() or not first.isdigit() or len(first) > 12:
+            message = f"ask with ?first=N, the first of at most {MAP_BLOCKS} blocks, from 0 on"
+            raise invalid(message, "first")
+        gangs, missing = await api.debug("debug_map", int(first))
+        return Response(dumps({"gangs": gangs, **missing}), media_type="application/json")

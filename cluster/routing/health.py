@@ -1,0 +1,158 @@
+"""Listens to how the worker is, so that readiness and metrics never wait for it.
+
+One stream of the worker's statistics stays open. A worker that was killed breaks it at once, even
+where Serve has another one before any question would have gone unanswered; one that is frozen says
+nothing, and is not ready once the stream has counted that as its loss. The first word of a new
+worker process brings the model's facts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from cluster.routing.calls import EngineLost, Handle, Refused, Stream, ask
+
+log = logging.getLogger("kvatlas.ingress")
+
+RETRY_S = 0.2
+"""Before the watch turns to a worker again after it lost one."""
+
+
+class Watch:
+    """What is known of the worker, and since when."""
+
+    def __init__(
+        self,
+        handle: Handle,
+        *,
+        ingress: str,
+        period_s: float,
+        timeout_s: float,
+        step_timeout_s: float,
+        on_failure: Callable[[], None],
+        check: Callable[[dict[str, Any]], str] = lambda info: "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._handle, self._ingress = handle, ingress
+        self._period_s, self._timeout_s = period_s, timeout_s
+        self._step_timeout_s = step_timeout_s
+        self._on_failure, self._check = on_failure, check
+        self._unfit = ""
+        self._clock = clock
+        self._stats: dict[str, Any] | None = None
+        self._answered_s = clock()
+        self._complaint = "no worker has answered yet"
+        self._asking: asyncio.Task[None] | None = None
+        self.info: dict[str, Any] | None = None
+
+    @property
+    def ready(self) -> bool:
+        """The worker answered lately and its engine runs."""
+        return not self._why_not()
+
+    @property
+    def complaint(self) -> str:
+        """Why it is not ready, for people."""
+        return self._why_not() or "ready"
+
+    def _why_not(self) -> str:
+        if self._stats is None or self.info is None:
+            return self._complaint
+        if self._unfit:
+            return self._unfit
+        if self._stats["failure"]:
+            return f"the engine stopped: {self._stats['failure']}"
+        if self._stats["step_age_s"] > self._step_timeout_s:
+            return f"a step has run for {self._stats['step_age_s']:.0f} s: the device hangs"
+        return ""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that it holds; 0 where it has not said."""
+        return 0 if self.info is None else int(self.info["max_model_len"])
+
+    @property
+    def pool(self) -> str:
+        """The pool of the gang."""
+        return "" if self.info is None else str(self.info["pool"])
+
+    @property
+    def ranks(self) -> int:
+        """Workers of the gang."""
+        return 1 if self.info is None else int(self.info["ranks"])
+
+    def snapshot(self) -> dict[str, Any]:
+        """The last statistics; only of one that is ready."""
+        assert self._stats is not None
+        assert self.info is not None
+        return {**self._stats, "block_size": self.info["block_size"]}
+
+    def report(self, gang: str) -> dict[str, Any]:
+        """Its entry in `/health/ready`."""
+        entry = {"gang": gang, "ready": self.ready, "reason": self.complaint}
+        if self.info is not None:
+            entry |= {"pool": self.pool, "workers": self.ranks}
+        if self._stats is None:
+            unknown = ("host", "pid", "step_age_s", "answer_age_s", "quarantined_blocks")
+            return {**entry, **dict.fromkeys(unknown)}
+        return {
+            **entry,
+            "host": self._stats["host"],
+            "pid": self._stats["pid"],
+            "step_age_s": round(self._stats["step_age_s"], 3),
+            "answer_age_s": round(self._clock() - self._answered_s, 3),
+            "quarantined_blocks": self._stats["blocks"]["quarantined"],
+        }
+
+    async def run(self) -> None:
+        """Listen for ever."""
+        while True:
+            await self.listen()
+            await asyncio.sleep(RETRY_S)
+
+    async def listen(self) -> None:
+        """Follow one worker until it is lost; that is logged, counted and shows in readiness."""
+        silence_s = self._period_s + self._timeout_s
+        try:
+            asked = (self._period_s, self._ingress)
+            with Stream(self._handle, "beats", *asked, silence_s=silence_s) as beats:
+                while True:
+                    await self._heard(await beats.next(), self._timeout_s)
+        except Exception as error:
+            self.failed(error)
+
+    def suspect(self, error: Exception) -> None:
+        """A stream was lost: the worker is not ready until it answers again, so ask it now."""
+        self.failed(error)
+        self._asking = asyncio.create_task(self._ask())
+
+    async def _ask(self) -> None:
+        try:
+            await self.look()
+        except Exception as error:
+            self.failed(error)
+
+    async def look(self, deadline_s: float | None = None) -> None:
+        """One question. Raises EngineLost."""
+        deadline_s = deadline_s or self._timeout_s
+        await self._heard(await ask(self._handle, "stats", deadline_s=deadline_s), deadline_s)
+
+    async def _heard(self, stats: dict[str, Any], deadline_s: float) -> None:
+        if self.info is None or self._stats is None or stats["gang"] != self._stats["gang"]:
+            self.info = await ask(self._handle, "info", deadline_s=deadline_s)
+            self._unfit = self._check(self.info)
+            log.info("worker %s (process %s) answers", stats["gang"], stats["pid"])
+        self._stats, self._answered_s = stats, self._clock()
+
+    def failed(self, error: Exception) -> None:
+        """A worker that answered and does not any more is news; the same again is not."""
+        known = isinstance(error, EngineLost | Refused)
+        if self._stats is not None or not known:
+            self._on_failure()
+            log.warning("the worker does not answer: %s", error, exc_info=None if known else error)
+        self._complaint = f"the worker does not answer: {error}"
+        self._stats = None

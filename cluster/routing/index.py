@@ -1,0 +1,399 @@
+"""The global prefix index: which gang can find which blocks. Hub and mirrors. No Ray, no clock.
+
+Each gang's identities are one Python set. Chained identities and prefix-closed sets make that
+exact: a gang has a chain up to some depth and nothing beyond, so bisecting finds the depth. To drop
+a gang is to drop its set, and what shares no table grows no table. Python grows small sets
+fourfold; they are made anew whenever they got larger than `TABLE_BYTES` an identity.
+
+Three things differ: a *gap* (a batch is missing: what is known stays, and `wanted` says what to ask
+for), a *restart* (a later epoch: all of the gang is dropped, its numbers begin again) and a *clear*
+(an event like others). A digest that does not match is repaired by a dump.
+"""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_left
+from collections import OrderedDict
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvpaging.events import (
+    CLEARED,
+    STORED,
+    Batch,
+    Digest,
+    Dump,
+    Load,
+    decode,
+    encode,
+    split,
+    xor_of,
+)
+from kvpaging.host_pool import GPU, HOST
+from kvpaging.ring import RING_BYTES, Ring
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+TABLE_BYTES = 64  # of an identity in its set at most, but for a small constant
+BLOCK_BYTES = TABLE_BYTES + 64  # and the 16 bytes of the identity as an object
+BATCHES_AHEAD = 64
+EXPECTED_BLOCKS = 1 << 16
+
+
+class Version(NamedTuple):
+    """How much of a gang is known: batches up to `seq` of `epoch` (-1: a dump is needed), and the
+    latest `number`, whose load is the newest."""
+
+    epoch: int
+    seq: int
+    number: int
+
+
+class Match(NamedTuple):
+    """Leading blocks that a gang has on its GPUs, those that it has or is expected to have soon,
+    and how many of these only its hosts have."""
+
+    stored: int
+    expected: int
+    hosted: int = 0
+
+
+class Gang:
+    """What is known of one gang; `seq`, its digest, the `identities` on its GPUs and those that are
+    only `hosted` belong together."""
+
+    __slots__ = (
+        "age_s",
+        "ahead",
+        "capacity",
+        "diverged",
+        "epoch",
+        "expected",
+        "heard_s",
+        "hosted",
+        "identities",
+        "indexed",
+        "last",
+        "latest",
+        "load",
+        "model",
+        "number",
+        "ring",
+        "ring_bytes",
+        "seq",
+        "xor",
+    )
+
+    def __init__(self, model: str, epoch: int, capacity: int, now: float, ring_bytes: int) -> None:
+        self.model, self.epoch, self.capacity = model, epoch, capacity
+        self.ring_bytes = ring_bytes
+        self.indexed = True
+        self.load, self.number = Load(), 0
+        self.last = b""  # the batch that the load came in
+        self.heard_s = now  # when
+        self.age_s = 0.0  # in a mirror: how old the load was at the hub
+        self.forget()
+
+    def forget(self) -> None:
+        """Know nothing of its blocks, as before its first batch."""
+        self.seq = self.latest = self.xor = 0
+        self.diverged = False
+        self.identities, self.hosted = set[bytes](), set[bytes]()
+        self.ahead: dict[int, tuple[Batch, bytes]] = {}
+        self.ring = Ring(0, self.ring_bytes)
+        self.expected: OrderedDict[bytes, float] = OrderedDict()  # to the time they lapse
+
+    @property
+    def digest(self) -> Digest:
+        return Digest(len(self.identities) + len(self.hosted), self.xor)
+
+    @property
+    def behind(self) -> bool:
+        """Whether what is known here is not all that the gang has said."""
+        return self.indexed and (self.diverged or self.seq < self.latest)
+
+    @property
+    def version(self) -> Version:
+        return Version(self.epoch, -1 if self.diverged else self.seq, self.number)
+
+    def replace(self, dump: Dump) -> None:
+        """Take a dump in place of what was known."""
+        self.seq, self.ring = dump.seq, Ring(dump.seq, self.ring_bytes)
+        self.xor = xor_of(dump.ids) ^ xor_of(dump.hosted, HOST)
+        self.latest = max(self.latest, dump.seq)
+        self.ahead = {seq: found for seq, found in self.ahead.items() if seq > dump.seq}
+        self.identities, self.hosted = set(split(dump.ids)), set(split(dump.hosted))
+        self._fit()
+        self.diverged = self.digest != dump.digest
+
+    def follow(self) -> None:
+        """Apply the batches that are next, as far as there are any."""
+        while (found := self.ahead.pop(self.seq + 1, None)) is not None:
+            batch, raw = found
+            for event in batch.events:
+                if event.kind == CLEARED:
+                    self.identities, self.hosted, self.xor = set(), set(), 0
+                else:
+                    self._change(event.ids, event.tier if event.kind == STORED else "")
+            self._fit()
+            self.seq += 1
+            self.diverged = self.digest != batch.digest
+            self.ring.append(raw)
+
+    def _fit(self) -> None:
+        self.identities, self.hosted = map(_fitted, (self.identities, self.hosted))
+
+    def _change(self, ids: bytes, stored: str) -> None:
+        """Blocks are in tier `stored` from now on, in none where that is empty."""
+        names = split(ids)
+        for known, tier in ((self.identities, GPU), (self.hosted, HOST)):
+            if not known and tier != stored:
+                continue
+            changed = [i for i in names if (i in known) != (tier == stored)]
+            self.xor ^= xor_of(ids if len(changed) == len(names) else b"".join(changed), tier)
+            if tier == stored:
+                known.update(changed)
+            else:
+                known.difference_update(changed)
+        if stored and self.expected:
+            for identity in names:
+                self.expected.pop(identity, None)
+
+
+def _fitted(known: set[bytes]) -> set[bytes]:
+    too_large = sys.getsizeof(known) > TABLE_BYTES * len(known) + 1024
+    return set(known) if too_large else known
+
+
+class PrefixIndex:
+    """All gangs by name. Pure: `now` is in seconds, the caller's own monotonic clock.
+
+    A gang whose `capacity` would take the blocks of all gangs over `most_bytes` is known by its
+    load only (`unindexed`, an alarm), until there is room.
+    """
+
+    ring_bytes = 0  # nobody asks here for what was missed
+
+    def __init__(self, *, most_bytes: int | None = None, expected_s: float = 5.0) -> None:
+        self.most_bytes, self.expected_s = most_bytes, expected_s
+        self.gangs: dict[str, Gang] = {}
+        self.changes = 0  # counts what was applied: whoever waits for news compares it
+
+    @property
+    def unindexed(self) -> list[str]:
+        """The gangs that are served without their blocks being known."""
+        return [name for name, gang in self.gangs.items() if not gang.indexed]
+
+    @property
+    def wanted(self) -> dict[str, Version]:
+        """What is missing: the gangs to ask for `repair(epoch, seq)`."""
+        return {name: gang.version for name, gang in self.gangs.items() if gang.behind}
+
+    def apply(self, message: bytes, now: float) -> None:
+        """Take one batch or dump in any order, any number of times. Raises EventError."""
+        read = decode(message)
+        gang = self.gangs.get(read.gang)
+        joins = gang is None or read.epoch > gang.epoch
+        if gang is None:
+            gang = Gang(read.model, read.epoch, read.capacity, now, self.ring_bytes)
+            self.gangs[read.gang] = gang
+        elif joins:
+            gang.epoch, gang.capacity, gang.number = read.epoch, read.capacity, 0
+            gang.forget()
+        elif read.epoch < gang.epoch:
+            return
+        self.changes += 1
+        if self.most_bytes is not None and (joins or not gang.indexed):
+            self._admit(gang)
+        if isinstance(read, Batch):
+            self._take(gang, read, message, now)
+        elif gang.indexed and read.seq >= gang.seq + (not gang.diverged):
+            gang.replace(read)
+            gang.follow()
+
+    def _take(self, gang: Gang, batch: Batch, raw: bytes, now: float) -> None:
+        if batch.number > gang.number:
+            gang.number, gang.load, gang.last, gang.heard_s = batch.number, batch.load, raw, now
+        gang.latest = max(gang.latest, batch.seq)
+        if not gang.indexed:
+            return
+        if batch.seq == gang.seq:
+            gang.diverged = gang.digest != batch.digest
+        elif batch.seq > gang.seq and batch.events:
+            gang.ahead[batch.seq] = (batch, raw)
+            gang.follow()
+            if len(gang.ahead) > BATCHES_AHEAD:
+                del gang.ahead[max(gang.ahead)]
+
+    def _admit(self, gang: Gang) -> None:
+        assert self.most_bytes is not None
+        others = sum(g.capacity for g in self.gangs.values() if g.indexed and g is not gang)
+        fits = (others + gang.capacity) * BLOCK_BYTES <= self.most_bytes
+        if gang.indexed != fits:
+            gang.indexed = fits
+            gang.forget()
+
+    def drop(self, name: str) -> None:
+        """The gang is gone, with all that was known of it."""
+        self.changes += self.gangs.pop(name, None) is not None
+
+    def expect(self, name: str, chain: Sequence[bytes], now: float) -> None:
+        """The gang was sent a request with these blocks: until it reports them, or for
+        `expected_s`, `match` says that they will be there."""
+        gang = self.gangs.get(name)
+        if gang is None:
+            return
+        expected, until = gang.expected, now + self.expected_s
+        for identity in chain:
+            expected[identity] = until
+            expected.move_to_end(identity)
+        while len(expected) > EXPECTED_BLOCKS:
+            expected.popitem(last=False)
+
+    def match(self, chain: Sequence[bytes], now: float) -> dict[str, Match]:
+        """How many leading blocks of `chain` each gang has; gangs without any are left out."""
+        found: dict[str, Match] = {}
+        for name, gang in self.gangs.items() if chain else ():
+            stored = _depth(chain, gang.identities) if chain[0] in gang.identities else 0
+            there = _depth(chain, gang.hosted, stored) if gang.hosted else stored
+            soon = _expected(chain, gang, there, now) if gang.expected else there
+            if soon:
+                found[name] = Match(stored, soon, there - stored)
+        return found
+
+    def owners(self, identity: bytes) -> list[str]:
+        """The gangs that have a block."""
+        named = self.gangs.items()
+        return [n for n, gang in named if identity in gang.identities or identity in gang.hosted]
+
+
+# Present blocks come before missing ones, since sets are prefix-closed, and those on the GPU before
+# those on the host: the place where a chain turns from one to the other can be bisected.
+
+
+def _depth(chain: Sequence[bytes], known: set[bytes], start: int = 0) -> int:
+    return bisect_left(chain, True, start, key=lambda identity: identity not in known)
+
+
+def _expected(chain: Sequence[bytes], gang: Gang, stored: int, now: float) -> int:
+    known, soon = gang.identities, gang.expected
+    while soon and soon[first := next(iter(soon))] <= now:
+        del soon[first]
+    if stored == len(chain) or chain[stored] not in soon:
+        return stored
+    return bisect_left(chain, True, stored, key=lambda i: i not in known and i not in soon)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The hub's news for one mirror. `ages_s`: of every gang's load. `settled`: the hub has run
+    long enough to know all gangs, so others are gone."""
+
+    messages: list[bytes]
+    ages_s: dict[str, float]
+    unindexed: list[str]
+    settled: bool
+
+
+class Hub(PrefixIndex):
+    """The index that gangs report to and mirrors ask. `now` at the start is `started_s`.
+
+    A gang not heard of for `silent_s` is gone. One that is only slow comes back with its next
+    batch, as a gap.
+    """
+
+    ring_bytes = RING_BYTES
+
+    def __init__(
+        self,
+        started_s: float,
+        *,
+        most_bytes: int | None = None,
+        silent_s: float = 10.0,
+        answer_bytes: int = 1 << 20,
+    ) -> None:
+        super().__init__(most_bytes=most_bytes)
+        self.started_s, self.silent_s, self.answer_bytes = started_s, silent_s, answer_bytes
+
+    def expire(self, now: float) -> list[str]:
+        """Drop the gangs that have been silent too long; returns their names."""
+        late = [n for n, gang in self.gangs.items() if now - gang.heard_s > self.silent_s]
+        for name in late:
+            self.drop(name)
+        return late
+
+    def answer(self, have: Mapping[str, Version], now: float) -> Answer:
+        """What a mirror that has `have` lacks; the rest, where it is long, at its next asking."""
+        messages: list[bytes] = []
+        room = self.answer_bytes
+        for name, gang in self.gangs.items():
+            news = _news(name, gang, have.get(name, NOTHING))
+            messages += news
+            room -= sum(map(len, news))
+            if room < 0:
+                break
+        return Answer(
+            messages,
+            {name: now - gang.heard_s for name, gang in self.gangs.items()},
+            self.unindexed,
+            now - self.started_s > self.silent_s,
+        )
+
+
+NOTHING = Version(-1, 0, 0)
+
+
+def _news(name: str, gang: Gang, have: Version) -> list[bytes]:
+    seq, number = (have.seq, have.number) if have.epoch == gang.epoch else (0, 0)
+    missed = gang.ring.since(seq) if gang.indexed else []
+    if missed is None:
+        missed = [] if gang.diverged else [_dump(name, gang)]
+    if gang.number > number and gang.last not in missed:
+        missed.append(gang.last)
+    return missed
+
+
+def _dump(name: str, gang: Gang) -> bytes:
+    place = (gang.model, name, gang.epoch, gang.seq, gang.capacity, gang.digest)
+    return encode(Dump(*place, b"".join(gang.identities), b"".join(gang.hosted)))
+
+
+class Mirror(PrefixIndex):
+    """An ingress's copy of the hub's index.
+
+    Ask the hub for `answer(mirror.have)` again and again and give each answer to `take`. What was
+    learnt stays valid while the hub is away; `age_s` of gangs stands still then.
+    """
+
+    def report(self) -> dict[str, dict[str, Any]]:
+        """What is known of each gang, for people; `age_s` of its load at the hub."""
+        return {
+            name: {
+                "seq": gang.seq,
+                **gang.digest.shown(),
+                "hosted": len(gang.hosted),
+                "indexed": gang.indexed,
+                "age_s": round(gang.age_s, 3),
+                "load": asdict(gang.load),
+            }
+            for name, gang in self.gangs.items()
+        }
+
+    @property
+    def have(self) -> dict[str, Version]:
+        return {name: gang.version for name, gang in self.gangs.items()}
+
+    def take(self, answer: Answer, now: float) -> None:
+        """Apply an answer, however late or often it comes. Raises EventError."""
+        for message in answer.messages:
+            self.apply(message, now)
+        for name, gang in list(self.gangs.items()):
+            if name in answer.ages_s:
+                gang.age_s = answer.ages_s[name]
+                if gang.indexed == (name in answer.unindexed):
+                    gang.indexed = not gang.indexed
+                    gang.forget()
+            elif answer.settled:
+                self.drop(name)

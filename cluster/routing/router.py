@@ -1,0 +1,203 @@
+"""Which gang a prompt goes to: the policy's question, put together from what an ingress knows."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import NamedTuple
+
+from cluster.routing.block_hashes import Identities
+from cluster.routing.index import Mirror
+from cluster.routing.policies import Ask, Choice, Factors, Policy, make
+from cluster.routing.registry import Gangs
+from cluster.routing.table import GangTable
+from configs.schema import Config, RoutingConfig
+from kvpaging.events import Load
+from worker import messages
+
+UNREPORTED_S = 5.0
+"""How long a prompt that was sent counts where no report says what became of it."""
+
+OUTPUT_TOKENS = 128.0
+"""Expected of an answer before any has ended."""
+
+UNMEASURED_TOKEN_S = 1e-3
+"""Of a prompt token on a gang that has computed none yet: a queue must have some price."""
+
+OPEN_ENDED = 4.0
+"""Times the usual answer: room that a request wants which does not say how much it needs."""
+
+NEW = 0.05
+"""Weight of the latest answer in what is expected of the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where a prompt goes. `ttft_s` is a prediction, where the policy makes one."""
+
+    gang: str
+    pull: messages.Pull | None = None
+    ttft_s: float | None = None
+    explained: str = ""
+
+
+class Length(NamedTuple):
+    """Tokens of one sequence: those `known`, with room for another one, and all that are `asked`
+    for; None where the answer may end anywhere."""
+
+    known: int
+    asked: int | None
+
+
+class Router:
+    """One ingress's choices. `share` says which of how many ingresses it is, `config` gives the
+    settings of the moment, `clock` seconds."""
+
+    def __init__(
+        self,
+        gangs: Gangs,
+        mirror: Mirror,
+        identities: Identities,
+        *,
+        name: str,
+        share: Callable[[], tuple[int, int]],
+        config: Callable[[], Config],
+        clock: Callable[[], float],
+    ) -> None:
+        self._gangs, self._mirror, self._identities = gangs, mirror, identities
+        self._name, self._share, self._config, self._clock = name, share, config, clock
+        self._numbers = itertools.count()
+        self._output_tokens = OUTPUT_TOKENS
+        self._reported: dict[str, tuple[int, int]] = {}
+        self._table: GangTable | None = None
+        self._policy: tuple[RoutingConfig, Policy] | None = None
+
+    def choose(
+        self, submit: messages.Submit, length: Length, avoid: Collection[str]
+    ) -> Route | None:
+        """None where all gangs that are ready and can hold the request are to be avoided."""
+        info = self._gangs.info
+        holding = self._holding(length) - set(avoid)
+        if info is None or not holding:
+            return None
+        now = self._clock()
+        config = self._config()
+        table = self._synced(info["block_size"], config, now)
+        chain = self._identities.chain(info, submit.prompt, submit.salt.encode())
+        output = min(submit.params.max_tokens, self._output_tokens) * max(1, submit.params.n)
+        number = next(self._numbers)
+        ask = table.ask(number, chain, len(submit.prompt), output, now)
+        if not chain:  # nothing to meet again: equal gangs take turns
+            ask = replace(ask, next_block=b"%s %d" % (self._name.encode(), number))
+        rows = [i for i, row in enumerate(table.rows) if row.name in holding]
+        some = _without(ask, rows, len(table.rows))
+        choice = self._decide(config.routing)(some, [table.rows[i] for i in rows])
+        whole = replace(
+            choice,
+            row=rows[choice.row],
+            pull_from=None if choice.pull_from is None else rows[choice.pull_from],
+        )
+        table.sent(ask, whole, chain, now)
+        return _route(table, ask, whole, choice.explained([table.rows[i] for i in rows]))
+
+    def _holding(self, length: Length) -> set[str]:
+        """The gangs that are ready and have room for a sequence."""
+        wanted = length.asked
+        if wanted is None:
+            longest = max(self._gangs.limits().values(), default=0)
+            wanted = min(longest, length.known + int(OPEN_ENDED * self._output_tokens))
+        least = max(wanted, length.known)
+        return {g for g, w in self._gangs.ready().items() if w.longest >= least}
+
+    def ended(self, tokens: int) -> None:
+        """An answer of that many tokens has ended."""
+        self._output_tokens += NEW * (tokens - self._output_tokens)
+
+    def _decide(self, routing: RoutingConfig) -> Policy:
+        if self._policy is None or self._policy[0] != routing:
+            factors = Factors(
+                prefill=routing.prefill,
+                output=routing.output,
+                room_from=routing.room_from,
+                room_s=routing.room_s,
+                pull_tax=routing.pull_tax,
+                pull_tokens_min=routing.pull_tokens_min,
+                tie_s=routing.tie_s,
+                rates_alike=routing.rates_alike,
+            )
+            start = _number(self._name)
+            made = make(routing.policy, factors=factors, pull=routing.pull, start=start)
+            self._policy = (routing, made)
+        return self._policy[1]
+
+    def _synced(self, block_size: int, config: Config, now: float) -> GangTable:
+        """The table with who is ready now, and with what each last said of itself."""
+        ready = self._gangs.ready()
+        table = self._table
+        if table is None or table.block_size != block_size:
+            alike = config.routing.rates_alike
+            table = self._table = GangTable(self._mirror, block_size, rates_alike=alike)
+            self._reported.clear()
+        table.rates_alike = config.routing.rates_alike
+        table.at, table.ingresses = self._share()
+        for name in {row.name for row in table.rows} - ready.keys():
+            table.leave(name)
+            self._reported.pop(name, None)
+        for name in ready.keys() - {row.name for row in table.rows}:
+            table.join(name, self._load(name, config), ready[name].ranks)
+        for row in table.rows:
+            known = self._mirror.gangs.get(row.name)
+            if known is not None and self._reported.get(row.name) != (known.epoch, known.number):
+                self._reported[row.name] = (known.epoch, known.number)
+                row.report(self._load(row.name, config), known.heard_s - known.age_s)
+            row.report(row.load, now - UNREPORTED_S)
+        return table
+
+    def _load(self, name: str, config: Config) -> Load:
+        """A gang's last report, with what it does not say or has not measured yet."""
+        watched = self._gangs.ready()[name].info
+        assert watched is not None
+        known = self._mirror.gangs.get(name)
+        load = Load() if known is None else known.load
+        if not load.blocks:
+            rows = watched["table"]
+            load = replace(load, blocks=rows["blocks"], step_tokens_max=_step_tokens(config))
+        if not load.token_s:
+            load = replace(load, token_s=UNMEASURED_TOKEN_S)
+        if not load.link_tokens_per_s:
+            rate = config.routing.link_bytes_per_s / watched["table"]["kv_bytes_per_token"]
+            load = replace(load, link_tokens_per_s=rate)
+        return load
+
+
+def _step_tokens(config: Config) -> int:
+    """Tokens of a step of which no worker has said anything yet."""
+    return config.scheduler.max_batch_tokens or 512
+
+
+def _number(name: str) -> int:
+    """A number that a name always gives, in every process."""
+    return int.from_bytes(blake2b(name.encode(), digest_size=4).digest(), "big")
+
+
+def _without(ask: Ask, rows: Sequence[int], of: int) -> Ask:
+    """The same question about some of the rows."""
+    if len(rows) == of:
+        return ask
+    home = [place for place, i in enumerate(rows) if i in ask.home]
+    return replace(
+        ask,
+        matched=[ask.matched[i] for i in rows],
+        stored=[ask.stored[i] for i in rows],
+        hosted=[ask.hosted[i] for i in rows],
+        home=range(home[0], home[-1] + 1) if home else range(0),
+    )
+
+
+def _route(table: GangTable, ask: Ask, choice: Choice, explained: str) -> Route:
+    pull = None
+    if choice.pull_from is not None:
+        pull = messages.Pull(table.rows[choice.pull_from].name, ask.cached(choice))
+    return Route(table.rows[choice.row].name, pull, choice.ttft_s, explained)

@@ -1,0 +1,122 @@
+"""Both ends of the index: workers report what changed, ingresses follow what is known.
+
+Neither needs the hub to work: without it workers serve, and mirrors keep what they have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, Protocol
+
+from cluster.routing.index import Answer, Mirror, Version
+
+log = logging.getLogger("kvatlas.index")
+
+EACH_S = 0.025
+"""Between two reports, at least."""
+
+AT_LEAST_S = 0.5
+"""Between two reports where nothing changes; before the hub is tried again."""
+
+WAIT_S = 1.0
+"""How long the hub may keep an ingress waiting for news."""
+
+
+class News(NamedTuple):
+    """The hub's answer to an ingress: what it lacks, the hub's changes so far, and which of how
+    many ingresses it is."""
+
+    answer: Answer
+    changes: int
+    at: int
+    ingresses: int
+
+
+class Reports(Protocol):
+    """A worker, as far as it reports."""
+
+    gang: str
+
+    async def announce(self, force: bool) -> bytes | None: ...
+
+    async def repair(self, epoch: int, seq: int) -> list[bytes]: ...
+
+
+class Hub(Protocol):
+    """The hub, as both ends see it."""
+
+    async def report(self, messages: list[bytes]) -> Mapping[str, Version]: ...
+
+    async def poll(
+        self, ingress: str, have: Mapping[str, Version], changes: int, wait_s: float
+    ) -> News: ...
+
+
+class _Patient(ABC):
+    """Calls the hub again and again; says once that it is away, and once that it is back."""
+
+    def __init__(self) -> None:
+        self.away = False
+
+    async def turn(self) -> None:
+        """One call, and a pause."""
+        try:
+            await self.call()
+        except Exception as error:
+            if not self.away:
+                log.warning("no index for now: %s", _shown(error))
+            self.away = True
+            await asyncio.sleep(AT_LEAST_S)
+            return
+        if self.away:
+            log.info("the index is back")
+        self.away = False
+
+    @abstractmethod
+    async def call(self) -> None:
+        """One call."""
+
+
+class Reporter(_Patient):
+    """Sends the batches of one worker to the hub, and what the hub has missed."""
+
+    def __init__(self, worker: Reports, hub: Hub, clock: Callable[[], float]) -> None:
+        super().__init__()
+        self._worker, self._hub, self._clock = worker, hub, clock
+        self._sent_s = -AT_LEAST_S
+
+    async def call(self) -> None:
+        """One report, where there is something to say or it is time for one."""
+        await asyncio.sleep(EACH_S)
+        now = self._clock()
+        batch = await self._worker.announce(now - self._sent_s >= AT_LEAST_S)
+        if batch is None:
+            return
+        wanted = await self._hub.report([batch])
+        self._sent_s = now
+        if (lacks := wanted.get(self._worker.gang)) is not None:
+            await self._hub.report(await self._worker.repair(lacks.epoch, lacks.seq))
+
+
+class Follower(_Patient):
+    """Keeps one ingress's mirror as the hub is. `at` of `ingresses` is which one this is."""
+
+    def __init__(self, name: str, mirror: Mirror, hub: Hub, clock: Callable[[], float]) -> None:
+        super().__init__()
+        self._name, self._mirror, self._hub, self._clock = name, mirror, hub, clock
+        self._changes = -1
+        self.at, self.ingresses = 0, 1
+
+    async def call(self) -> None:
+        """Wait for news and take it."""
+        news = await self._hub.poll(self._name, self._mirror.have, self._changes, WAIT_S)
+        self._changes, self.at, self.ingresses = news.changes, news.at, news.ingresses
+        self._mirror.take(news.answer, self._clock())
+        await asyncio.sleep(EACH_S)
+
+
+def _shown(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]

@@ -1,0 +1,407 @@
+"""The Serve application of a configuration: one ingress deployment before one worker deployment."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import importlib
+import json
+import logging
+import math
+import os
+import re
+import time
+import warnings
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ray import serve
+from ray.serve.config import (
+    AutoscalingConfig,
+    AutoscalingPolicy,
+    GangSchedulingConfig,
+    RequestRouterConfig,
+)
+from ray.serve.schema import LoggingConfig
+
+from cluster.errors import UserError
+from cluster.http.peers import Said, ServePeers
+from cluster.routing import registry
+from cluster.routing.calls import Misrouted, ServeHandle
+from cluster.routing.sync import Reporter
+from cluster.serve import pools, scaling, secret
+from cluster.serve.delivery import ANYONE, Delivery
+from cluster.serve.hub import HubClient
+from configs.loading import ConfigError, adjusted, load
+from configs.pools import PoolConfig
+from configs.schema import Config
+
+APP = "kvatlas"
+INGRESS = "ingress"
+REAL_WORKER = "worker.replica:GPUWorker"
+
+MAX_ONGOING = 100_000
+"""Calls that Serve lets into one replica. Only engines queue, so this must never bind."""
+
+_CONTROL_CALLS = 1000  # room for questions beside the requests that an engine may hold
+_SEQUENCES_AUTO_MAX = 256
+_MARK = "kvatlas cannot start: "
+_REFUSALS = ("DoesNotFit", "MeetingFailed", "ModelError", "UnsupportedModel")
+_FIRST_LOOK_S = 3.0
+_SHARE_OF_A_RESOURCE = 0.001  # what an ingress takes of `cluster.ingress_resource`: next to nothing
+
+log = logging.getLogger("kvatlas.start")
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """For imports, which make no garbage: to look for it costs a worker 0.9 of 4.7 s."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+class StartError(UserError):
+    """The worker refuses to serve this model with these settings: one message for the user."""
+
+    @classmethod
+    def found_in(cls, text: str) -> StartError | None:
+        """The refusal inside the trace that Serve reports."""
+        found = re.search(re.escape(_MARK) + r'("(?:[^"\\]|\\.)*")', text)
+        return None if found is None else cls(json.loads(found[1]))
+
+
+class Worker:
+    """Stands for the real worker class, so that only its own process imports torch.
+
+    `call` and `stream` name the gang they are meant for (`delivery.ANYONE` for any) and a method.
+    With one `key` all workers of the application name cached blocks alike.
+    """
+
+    def __init__(
+        self, kind: str, config: Config, pool: PoolConfig, directory: str | None, key: bytes
+    ) -> None:
+        from cluster.logs import configure_logging
+
+        self._config = config
+        configure_logging(config.server.log_level, as_json=config.server.log_json)
+        self._reporting: asyncio.Task[None] | None = None
+        self._rank = 0
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # standard error is no terminal
+        # Torch warns in twenty lines of C++ of every lost connection, of which the log says one.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        module, _, name = kind.partition(":")
+        with _refusals():
+            where = directory or model_directory(config)
+            with _uncollected():
+                made = getattr(importlib.import_module(module), name)
+            self._worker = self._made(made, pool, where, key)
+
+    def _made(self, kind: Any, pool: PoolConfig, directory: str, key: bytes) -> Any:
+        """The worker of this replica: alone, or as one rank of a gang."""
+        from cluster.serve.transfer import Peers, by_reference
+
+        config, deployments = self._config.of_pool(pool), pools.deployments(self._config)
+        peers = Peers(
+            lambda: pools.Pools({d: by_reference(d) for d in deployments}, registry.listed)
+        )
+        if pool.gang_size == 1:
+            return kind(config, directory, key, peers)
+        from cluster.serve.rendezvous import seat_here
+
+        seat, members = seat_here(config)
+        self._rank = seat.rank
+        if seat.rank:
+            return kind.follower(config, directory, members[seat.rank], seat)
+        return kind(config, directory, key, peers, seat)
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """Tells Serve, and so `Delivery`, who this is."""
+        return {"gang": self._worker.gang, "rank": self._rank}
+
+    def _report(self) -> None:
+        """Tell the index about this worker from now on; on the event loop, so not before a call."""
+        if self._reporting is None and not self._rank:
+            hub = HubClient(self._config.cluster.index_bytes, self._config.server.log_level)
+            reporter = Reporter(self._worker, hub, time.monotonic)
+            self._reporting = asyncio.create_task(_for_ever(reporter.turn))
+
+    async def call(self, gang: str, method: str, *arguments: Any) -> Any:
+        """What a method answers. Raises Misrouted."""
+        return await self._method(gang, method)(*arguments)
+
+    async def stream(self, gang: str, method: str, *arguments: Any) -> AsyncIterator[Any]:
+        """What a method says as time goes by. Raises Misrouted."""
+        async with contextlib.aclosing(self._method(gang, method)(*arguments)) as items:
+            async for item in items:
+                yield item
+
+    def _method(self, gang: str, method: str) -> Any:
+        self._report()
+        own = self._worker.gang
+        if gang not in (ANYONE, own):
+            raise Misrouted(f"this is {own}, not {gang}")
+        return getattr(self._worker, method)
+
+    def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Serve has new live settings; of these a worker knows how it logs."""
+        _reconfigured(self._config, user_config)
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What `scaling.Policy` is told of this worker; of a gang, by the rank that leads."""
+        if self._rank:
+            return {}
+        pressure = self._worker.pressure
+        return {scaling.QUEUED: pressure.queued_s, scaling.FILLED: pressure.filled}
+
+    async def check_health(self) -> None:
+        """Raises where Serve should make another worker."""
+        await self._worker.check_health()
+
+    def __del__(self) -> None:
+        """Serve takes this replica away: it has no calls any more, and ends when this returns. May
+        come before the constructor has ended."""
+        worker = getattr(self, "_worker", None)
+        if worker is not None:
+            worker.stop()
+
+
+async def _for_ever(turn: Callable[[], Awaitable[None]]) -> None:
+    while True:
+        await turn()
+
+
+class Ingress:
+    """The HTTP side in a replica of Serve. `workers` are the handles of all pools, by their
+    deployments' names, and `asked` what each worker asks Ray for."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: str,
+        directory: str | None,
+        key: bytes,
+        workers: Mapping[str, Any],
+        asked: Mapping[str, float],
+    ) -> None:
+        from cluster.http.app import Api, keep_turning
+        from cluster.http.text import load_tokenizer
+        from cluster.logs import configure_logging
+        from cluster.serve.resources import Supply, of_ray
+
+        self._config = config
+        configure_logging(config.server.log_level, as_json=config.server.log_json)
+        with _refusals(), _uncollected():
+            tokenizer = load_tokenizer(Path(directory or model_directory(config)))
+        name = serve.get_replica_context().replica_id.unique_id
+        every = {name: ServeHandle(handle) for name, handle in workers.items()}
+        handle = pools.Pools(every, registry.listed)
+        self._api = Api(
+            config,
+            model,
+            handle,
+            tokenizer,
+            name=name,
+            key=key,
+            listed=handle.listed,
+            hub=HubClient(config.cluster.index_bytes, config.server.log_level),
+            peers=ServePeers(lambda: serve.get_deployment_handle(INGRESS, APP)),
+        )
+        self._api.supply = Supply(
+            config, asked, self._api.gangs.ready_by_pool, of_ray, time.monotonic
+        )
+        self._checked = False
+        keep_turning()
+
+    async def says(self) -> Said:
+        """What this ingress knows that the others do not."""
+        return self._api.says()
+
+    def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Serve has new live settings."""
+        self._api.config = _reconfigured(self._config, user_config)
+
+    async def check_health(self) -> None:
+        """Serve sends requests here after the first check, and then the workers must be known.
+
+        Where there are none yet, as on the first start, it does not wait long for them.
+        """
+        if not self._checked:
+            self._checked = True
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_FIRST_LOOK_S):
+                    while not self._api.gangs.ready():
+                        await asyncio.sleep(registry.LOOK_S)
+
+    def __serve_build_asgi_app__(self) -> Any:
+        from cluster.http.app import build_app
+
+        return build_app(self._api, echo_label=False)
+
+
+def _reconfigured(config: Config, user_config: dict[str, Any]) -> Config:
+    """The settings that hold from now on: those of the start, and the live ones on top.
+
+    Wrong ones are left out and logged: Serve would replace every replica that raises, in turn.
+    """
+    from cluster.logs import configure_logging
+
+    try:
+        config = adjusted(config, user_config)
+    except ConfigError as error:
+        log.error("user_config is not used: %s", error)
+    configure_logging(config.server.log_level, as_json=config.server.log_json)
+    return config
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """Marks what a user can change, so that it is found again in the trace that Serve reports."""
+    try:
+        yield
+    except Exception as error:
+        if type(error).__name__ not in _REFUSALS:
+            raise
+        raise RuntimeError(_MARK + json.dumps(str(error))) from None
+
+
+def model_directory(config: Config) -> str:
+    """The model's directory on this host, made or fetched where it is not there.
+
+    Raises quickstart.ModelError.
+    """
+    from cluster import quickstart
+
+    found = quickstart.resolve(config.model.path, config.model.revision, say=log.info)
+    return str(found)
+
+
+def model_name(config: Config) -> str:
+    """The name that requests use."""
+    return config.model.name or Path(config.model.path).name
+
+
+def check_ongoing(config: Config) -> None:
+    """Raises ValueError where an engine may hold more requests than Serve lets through to it."""
+    sequences = config.scheduler.max_num_seqs or _SEQUENCES_AUTO_MAX
+    room = MAX_ONGOING - _CONTROL_CALLS
+    if config.scheduler.max_waiting + sequences > room:
+        raise ValueError(
+            f"scheduler.max_waiting={config.scheduler.max_waiting} and "
+            f"scheduler.max_num_seqs={sequences} are more than the {room} requests that Ray Serve "
+            "is told to let through; lower one of them"
+        )
+
+
+def application(args: dict[str, Any]) -> serve.Application:
+    """What `serve deploy` builds on a running cluster, see configs/serve.yaml.
+
+    `args` has `config` (sections of settings, or the path of a file that every host has), `set`
+    (a list of section.key=value on top) and `worker` (another worker class, for tests).
+    Raises ConfigError, and ValueError for other arguments.
+    """
+    if unknown := args.keys() - {"config", "set", "worker"}:
+        raise ValueError(f"args has {sorted(unknown)}; possible are config, set and worker")
+    import ray
+
+    config = load(args.get("config"), args.get("set") or ())
+    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    gpus = config.model.device == "cuda" or resources.get("GPU", 0.0) > 0
+    key = secret.of_this_cluster()
+    return build(config, None, key, gpus=gpus, worker=args.get("worker") or REAL_WORKER)
+
+
+def build(
+    config: Config,
+    directory: str | None,
+    key: bytes,
+    *,
+    gpus: bool = False,
+    worker: str = REAL_WORKER,
+) -> serve.Application:
+    """The application. `directory` holds the model, None lets each host find it by `model.path`;
+    `key` is the cluster's secret; `worker` names the class as module:name.
+
+    Raises ValueError when the configuration asks for more requests than Serve lets through.
+    """
+    check_ongoing(config)
+    cluster = config.cluster
+    common: dict[str, Any] = {
+        "max_ongoing_requests": MAX_ONGOING,
+        "health_check_period_s": cluster.health_period_s,
+        "health_check_timeout_s": cluster.health_timeout_s,
+        "max_constructor_retry_count": 1,
+        # Who is told to stop gets no more requests and ends those that it has.
+        "graceful_shutdown_timeout_s": config.limits.request_timeout_s,
+        "logging_config": LoggingConfig(log_level="WARNING", enable_access_log=False),
+    }
+    on_gpu = gpus and config.model.device != "cpu"
+    resources = {"num_cpus": cluster.cpus_per_worker}
+    if on_gpu:
+        resources["num_gpus"] = cluster.gpus_per_worker
+    at_ingress: dict[str, Any] = {"num_cpus": 0}
+    if cluster.ingress_resource is not None:
+        at_ingress["resources"] = {cluster.ingress_resource: _SHARE_OF_A_RESOURCE}
+    deployment: Any = serve.deployment  # its annotations do not know that it makes deployments
+    delivery: Any = Delivery
+    workers = {}
+    for pool in config.pools:
+        name = pools.deployment(pool.name)
+        workers[name] = deployment(
+            Worker,
+            name=name,
+            ray_actor_options=resources,
+            request_router_config=RequestRouterConfig(request_router_class=delivery),
+            **_replicas(config, pool),
+            **common,
+        ).bind(worker, config, pool, directory, key)
+    ingress = deployment(
+        serve.ingress()(Ingress),
+        name=INGRESS,
+        num_replicas=cluster.ingresses,
+        ray_actor_options=at_ingress,
+        **common,
+    )
+    asked = {"CPU": cluster.cpus_per_worker, "GPU": resources.get("num_gpus", 0.0)}
+    name = model_name(config)
+    app: serve.Application = ingress.bind(config, name, directory, key, workers, asked)
+    return app
+
+
+def _replicas(config: Config, pool: PoolConfig) -> dict[str, Any]:
+    """How many replicas a pool's deployment has. Only gangs are started and ended together: Serve
+    stops those at once where a single worker may end its streams."""
+    size, scaled = pool.gang_size, config.scaling
+    found: dict[str, Any] = {"num_replicas": pool.ranks}
+    if size > 1:
+        found["gang_scheduling_config"] = GangSchedulingConfig(gang_size=size)
+    if pool.most_gangs == pool.gangs:
+        return found
+    policy: Any = AutoscalingPolicy
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of metrics_interval_s; the other way
+        made = AutoscalingConfig(  # is the environment, of all processes
+            # No `initial_replicas`: every change of the application would go back to it.
+            min_replicas=pool.ranks,
+            max_replicas=pool.most_ranks,
+            upscale_delay_s=scaled.up_delay_s,
+            downscale_delay_s=scaled.down_delay_s,
+            metrics_interval_s=scaling.REPORT_S,
+            look_back_period_s=scaling.STALE_S,
+            policy=policy(
+                policy_function=scaling.Policy,
+                policy_kwargs={"target_s": scaled.target_queued_s, "size": size},
+            ),
+        )
+    del found["num_replicas"]
+    return {**found, "autoscaling_config": made}
+
+
+def local_cpus(config: Config) -> int:
+    """CPUs to tell a local Ray, so that everything is placed however few cores there are."""
+    needed = math.ceil(config.most_ranks * config.cluster.cpus_per_worker)
+    return max(os.cpu_count() or 1, needed)

@@ -1,0 +1,142 @@
+"""The actor that every worker reports to and every ingress asks: which gang has which blocks.
+
+Whoever comes first makes it. Ray makes it anew where it dies; then workers are asked for dumps, and
+the ingresses' mirrors stay valid meanwhile. It ends itself when nobody talks to it any more, so
+that it never outlives its application for long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+
+from cluster.routing.index import Hub, Version
+from cluster.routing.sync import News
+from kvpaging.events import EventError
+
+log = logging.getLogger("kvatlas.hub")
+
+NAME = "kvatlas-index"
+NAMESPACE = "kvatlas"
+IDLE_S = 60.0
+"""Without a word from anybody, the application is gone."""
+EXPIRE_S = 1.0
+SILENT_S = 5.0
+"""An ingress that has not asked for this long is gone."""
+WAIT_MAX_S = 1.0
+DEADLINE_S = 2 * WAIT_MAX_S
+
+
+class HubActor:
+    """`Hub` behind calls. All run on one event loop, so none sees another half done."""
+
+    def __init__(self, most_bytes: int, log_level: str) -> None:
+        from cluster.logs import configure_logging
+
+        configure_logging(log_level, as_json=False)
+        self._hub = Hub(time.monotonic(), most_bytes=most_bytes)
+        self._news = asyncio.Event()
+        self._spoken_s = time.monotonic()
+        self._watching = asyncio.create_task(self._expire())
+        self._alarmed: set[str] = set()
+        self._ingresses: dict[str, float] = {}  # to when they last asked
+
+    async def report(self, messages: list[bytes]) -> dict[str, Version]:
+        """Batches and dumps of gangs; returns what to send again: `repair(epoch, seq)` by gang."""
+        self._spoken_s = time.monotonic()
+        for message in messages:
+            try:
+                self._hub.apply(message, self._spoken_s)
+            except EventError as error:
+                log.warning("a message was refused: %s", error)
+        self._alarm()
+        self._news.set()
+        return self._hub.wanted
+
+    async def poll(
+        self, ingress: str, have: Mapping[str, Version], changes: int, wait_s: float
+    ) -> News:
+        """What a mirror that has `have` lacks, once there is news since `changes` of this hub, or
+        after `wait_s`."""
+        self._spoken_s = self._ingresses[ingress] = time.monotonic()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(wait_s, WAIT_MAX_S)):
+                while self._hub.changes == changes:
+                    self._news.clear()
+                    await self._news.wait()
+        there = sorted(self._ingresses)
+        at = there.index(ingress) if ingress in there else 0
+        answer = self._hub.answer(have, time.monotonic())
+        return News(answer, self._hub.changes, at, max(1, len(there)))
+
+    async def _expire(self) -> None:
+        while True:
+            await asyncio.sleep(EXPIRE_S)
+            now = time.monotonic()
+            for gang in self._hub.expire(now):
+                log.info("gang %s is gone", gang)
+            for ingress, heard_s in list(self._ingresses.items()):
+                if now - heard_s > SILENT_S:
+                    del self._ingresses[ingress]
+            if now - self._spoken_s > IDLE_S:
+                ray.actor.exit_actor()  # type: ignore[no-untyped-call]
+
+    def _alarm(self) -> None:
+        unindexed = set(self._hub.unindexed)
+        for gang in unindexed - self._alarmed:
+            log.warning(
+                "gang %s is served without its blocks being known: all gangs together would need "
+                "more than cluster.index_bytes",
+                gang,
+            )
+        self._alarmed = unindexed
+
+
+class HubClient:
+    """The way to the actor, from any process. Made anew where it had ended for good."""
+
+    def __init__(self, most_bytes: int, log_level: str) -> None:
+        self._arguments = (most_bytes, log_level)
+        self._actor: Any = None
+
+    async def report(self, messages: list[bytes]) -> Mapping[str, Version]:
+        """See `HubActor.report`. Raises what Ray raises, TimeoutError after `DEADLINE_S`."""
+        wanted: Mapping[str, Version] = await self._call("report", messages)
+        return wanted
+
+    async def poll(
+        self, ingress: str, have: Mapping[str, Version], changes: int, wait_s: float
+    ) -> News:
+        """See `HubActor.poll`; raises likewise."""
+        news: News = await self._call("poll", ingress, dict(have), changes, wait_s)
+        return news
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        if self._actor is None:
+            self._actor = await asyncio.to_thread(_connect, *self._arguments)
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                return await getattr(self._actor, method).remote(*arguments)
+        except ray.exceptions.ActorDiedError:
+            self._actor = None
+            raise
+
+
+def _connect(most_bytes: int, log_level: str) -> Any:
+    """The actor's handle; makes it where there is none."""
+    actor: Any = ray.remote(HubActor)
+    return actor.options(
+        name=NAME,
+        namespace=NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        max_restarts=-1,
+        max_concurrency=10_000,
+        num_cpus=0,
+    ).remote(most_bytes, log_level)

@@ -1,0 +1,267 @@
+"""`kvatlas serve`: a Ray of its own on this machine, from the first line to the last process."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from cluster.errors import UserError
+from cluster.serve import haproxy
+from configs.schema import Config
+
+POLL_S = 0.2
+SAY_EVERY_S = 10.0
+STOP_S = 10.0
+# Switches of Serve for every process, read when it is imported. Messages between replicas as gRPC
+# and on one event loop cost a third of the CPU time that they do by default (0.44 instead of 1.4 ms
+# for one from worker to client). One that is frozen would hold its device for as long as a healthy
+# one has to end its requests, so the unhealthy are killed.
+SERVE_ENVIRONMENT = {
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+    "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    "RAY_SERVE_LOG_TO_STDERR": "0",
+}
+# Threads of a CPU worker that wait for each other spin for half a millisecond, then sleep. By
+# default they spin for ever and fight ingress and proxy for the cores: with one other busy process
+# a step of 35 ms took 1.7 s. Sleeping at once costs a third of the speed of an idle machine.
+THREADS_ENVIRONMENT = {"GOMP_SPINCOUNT": "50000"}
+RAY_ENVIRONMENT = {
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_COLOR_PREFIX": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # at 15, the default, all else that runs here comes first
+}
+_OBJECT_STORE_BYTES = 256 << 20  # only blocks that one worker pulls from another go through it
+
+Say = Callable[[str], None]
+
+
+def serve_here(config: Config, directory: str, *, say: Say, worker: str | None = None) -> int:
+    """Serves until SIGINT or SIGTERM. `worker` names another worker class, for tests.
+
+    Raises UserError when the model or the settings cannot be served.
+    """
+    _check_port(config.server.host, config.server.port)
+    environment = SERVE_ENVIRONMENT | THREADS_ENVIRONMENT | RAY_ENVIRONMENT
+    if os.environ.get(haproxy.MODE) == "1":
+        environment |= haproxy.environment(config.limits.body_timeout_s)
+    for name, value in environment.items():
+        os.environ.setdefault(name, value)
+    began_s = time.monotonic()
+    stop = threading.Event()
+    _stop_on_signals(stop)
+    with local_ray(config, say):
+        _stop_on_signals(stop)  # Ray has set its own
+        rows = _deploy(config, directory, worker, say, stop)
+        if rows is not None:
+            _announce(config, rows, time.monotonic() - began_s)
+            stop.wait()
+        say("stopping")
+    return 0
+
+
+def _stop_on_signals(stop: threading.Event) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+
+
+def _check_port(host: str, port: int) -> None:
+    try:
+        family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise UserError(
+            f"cannot listen on {host}:{port}: {error.strerror}; another port is "
+            "server.port=NUMBER, another address server.host=ADDRESS"
+        ) from None
+
+
+@contextlib.contextmanager
+def local_ray(config: Config, say: Say) -> Iterator[None]:
+    """A Ray cluster of one node; on the way out no process of it is left."""
+    say("starting Ray")
+    import ray
+
+    from cluster.serve.application import local_cpus
+
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    try:
+        ray.init(
+            address="local",
+            num_cpus=local_cpus(config),
+            object_store_memory=_OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            logging_level=logging.ERROR,
+            log_to_driver=True,
+        )
+        yield
+    finally:
+        started = _descendants(os.getpid())
+        ray.shutdown()
+        _end(started)
+
+
+def _descendants(root: int) -> set[int]:
+    """Processes below `root`, found by the parents that /proc names."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        if entry.isdigit():
+            with contextlib.suppress(OSError), open(f"/proc/{entry}/stat") as file:
+                parent = int(file.read().rpartition(")")[2].split()[1])
+                children.setdefault(parent, []).append(int(entry))
+    found, todo = set[int](), [root]
+    while todo:
+        below = children.get(todo.pop(), [])
+        found.update(below)
+        todo += below
+    return found
+
+
+def _end(processes: set[int]) -> None:
+    """Wait for processes to end; those that do not are killed, which takes a moment as well."""
+    for pid in _left(processes):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    _left(processes)
+
+
+def _left(processes: set[int]) -> set[int]:
+    """Those that have not ended after `STOP_S`."""
+    deadline = time.monotonic() + STOP_S
+    while (alive := {pid for pid in processes if _alive(pid)}) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return alive
+
+
+def _alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _deploy(
+    config: Config, directory: str, worker: str | None, say: Say, stop: threading.Event
+) -> dict[str, Any] | None:
+    """Starts the application; the rows of the table once it answers, None when told to stop."""
+    import ray
+    from ray import serve
+    from ray.serve import RunTarget
+
+    from cluster.serve import secret
+    from cluster.serve.application import APP, REAL_WORKER, build
+
+    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    gpus = resources.get("GPU", 0.0)
+    needed = config.most_ranks * config.cluster.gpus_per_worker
+    if gpus and config.model.device != "cpu" and needed > gpus:
+        fewer = "cluster.workers, scaling.max_workers"
+        if config.cluster.pools:
+            fewer = "the gangs of cluster.pools"
+        raise UserError(
+            f"{config.most_ranks} workers need {needed:g} GPUs, this machine has {gpus:g}: lower "
+            f"{fewer} or cluster.gpus_per_worker, or use model.device=cpu"
+        )
+    try:
+        key = secret.of_this_cluster()
+        app = build(config, directory, key, gpus=gpus > 0, worker=worker or REAL_WORKER)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    say("starting the server")
+    http_options = {"host": config.server.host, "port": config.server.port}
+    serve.start(http_options=http_options, logging_config={"log_level": "ERROR"})
+    serve.run_many(
+        [RunTarget(target=app, name=APP)],
+        wait_for_ingress_deployment_creation=False,
+        wait_for_applications_running=False,
+    )
+    say(f"loading {directory}")
+    rows = _wait(config, say, stop)
+    return None if rows is None else {**rows, "workers": config.ranks}
+
+
+def _wait(config: Config, say: Say, stop: threading.Event) -> dict[str, Any] | None:
+    """The rows of the table once the server is ready; None when told to stop before."""
+    from ray import serve
+
+    from cluster.serve.application import APP, StartError
+
+    began_s = said_s = time.monotonic()
+    while not stop.wait(POLL_S):
+        if (rows := _ready(config)) is not None:
+            return rows
+        status = serve.status().applications.get(APP)
+        if status is not None and status.status == "DEPLOY_FAILED":
+            text = "\n".join([status.message, *(d.message for d in status.deployments.values())])
+            refusal = StartError.found_in(text)
+            raise refusal or UserError(f"the server did not start:\n{text.strip()}")
+        now_s = time.monotonic()
+        if now_s - began_s > config.cluster.start_timeout_s:
+            raise UserError(
+                f"not ready after {config.cluster.start_timeout_s:g} s "
+                f"(cluster.start_timeout_s): {_states(status)}"
+            )
+        if now_s - said_s > SAY_EVERY_S:
+            said_s = now_s
+            say(f"still starting after {now_s - began_s:.0f} s: {_states(status)}")
+    return None
+
+
+def _states(status: Any) -> str:
+    deployments = {} if status is None else status.deployments
+    return ", ".join(f"{name} {d.status.value.lower()}" for name, d in deployments.items())
+
+
+def _ready(config: Config) -> dict[str, Any] | None:
+    """What a worker says of itself, once the whole way from HTTP to every engine answers."""
+    connection = http.client.HTTPConnection(_reachable(config), config.server.port, timeout=2)
+    try:
+        connection.request("GET", "/health/ready")
+        response = connection.getresponse()
+        if response.status != 200:
+            return None
+        model = json.loads(response.read())["models"][0]
+        ready = sum(gang["ready"] for gang in model["gangs"])
+        rows: dict[str, Any] = model["table"]
+        return rows if ready >= sum(pool.gangs for pool in config.pools) else None
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()
+
+
+def _reachable(config: Config) -> str:
+    host = config.server.host
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+def _announce(config: Config, rows: dict[str, Any], took_s: float) -> None:
+    from cluster.cli import table
+    from cluster.http.keys import API_KEYS
+
+    host = _reachable(config)
+    url = f"http://[{host}]" if ":" in host else f"http://{host}"
+    url += f":{config.server.port}"
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    body = json.dumps({"model": rows["model"], "messages": question, "max_tokens": 32})
+    print(table(rows))
+    print(f"ready after {took_s:.1f} s at {url} (Ctrl-C stops it)\n")
+    keyed = config.server.api_keys_file is not None or API_KEYS in os.environ
+    key = ' -H "Authorization: Bearer $KVATLAS_API_KEY"' if keyed else ""
+    kind = "-H 'Content-Type: application/json'"
+    print(f"curl {url}/v1/chat/completions{key} {kind} -d '{body}'\n")
+    print(end="", flush=True)

@@ -1,0 +1,120 @@
+"""How the ranks of one gang find each other: rank 0 leaves its address in Ray's key-value store.
+
+The key is the gang's id, which Serve makes anew for each start of a gang. The epoch is the time at
+which rank 0 opened the meeting, so a later one is larger.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+import msgpack  # type: ignore[import-untyped]
+import ray
+from ray import serve
+from ray.experimental import internal_kv
+
+from configs.schema import Config
+from context_parallel.group import Address, Deadline, Meeting, MeetingFailed
+from worker.gang.member import Seat
+
+LOOK_S = 0.1
+"""How often a rank looks for the address of rank 0."""
+
+_SPACE = "kvatlas"
+
+SETTING = "cluster.start_timeout_s"
+
+
+class Keys(Protocol):
+    """A store that all hosts of the cluster share."""
+
+    def put(self, key: str, value: bytes) -> None: ...
+
+    def get(self, key: str) -> bytes | None: ...
+
+    def delete(self, key: str) -> None: ...
+
+
+class RayKeys:
+    """Ray's own, where the processes of a cluster keep what they must know of each other."""
+
+    def put(self, key: str, value: bytes) -> None:
+        internal_kv._internal_kv_put(key, value, overwrite=True, namespace=_SPACE)
+
+    def get(self, key: str) -> bytes | None:
+        found: bytes | None = internal_kv._internal_kv_get(key, namespace=_SPACE)
+        return found
+
+    def delete(self, key: str) -> None:
+        internal_kv._internal_kv_del(key, namespace=_SPACE)
+
+
+def take_seat(
+    gang: str,
+    rank: int,
+    ranks: int,
+    *,
+    host: str,
+    keys: Keys,
+    within_s: float,
+    timeout_s: float,
+    idle_s: float,
+) -> Seat:
+    """This rank's place, once all ranks are there. Raises MeetingFailed, which names who is not.
+
+    The deadline `within_s` is for the whole start, from now on.
+    """
+    deadline = Deadline(time.monotonic() + within_s, within_s, SETTING, time.monotonic)
+    if rank == 0:
+        meeting = Meeting.open(host, time.time_ns() // 1_000_000, ranks, deadline)
+        address = meeting.address
+        keys.put(gang, msgpack.packb((address.host, address.port, address.epoch)))
+    else:
+        meeting = Meeting.join(_address(gang, rank, ranks, keys, deadline), rank, ranks, deadline)
+    try:
+        meeting.meet("here")
+    finally:
+        if rank == 0:
+            keys.delete(gang)
+    return Seat(
+        gang,
+        meeting,
+        host,
+        timeout_s,
+        idle_s,
+        time.monotonic,
+        time.perf_counter,
+        time.thread_time,
+    )
+
+
+def _address(gang: str, rank: int, ranks: int, keys: Keys, deadline: Deadline) -> Address:
+    while (found := keys.get(gang)) is None:
+        if not deadline.left_s:
+            raise MeetingFailed(
+                f"rank {rank} of gang {gang} waited {deadline.within_s:g} s for rank 0 of {ranks}, "
+                f"which did not come ({SETTING})"
+            )
+        time.sleep(LOOK_S)
+    return Address(*msgpack.unpackb(found))
+
+
+def seat_here(config: Config) -> tuple[Seat, list[str]]:
+    """The seat of this replica in the gang that Serve has put it into, and the ids of all its
+    replicas by rank. Raises MeetingFailed."""
+    network: Any = ray.util
+    found = serve.get_replica_context().gang_context
+    assert found is not None
+    cluster = config.cluster
+    seat = take_seat(
+        found.gang_id,
+        found.rank,
+        found.world_size,
+        host=network.get_node_ip_address(),
+        keys=RayKeys(),
+        within_s=cluster.start_timeout_s,
+        timeout_s=cluster.collective_timeout_s,
+        idle_s=cluster.step_timeout_s,
+    )
+    return seat, list(found.member_replica_ids)

@@ -1,0 +1,44 @@
+"""The way from one worker to another: calls to the own deployment, with answers by reference.
+
+A Serve result over 4 MiB does not fit into its gRPC transport; by reference it goes through Ray's
+object store on either transport, and arrives as memory that can only be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from cluster.routing.calls import EngineLost, Handle, Refused, ServeHandle, Undelivered, ask
+from worker.blocks.pull import Answer
+from worker.blocks.transfer import PullFailed
+
+
+class Peers:
+    """Asks other workers for blocks: a `worker.blocks.pull.Fetch`. `handle` makes the way to
+    them at the first call, when Serve knows them."""
+
+    def __init__(self, handle: Callable[[], Handle]) -> None:
+        self._make = handle
+        self._handle: Handle | None = None
+
+    async def __call__(self, gang: str, chains: list[bytes], timeout_s: float) -> Answer:
+        """How many leading blocks the gang had, and their bytes. Raises PullFailed."""
+        self._handle = self._handle or self._make()
+        try:
+            count, data = await ask(self._handle.to(gang), "export", chains, deadline_s=timeout_s)
+        except Undelivered as error:
+            raise PullFailed("undelivered", str(error)) from None
+        except EngineLost as error:
+            raise PullFailed("lost", str(error)) from None
+        except Refused as error:
+            raise PullFailed("refused", str(error)) from None
+        return count, data
+
+
+def by_reference(deployment: str) -> ServeHandle:
+    """A handle whose answers come through the object store, in a replica of the application."""
+    from ray import serve
+
+    handle: Any = serve.get_deployment_handle(deployment)
+    return ServeHandle(handle.options(_by_reference=True))

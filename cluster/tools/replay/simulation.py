@@ -1,0 +1,239 @@
+"""A trace in virtual time: ingresses with the real policies over workers with the real scheduler.
+
+What an ingress decides on at time t is what the workers were at t less the delay, and what it has
+sent itself. Everything is a function of the trace and the settings; there is no random source.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from cluster.routing import policies
+from cluster.routing.index import Mirror
+from cluster.routing.policies import Choice, Factors
+from cluster.routing.table import GangTable
+from cluster.tools.replay.spread import Copies
+from cluster.tools.replay.worker import Engine, Task, Worker, adopt, export, leading
+from cluster.tools.traces import Arrival
+from kvpaging.events import Load
+
+END_S = 1e18  # after everything
+OUTPUT_TOKENS = 256.0  # expected of every answer: an ingress does not know how long one will be
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """One run. `speed` divides the trace's times; `delay_s` is how old an ingress's view is."""
+
+    policy: str
+    engine: Engine
+    workers: int = 8
+    speed: float = 1.0
+    pull: bool = False
+    ingresses: int = 1
+    delay_s: float = 0.0
+    factors: Factors = field(default_factory=Factors)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one run gave: the requests served, the workers, and the copies of each block."""
+
+    tasks: list[Task]
+    workers: list[Worker]
+    copies_most: dict[bytes, int]
+    refused: int
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What a worker said of itself: its load, and a batch for the index where blocks changed."""
+
+    number: int
+    load: Load
+    batch: bytes
+    changes: list[tuple[bool, bytes]]
+
+
+class Ingress:
+    """One ingress: a table, a mirror of the index and a policy's state, all its own."""
+
+    def __init__(self, settings: Settings, loads: dict[str, Load], at: int) -> None:
+        self.mirror = Mirror()
+        self.table = GangTable(
+            self.mirror, settings.engine.block_size, rates_alike=settings.factors.rates_alike,
+            at=at, ingresses=settings.ingresses,
+        )  # fmt: skip
+        for name, load in loads.items():
+            self.table.join(name, load)
+        self.policy = policies.make(
+            settings.policy, factors=settings.factors, pull=settings.pull,
+            start=at * settings.workers // settings.ingresses,
+        )  # fmt: skip
+
+    def choose(self, arrival: Arrival, chain: list[bytes], now_s: float) -> tuple[Choice, int]:
+        """Where the request goes, and how many prompt tokens that gang should have to compute."""
+        table = self.table
+        ask = table.ask(arrival.number, chain, arrival.prompt_tokens, OUTPUT_TOKENS, now_s)
+        choice = self.policy(ask, table.rows)
+        table.sent(ask, choice, chain, now_s)
+        return choice, ask.lacking(choice)
+
+
+class Replay:
+    """One run of one policy over a trace."""
+
+    def __init__(self, arrivals: Sequence[Arrival], settings: Settings) -> None:
+        self.settings = settings
+        self.arrivals = arrivals
+        self.touched: set[int] = set()
+        self.workers = [
+            Worker(number, settings.engine, self.touched.add) for number in range(settings.workers)
+        ]
+        self.copies = Copies()
+        loads = {worker.name: worker.load() for worker in self.workers}
+        self.ingresses = [Ingress(settings, loads, at) for at in range(settings.ingresses)]
+        for worker in self.workers:
+            joins = worker.announcer.cut(loads[worker.name])
+            for ingress in self.ingresses:
+                ingress.mirror.apply(joins, 0.0)
+        self.now_s = 0.0
+        self._order = count()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._due: list[tuple[float, int]] = []
+        self._looks: deque[tuple[float, list[News]]] = deque()
+        self._tasks: list[Task] = []
+        self._turn = count()
+        self.refused = 0
+
+    def run(self, progress: Callable[[int], None] = lambda arrivals: None) -> Outcome:
+        """Replay all; `progress` hears how many requests have arrived, now and then."""
+        settings = self.settings
+        for arrival in self.arrivals:
+            at_s = arrival.arrival_s / settings.speed
+            if settings.delay_s:
+                self._at(max(0.0, at_s - settings.delay_s), self._look)
+        for done, arrival in enumerate(self.arrivals):
+            self._until(arrival.arrival_s / settings.speed)
+            if not settings.delay_s:
+                self._look()
+            self._arrive(arrival)
+            if done % 100 == 0:
+                progress(done)
+        self._until(END_S)
+        assert all(task.end_s < END_S for task in self._tasks), "a request was never served"
+        return Outcome(self._tasks, self.workers, self.copies.most, self.refused)
+
+    def _at(self, when_s: float, what: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (when_s, next(self._order), what))
+
+    def _until(self, when_s: float) -> None:
+        """Everything that happens before `when_s`, and the events of that instant."""
+        while self._events and self._events[0][0] <= when_s:
+            at_s, _, what = heapq.heappop(self._events)
+            self._advance(at_s)
+            what()
+        self._advance(when_s)
+
+    def _advance(self, until_s: float) -> None:
+        """Steps that end by then. What is submitted at one instant starts together."""
+        if until_s == self.now_s:
+            return
+        due = self._due
+        while due and due[0][0] <= until_s:
+            at_s, number = heapq.heappop(due)
+            worker = self.workers[number]
+            if worker.due_s == at_s:
+                worker.advance(until_s)
+                self._enqueue(worker)
+        self.now_s = until_s
+
+    def _enqueue(self, worker: Worker) -> None:
+        if worker.due_s < math.inf:
+            heapq.heappush(self._due, (worker.due_s, worker.number))
+
+    def _look(self) -> None:
+        """Every worker that changed says how it is; ingresses hear it after the delay."""
+        news = []
+        for number in sorted(self.touched):
+            worker = self.workers[number]
+            load = worker.load()
+            batch = worker.announcer.cut(load) if worker.announcer.changed else b""
+            news.append(News(number, load, batch, worker.changes))
+            worker.changes = []
+        self.touched.clear()
+        self._looks.append((self.now_s, news))
+
+    def _hear(self) -> None:
+        """What the ingresses know at an arrival: its own look and those before it."""
+        as_of_s, news = self._looks.popleft()
+        if self.settings.delay_s:  # a look in the past came before what was sent at its instant
+            as_of_s = math.nextafter(as_of_s, -math.inf)
+        for said in news:
+            self.copies.apply(said.changes)
+            for ingress in self.ingresses:
+                ingress.table.rows[said.number].load = said.load
+                if said.batch:
+                    ingress.mirror.apply(said.batch, self.now_s)
+        for ingress in self.ingresses:
+            for row in ingress.table.rows:
+                if row.sent_requests:
+                    row.report(row.load, as_of_s)
+
+    def _arrive(self, arrival: Arrival) -> None:
+        settings, engine = self.settings, self.settings.engine
+        self._hear()
+        size = engine.block_size
+        if arrival.prompt_tokens + arrival.output_tokens > engine.blocks * size:
+            self.refused += 1
+            return
+        chain = arrival.chain(size)
+        ingress = self.ingresses[next(self._turn) % settings.ingresses]
+        choice, lacking = ingress.choose(arrival, chain, self.now_s)
+        task = Task(arrival, chain, lacking, choice.row, choice.ttft_s)
+        self._tasks.append(task)
+        if choice.pull_from is None or not self._pull(task, choice):
+            self._submit(task)
+
+    def _submit(self, task: Task) -> None:
+        worker = self.workers[task.worker]
+        worker.submit(task, self.now_s)
+        self._enqueue(worker)
+
+    def _pull(self, task: Task, choice: Choice) -> bool:
+        """Start to copy what the source still has of the blocks wanted; False if that is nothing.
+
+        A transfer takes the links of both sides, one transfer at a time.
+        """
+        assert choice.pull_from is not None
+        engine = self.settings.engine
+        mine, source = self.workers[task.worker], self.workers[choice.pull_from]
+        held = export(source.pool, task.chain)
+        lacked = len(held) - leading(mine.pool, task.chain)
+        if lacked <= 0:
+            self._give_back(source, held)
+            return False
+        task.pulled_tokens = lacked * engine.block_size
+        start_s = max(self.now_s, mine.link_free_s, source.link_free_s)
+        end_s = start_s + task.pulled_tokens / engine.cost.link_tokens_per_s
+        mine.link_free_s = source.link_free_s = end_s
+        mine.pulling[task.arrival.number] = task
+        self.touched.add(mine.number)
+        self._at(end_s, lambda: self._pulled(task, source, held))
+        return True
+
+    def _pulled(self, task: Task, source: Worker, held: list[int]) -> None:
+        self._give_back(source, held)
+        mine = self.workers[task.worker]
+        del mine.pulling[task.arrival.number]
+        adopt(mine.pool, self.settings.engine.block_size, task.chain[: len(held)])
+        self._submit(task)
+
+    def _give_back(self, source: Worker, held: list[int]) -> None:
+        source.give_back(held, self.now_s)
+        self._enqueue(source)

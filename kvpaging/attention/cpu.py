@@ -1,0 +1,349 @@
+"""Paged attention for CPUs: rows of similar size are padded to one batch and attended together.
+
+What to gather is planned once per step and window, then every layer of the group runs the same few
+large operations per bucket. Sums are float32 (float64 for float64 input). Pages hold finite numbers
+only (`write` sees to it), so a masked key adds an exact zero whoever used its block before.
+
+Keys that several rows share are gathered once and meet all their queries as one matrix product; the
+rows' other keys are attended as ever, and the parts are merged.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvpaging.attention.page_view import Planes
+from kvpaging.attention.page_view import write as write
+from kvpaging.attention.partials import Partial, finish_reference, merge_reference
+from kvpaging.quant import Scales
+
+if TYPE_CHECKING:
+    from kvpaging.attention.ops import Rows
+
+SCORE_BYTES_MAX = 64 << 20
+SLICE_BYTES = 4 << 20  # of keys and values gathered at a time, for each thread
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """S rows attended together, each padded to Q queries and W blocks (L = W * B keys)."""
+
+    tokens: Tensor | None  # int64 [S*Q] token of each query, padding repeats; None = all in order
+    keep: Tensor | None  # int64 [n] entries of S*Q that are no padding; None = all are real
+    table: Tensor  # int64 [S, W] physical blocks
+    rows: int
+    queries: int
+    hidden: Tensor | None  # bool [S, Q, L] keys that a query does not see; None = it sees all
+    blind: bool = False  # some query sees no key
+    joins: bool = False  # some query has met other keys in a bucket before
+    bias: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
+
+    def bias_for(self, group: int, dtype: torch.dtype) -> Tensor | None:
+        """Additive mask [S, 1, group*Q, L]; made once per step, used by every layer."""
+        if self.hidden is None:
+            return None
+        if (group, dtype) not in self.bias:
+            mask = torch.zeros(self.hidden.shape, dtype=dtype)
+            mask.masked_fill_(self.hidden, float("-inf"))
+            self.bias[group, dtype] = mask.repeat(1, group, 1).unsqueeze(1)
+        return self.bias[group, dtype]
+
+
+def _bucket_size(n: int) -> int:
+    """Round up so that padding wastes at most a quarter: 1 to 8, then 10, 12, 14, 16, 20..."""
+    if n <= 4:
+        return n
+    step = 1 << (n.bit_length() - 3)
+    return -(-n // step) * step
+
+
+def plan(rows: Rows, block_size: int, window: int | None) -> list[Bucket]:
+    """Sort rows into buckets of like size and prepare what each needs to gather and to hide."""
+    buckets, shared = _shared(rows, block_size)
+    members: dict[tuple[int, int, bool], list[_Member]] = defaultdict(list)
+    start = 0
+    for row, (count, first) in enumerate(zip(rows.lens, rows.firsts, strict=True)):
+        if rows.logical is None:
+            lowest = 0 if window is None else max(0, first - window + 1) // block_size
+            blocks = (first + count - 1) // block_size + 1 - lowest
+        else:
+            held = rows.logical[row, : int(rows.blocks[row])]
+            lowest = 0 if window is None else int((held < (first - window + 1) // block_size).sum())
+            blocks = int((held <= (first + count - 1) // block_size).sum()) - lowest
+        gaps = shared.get(row, [])
+        blocks -= sum(until - since for since, until in gaps)
+        if blocks > 0:
+            size = _bucket_size(count), _bucket_size(blocks), bool(gaps)
+            members[size].append(_Member(row, start, lowest, gaps))
+        start += count
+    for (queries, blocks, joins), some in members.items():
+        buckets.append(_bucket(rows, block_size, window, queries, blocks, some, joins))
+    return buckets
+
+
+def _shared(rows: Rows, block_size: int) -> tuple[list[Bucket], dict[int, list[tuple[int, int]]]]:
+    """A bucket for each run of keys that rows share, and for each of the rows the table entries,
+    from and to, that it need not look at by itself, ascending."""
+    buckets: list[Bucket] = []
+    shared: dict[int, list[tuple[int, int]]] = {}
+    for run in rows.groups:
+        starts = rows.query_start[list(run.rows)].tolist()
+        tokens = [
+            torch.arange(start, start + rows.lens[row])
+            for row, start in zip(run.rows, starts, strict=True)
+        ]
+        gap = run.start // block_size, run.stop // block_size
+        table = rows.table[run.rows[0], gap[0] : gap[1]].long()
+        together = torch.cat(tokens)
+        joins = any(row in shared for row in run.rows)
+        buckets.append(Bucket(together, None, table[None], 1, len(together), None, joins=joins))
+        for row in run.rows:
+            shared.setdefault(row, []).append(gap)
+    return buckets, shared
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A row in a bucket: it reads its table from `lowest` on, without the `gaps`."""
+
+    row: int
+    start: int  # first token
+    lowest: int
+    gaps: list[tuple[int, int]]
+
+
+def _bucket(
+    rows: Rows,
+    block_size: int,
+    window: int | None,
+    queries: int,
+    blocks: int,
+    members: list[_Member],
+    joins: bool,
+) -> Bucket:
+    row = torch.tensor([m.row for m in members])
+    start = torch.tensor([m.start for m in members])
+    lowest = torch.tensor([m.lowest for m in members])
+    count = torch.tensor([rows.lens[m.row] for m in members])
+    index = torch.arange(queries)
+    inside = torch.minimum(index, count[:, None] - 1)
+    tokens = (start[:, None] + inside).flatten()
+    real = (index < count[:, None]).flatten()
+    position = rows.first.long()[row, None] + inside
+    column = lowest[:, None] + torch.arange(blocks)
+    for gap in zip_longest(*(m.gaps for m in members), fillvalue=(0, 0)):
+        since, until = torch.tensor(gap).T[:, :, None]
+        column += torch.where(column >= since, until - since, 0)
+    used = column < rows.blocks.long()[row, None]
+    column = torch.where(used, column, lowest[:, None])
+    table = rows.table.long()[row[:, None], column]
+    logical = column if rows.logical is None else rows.logical.long()[row[:, None], column]
+    key = logical[..., None] * block_size + torch.arange(block_size)
+    key = torch.where(used[..., None], key, torch.iinfo(torch.int64).max)
+    distance = position[:, :, None] - key.flatten(1)[:, None, :]
+    hidden = distance < 0
+    if window is not None:
+        hidden |= distance >= window
+    keep = None if bool(real.all()) else real.nonzero().flatten()
+    in_order = keep is None and len(members) == len(rows.lens)
+    return Bucket(
+        None if in_order else tokens,
+        keep,
+        table,
+        len(members),
+        queries,
+        hidden,
+        bool(hidden.all(2).any()),
+        joins,
+    )
+
+
+def attend(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    rows: Rows,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    scales: Scales | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The partial of q [T, Hq, Dk] over the pages of `rows`, already normalised: l is 1.
+
+    Returns acc [T, Hq, Dv], m [T, Hq], l [T, Hq] in float32 (float64 for float64 q); (0, -inf, 0)
+    where no key is visible.
+    """
+    out, lse = _attend(q, k_pages, v_pages, rows, scale, window, softcap, scales)
+    return out, lse, (lse > float("-inf")).to(lse.dtype)
+
+
+def attend_finish(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    rows: Rows,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sink: Tensor | None,
+    scales: Scales | None = None,
+) -> Tensor:
+    """`finish(attend(...))` without the partial in between: [T, Hq, Dv] in q's dtype.
+
+    A sink takes `e^sink / (e^lse + e^sink)` of the weight, so the rest keeps `sigmoid(lse - sink)`.
+    """
+    out, lse = _attend(q, k_pages, v_pages, rows, scale, window, softcap, scales, narrow=True)
+    if sink is not None:
+        out = out * torch.sigmoid(lse - sink.to(lse.dtype)).unsqueeze(2).to(out.dtype)
+    return out.to(q.dtype)
+
+
+def _attend(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    rows: Rows,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    scales: Scales | None,
+    narrow: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Normalised output [T, Hq, Dv] and log-sum-exp [T, Hq] of every query.
+
+    `narrow` outputs may be rounded to q's dtype on the way.
+    """
+    key = (k_pages.shape[2], window)
+    buckets: list[Bucket] | None = rows.cache.get(key)
+    if buckets is None:
+        buckets = rows.cache[key] = plan(rows, k_pages.shape[2], window)
+    values_dtype = q.dtype if narrow else torch.float32
+    q = q.to(torch.promote_types(q.dtype, torch.float32))
+    pages = Planes(k_pages, v_pages, scales)
+    if len(buckets) == 1 and buckets[0].tokens is None:
+        return _attend_bucket(q, pages, buckets[0], scale, softcap, values_dtype)
+    out = q.new_zeros(*q.shape[:2], v_pages.shape[3])
+    lse = q.new_full(q.shape[:2], float("-inf"))
+    for bucket in buckets:
+        tokens = bucket.tokens
+        some = q if tokens is None else q[tokens]
+        parts = _attend_bucket(some, pages, bucket, scale, softcap, values_dtype)
+        if bucket.keep is not None and tokens is not None:
+            tokens = tokens[bucket.keep]
+            parts = (parts[0][bucket.keep], parts[1][bucket.keep])
+        at = slice(None) if tokens is None else tokens
+        if bucket.joins:
+            parts = _join((out[at], lse[at]), parts)
+        for whole, part in zip((out, lse), parts, strict=True):
+            whole[at] = part.to(whole.dtype)
+    return out, lse
+
+
+def _join(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Merge two normalised outputs [n, Hq, Dv] with their log-sum-exps [n, Hq] into one."""
+    acc, m = (torch.stack([a, b.to(a.dtype)]) for a, b in zip(one, other, strict=True))
+    whole = merge_reference(Partial(acc, m, (m > float("-inf")).to(m.dtype)))
+    return finish_reference(whole, None, acc.dtype), whole.m + whole.l.log()
+
+
+def _attend_bucket(
+    q: Tensor,
+    pages: Planes,
+    bucket: Bucket,
+    scale: float,
+    softcap: float | None,
+    values_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """q [S*Q, Hq, Dk] -> output [S*Q, Hq, Dv] and log-sum-exp [S*Q, Hq].
+
+    The query heads that read one KV head stand side by side as if they were more queries.
+    """
+    kv_heads, heads, count = pages.k.shape[1], q.shape[1], bucket.queries
+    group = heads // kv_heads
+    packed = q.view(bucket.rows, count, kv_heads, group, -1)
+    packed = packed.permute(0, 2, 3, 1, 4).reshape(bucket.rows, kv_heads, group * count, -1)
+    singles = count == 1 and bucket.rows > 1 and not bucket.blind
+    narrow = singles and softcap is None and values_dtype.itemsize == 2
+    bias = bucket.bias_for(1 if narrow else group, q.dtype)
+
+    def some(rows: slice, some_heads: slice) -> tuple[Tensor, Tensor]:
+        query, table = packed[rows, some_heads], bucket.table[rows]
+        hide = None if bias is None else bias[rows]
+        k, v = pages.gather(some_heads, table, q.dtype, values_dtype if narrow else q.dtype)
+        if narrow:
+            return _singles(query, k, v, hide, scale)
+        if softcap is None and k.shape[3] == v.shape[3]:
+            out, lse = _flash(query, k, v, 0.0, False, attn_mask=hide, scale=scale)
+            return out, lse
+        return _plain(query, k, v, hide, scale, softcap)
+
+    keys = bucket.table.shape[1] * pages.k.shape[2]
+    slices = _slices(
+        bucket.rows, kv_heads, keys * (pages.k.shape[3] + pages.v.shape[3]) * q.element_size()
+    )
+    if len(slices) == 1:
+        out, lse = some(*slices[0])
+    else:
+        out = q.new_empty(*packed.shape[:3], pages.v.shape[3])
+        lse = q.new_empty(packed.shape[:3])
+        for one in slices:
+            out[one], lse[one] = some(*one)
+    if bucket.blind and bucket.hidden is not None:
+        seen = ~bucket.hidden.all(2).repeat(1, group).unsqueeze(1)
+        out = torch.where(seen.unsqueeze(3), out, 0.0)
+        lse = torch.where(seen, lse, float("-inf"))
+    out = out.reshape(bucket.rows, heads, count, -1).transpose(1, 2)
+    lse = lse.reshape(bucket.rows, heads, count).transpose(1, 2)
+    return out.reshape(-1, heads, pages.v.shape[3]), lse.reshape(-1, heads)
+
+
+def _slices(rows: int, heads: int, head_bytes: int) -> list[tuple[slice, slice]]:
+    """Rows and KV heads to attend at a time: what is gathered for them, `head_bytes` for each head
+    of a row, then stays in the processor's caches, in memory that is used over and over."""
+    most = max(1, SLICE_BYTES * torch.get_num_threads() // head_bytes)
+    some_heads, some_rows = min(heads, most), max(1, most // heads)
+    return [
+        (slice(row, row + some_rows), slice(head, head + some_heads))
+        for row in range(0, rows, some_rows)
+        for head in range(0, heads, some_heads)
+    ]
+
+
+def _singles(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Many rows of one query each, q [S, Hkv, G, Dk] and k float32, v in 16 bit: scores are float32
+    and are rounded to 16 bit as weights of the values only."""
+    assert bias is not None
+    shape = q.shape[:3]
+    hide = bias.expand(-1, shape[1], 1, -1).reshape(-1, 1, k.shape[2])
+    q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+    scores = torch.baddbmm(hide, q, k.transpose(1, 2), alpha=scale)
+    out = torch.bmm(scores.softmax(2).to(v.dtype), v)
+    return out.view(*shape, -1), scores.logsumexp(2).view(shape)
+
+
+def _plain(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """The formula itself, a bounded slice of queries at a time."""
+    size = max(1, SCORE_BYTES_MAX // (q.shape[0] * q.shape[1] * k.shape[2] * q.element_size()))
+    out, lse = [], []
+    for at in range(0, q.shape[2], size):
+        scores = torch.matmul(q[:, :, at : at + size], k.transpose(2, 3)).mul_(scale)
+        if softcap is not None:
+            scores.div_(softcap).tanh_().mul_(softcap)
+        if bias is not None:
+            scores.add_(bias[:, :, at : at + size])
+        out.append(torch.matmul(scores.softmax(3), v))
+        lse.append(scores.logsumexp(3))
+    return torch.cat(out, 2), torch.cat(lse, 2)

@@ -1,0 +1,249 @@
+"""Attention over pages: the public ops, each beside the plain formula it must equal.
+
+Shapes: T tokens of the step, R rows, Hq and Hkv query and KV heads, G = Hq / Hkv, Dk and Dv head
+sizes of keys and values, B slots of a block, W entries of a table.  Pages: `[blocks, Hkv, B, D]`;
+quantised ones (`kvpaging.quant`) have `scales`, and every op reads them as `pages * scales`.
+Partial sums are float32, or float64 for float64 queries; exponentials are base e.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpaging import quant
+from kvpaging.attention import cpu, page_view
+from kvpaging.attention.partials import Partial as Partial
+from kvpaging.attention.partials import finish_reference as finish_reference
+from kvpaging.attention.partials import finite_maximum
+from kvpaging.attention.partials import merge_reference as merge_reference
+from kvpaging.attention.shared_prefix import Run
+from kvpaging.quant import Scales
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """One layer group's ragged batch.
+
+    Row r owns the queries `query_start[r]:query_start[r+1]`, at positions `first[r]`, `first[r]+1`,
+    and so on, and reads the keys in the first `blocks[r]` entries of `table[r]`.
+    """
+
+    query_start: Tensor  # int32 [R+1]
+    first: Tensor  # int32 [R], position of the row's first query
+    table: Tensor  # int32 [R, W], physical blocks of this rank, in ascending logical order
+    blocks: Tensor  # int32 [R], entries of the table in use
+    logical: Tensor | None  # int32 [R, W], logical index of each entry; None means 0, 1, 2, ...
+    slots: Tensor  # int64 [T], block * B + offset that receives token t's K and V; -1 for none
+    lens: tuple[int, ...]  # host copy of the rows' lengths
+    firsts: tuple[int, ...]  # host copy of `first`
+    groups: tuple[Run, ...] = ()  # keys that several rows read from the same blocks
+    held: tuple[int, ...] = ()  # host copy of `blocks`, needed where `logical` is given
+    shards: int = 1  # ranks that a row's keys are spread over: splits are as much shorter
+    cache: dict[Any, Any] = field(default_factory=dict)  # what a backend plans once for all layers
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of partial sums for queries of `dtype`."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def write(
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    slots: Tensor,
+    scales: Scales | None = None,
+) -> None:
+    """Store the step's keys and values in their slots.
+
+    k `[T, Hkv, Dk]` and v `[T, Hkv, Dv]` are cast to the pages' dtype, or quantised where there are
+    `scales`, which are stored too; slots int64 `[T]`, where -1 stores nothing.  No slot may occur
+    twice.  Numbers that are not finite become zero: a page outlives the request that wrote it, and
+    a masked NaN would reach whoever gets the block next.
+    """
+    if k.is_cuda:
+        _kernels().write(k, v, k_pages, v_pages, slots, scales)
+    else:
+        cpu.write(k, v, k_pages, v_pages, slots, scales)
+
+
+def attend(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    rows: Rows,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    scales: Scales | None = None,
+) -> Partial:
+    """Attend with q `[T, Hq, Dk]` over the rows' blocks; Partial of `[T, Hq, Dv]`.
+
+    The logit of key k is `x = scale * q.k`, with a soft cap c it is `c * tanh(x / c)`.  A key at
+    position p is visible to a query at position t iff `p <= t` and, given a window, also
+    `t - p < window`.  Query head h reads KV head `h // G`.
+    """
+    backend = _kernels() if q.is_cuda else cpu
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+    return Partial(*backend.attend(q, k_pages, v_pages, rows, **options, scales=scales))
+
+
+def attend_finish(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    rows: Rows,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    scales: Scales | None = None,
+) -> Tensor:
+    """`finish(attend(q, ...), sink, q.dtype)` where all keys are here: no partial is written."""
+    backend = _kernels() if q.is_cuda else cpu
+    out: Tensor = backend.attend_finish(
+        q, k_pages, v_pages, rows, scale=scale, window=window, softcap=softcap, sink=sink,
+        scales=scales,
+    )  # fmt: skip
+    return out
+
+
+def merge(parts: Partial) -> Partial:
+    """Fold partials along their leading axis, in ascending order; any of them may be empty."""
+    if parts.m.is_cuda:
+        return Partial(*_kernels().merge(parts.acc, parts.m, parts.l))
+    return merge_reference(parts)
+
+
+def finish(partial: Partial, sink: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Attention output `[T, Hq, Dv]` in `dtype`; sink is a logit per head `[Hq]` without a value.
+
+    Apply once, after the last merge.  A query that saw no key gives zeros.
+    """
+    if partial.m.is_cuda:
+        out: Tensor = _kernels().finish(partial.acc, partial.m, partial.l, sink, dtype)
+        return out
+    return finish_reference(partial, sink, dtype)
+
+
+def copy(arena: Tensor, src: Tensor, dst: Tensor) -> None:
+    """Copy whole blocks: `arena[dst[i]] = arena[src[i]]`.
+
+    arena uint8 `[blocks, block_bytes]`, src and dst int64 `[n]`; no dst is another dst or any src.
+    """
+    if arena.is_cuda:
+        _kernels().copy(arena, src, dst)
+    else:
+        copy_reference(arena, src, dst)
+
+
+def warm_up(
+    k_pages: Tensor,
+    v_pages: Tensor,
+    heads: int,
+    dtype: torch.dtype,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    scales: Scales | None = None,
+    partials: bool = False,
+) -> None:
+    """Compile and run every kernel that a layer's pages can reach; nothing is stored.
+
+    `heads` query heads of `dtype`; the options are those of attend and finish.  `partials` prepares
+    attend, merge and finish over some of the blocks, otherwise attend_finish over all of them.
+    """
+    if k_pages.is_cuda:
+        _kernels().warm_up(
+            k_pages, v_pages, heads, dtype, window=window, softcap=softcap, sink=sink,
+            scales=scales, partials=partials,
+        )  # fmt: skip
+
+
+def _kernels() -> Any:
+    """The launchers; imported late, since only a GPU needs Triton."""
+    from kvpaging.kernels import launch
+
+    return launch
+
+
+def write_reference(
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    slots: Tensor,
+    scales: Scales | None = None,
+) -> None:
+    """`pages[slot // B, :, slot % B] = x` for every token with a slot, where x is finite."""
+    size = k_pages.shape[2]
+    kept = slots >= 0
+    block, offset = slots[kept] // size, slots[kept] % size
+    if scales is not None:
+        page_view.write_quantised((k[kept], v[kept]), (k_pages, v_pages), scales, block, offset)
+        return
+    for x, pages in ((k, k_pages), (v, v_pages)):
+        stored = x[kept].to(pages.dtype)
+        pages[block, :, offset] = torch.where(stored.isfinite(), stored, 0)
+
+
+def attend_reference(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    rows: Rows,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    scales: Scales | None = None,
+) -> Partial:
+    """The formula of `attend`, a row at a time, all keys at once."""
+    dtype = accumulator(q.dtype)
+    heads, size = k_pages.shape[1], k_pages.shape[2]
+    acc, maxima, sums = [], [], []
+    grouped = q.to(dtype).reshape(len(q), heads, q.shape[1] // heads, q.shape[2])
+    queries = torch.split(grouped, list(rows.lens))
+    for r, (query, first) in enumerate(zip(queries, rows.firsts, strict=True)):
+        used = int(rows.blocks[r])
+        entries = rows.table[r, :used].long()
+        logical = torch.arange(used, device=q.device) if rows.logical is None else rows.logical[r]
+        keys = logical[:used, None] * size + torch.arange(size, device=q.device)
+        ahead = first + torch.arange(len(query), device=q.device)[:, None] - keys.flatten()
+        visible = (ahead >= 0) if window is None else (ahead >= 0) & (ahead < window)
+        k, v = (
+            (pages[entries].to(dtype) if some is None else _read(pages, some, entries, dtype))
+            .transpose(1, 2)
+            .flatten(0, 1)  # [keys, Hkv, D]
+            for pages, some in zip((k_pages, v_pages), scales or (None, None), strict=True)
+        )
+        v = torch.where(visible.any(0)[:, None, None], v, 0)  # unwritten slots may hold NaN
+        x = torch.einsum("thgd,khd->thgk", query, k) * scale
+        if softcap is not None:
+            x = softcap * torch.tanh(x / softcap)
+        x = x.masked_fill(~visible[:, None, None, :], -torch.inf)
+        x = torch.cat([x, x.new_full((*x.shape[:-1], 1), -torch.inf)], -1)  # a row without keys
+        m = x.amax(-1)
+        p = torch.exp(x - finite_maximum(m)[..., None])
+        acc.append(torch.einsum("thgk,khd->thgd", p[..., :-1], v).flatten(1, 2))
+        maxima.append(m.flatten(1, 2))
+        sums.append(p.sum(-1).flatten(1, 2))
+    return Partial(torch.cat(acc), torch.cat(maxima), torch.cat(sums))
+
+
+def _read(pages: Tensor, scales: Tensor, entries: Tensor, dtype: torch.dtype) -> Tensor:
+    numbers = pages.view(torch.uint8)[entries].view(pages.dtype)  # torch indexes no fp8
+    return quant.dequantise(numbers, scales[entries], dtype)
+
+
+def copy_reference(arena: Tensor, src: Tensor, dst: Tensor) -> None:
+    """Gather, then scatter."""
+    arena.index_copy_(0, dst, arena.index_select(0, src))

@@ -1,0 +1,185 @@
+"""Which rows of a step read the same pages, so that each page is read once for all of them.
+
+Rows that share leading blocks form a tree: it is told as a list of runs of whole splits with the
+rows that read them. A split is all in a run or all private, so grouping never moves a cut. Found
+on the host, once per step and layer group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvpaging.attention.tiling import SHORTEST_SPLIT, SPLITS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    Ints = NDArray[np.int64]
+
+# A run saves the reading of its keys for all rows but one, and costs some small operations and the
+# merge of its sums, in each layer. `scripts/bench_groups.py` shows where that starts to pay on a
+# CPU: at 2,000 to 4,000 keys, the more the smaller the heads are. On a GPU it costs the launch of a
+# merge, in whose time about as many keys could be read (an estimate). How many rows and splits
+# the keys come from does not matter.
+SAVED_KEYS_MIN = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Keys `start` to `stop` of each of `rows`: they lie in the same blocks, and every query of
+    the rows sees all of them. They are `splits` splits of `length` keys from `split` on."""
+
+    rows: tuple[int, ...]  # ascending
+    split: int
+    splits: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        """The split after the last."""
+        return self.split + self.splits
+
+    @property
+    def start(self) -> int:
+        return self.split * self.length
+
+    @property
+    def stop(self) -> int:
+        return self.end * self.length
+
+    @property
+    def saved_keys(self) -> int:
+        """Keys that need not be read again for another row."""
+        return (len(self.rows) - 1) * self.splits * self.length
+
+
+def find(
+    tables: NDArray[np.int32],
+    slots: Ints,
+    lens: Ints,
+    firsts: Ints,
+    block_size: int,
+    window: int | None,
+    saved_keys_min: int = SAVED_KEYS_MIN,
+    whole: NDArray[np.int32] | None = None,
+) -> tuple[Run, ...]:
+    """The runs of a step that save at least `saved_keys_min`, in ascending order of splits.
+
+    Row r computes `lens[r]` queries from position `firsts[r]` on and reads the blocks listed in
+    `tables[slots[r]]`. Where no two rows have the first block in common this is one short look at
+    each row; else it is sorting the rows that do.
+
+    Entries behind the window lead nowhere. Rows that share what they see of a prefix are found by
+    `whole`, the tables of a group of the same sequences without a window.
+    """
+    own, tables = tables, tables if whole is None else whole
+    heads = tables[slots, 0]
+    if len(set(heads.tolist())) == len(heads):
+        return ()
+    length = _split_lengths(firsts)
+    # Every query of a row must be cut at the same places and see the whole of a split.
+    whole = np.where(_split_lengths(firsts + lens - 1) == length, (firsts + 1) // length, 0)
+    hidden = np.zeros_like(firsts) if window is None else (firsts + lens - window).clip(0)
+    begin = -(-hidden // length)
+    members = np.flatnonzero(whole > begin)
+    _, kind, counts = np.unique(
+        length[members] << 32 | heads[members], return_inverse=True, return_counts=True
+    )
+    members = members[counts[kind] > 1]
+    found: list[Run] = []
+    for each in np.unique(length[members]).tolist():
+        some = members[length[members] == each]
+        tree = _Tree(tables[slots[some]], some, whole[some], begin[some], each, each // block_size)
+        found += tree.runs()
+    return tuple(
+        sorted(
+            (
+                run
+                for run in _joined(found)
+                if run.saved_keys >= saved_keys_min
+                and (whole is None or _same(own, slots, run, block_size))
+            ),
+            key=lambda run: (run.split, run.rows),
+        )
+    )
+
+
+def _same(tables: NDArray[np.int32], slots: Ints, run: Run, block_size: int) -> bool:
+    """Whether the rows of a run have the same blocks in these tables too."""
+    columns = slice(run.start // block_size, run.stop // block_size)
+    some = tables[slots[list(run.rows)], columns]
+    return bool((some == some[0]).all())
+
+
+def _split_lengths(positions: Ints) -> Ints:
+    """`work.split_length` of each position."""
+    needed = positions // SPLITS + 1
+    powers = 1 << np.arange(SHORTEST_SPLIT.bit_length() - 1, 63, dtype=np.int64)
+    return powers[np.searchsorted(powers, needed)]
+
+
+class _Tree:
+    """Rows in an order in which those with common leading blocks stand together."""
+
+    def __init__(
+        self,
+        tables: NDArray[np.int32],
+        rows: Ints,
+        whole: Ints,
+        begin: Ints,
+        length: int,
+        blocks: int,
+    ) -> None:
+        """tables `[n, W]` of `rows` [n], of which the splits `begin[i]` to `whole[i]`, of `blocks`
+        blocks each, are wholly visible."""
+        width = int(whole.max()) * blocks
+        kept = np.where(np.arange(width) < whole[:, None] * blocks, tables[:, :width], -1)
+        keys = [row.tobytes() for row in kept]
+        order = sorted(range(len(keys)), key=keys.__getitem__)
+        self.rows, self.begin, self.length = rows[order], begin[order], length
+        kept, whole = kept[order], whole[order]
+        differ = np.pad(kept[1:] != kept[:-1], ((0, 0), (0, 1)), constant_values=True)
+        # Splits that neighbours have in common; a whole interval shares the least of its own.
+        self.common = np.minimum(differ.argmax(1) // blocks, whole[1:]).tolist()
+
+    def runs(self) -> Iterator[Run]:
+        """The intervals of rows with their common splits below those of the interval around."""
+        todo = [(0, len(self.rows), 0)]
+        while todo:
+            low, high, above = todo.pop()
+            if high - low < 2:
+                continue
+            inside = self.common[low : high - 1]
+            least = min(inside)
+            if least > above:
+                yield from self._visible(low, high, above, least)
+            cuts = [low + i + 1 for i, n in enumerate(inside) if n == least]
+            todo += [(a, b, least) for a, b in pairwise([low, *cuts, high])]
+
+    def _visible(self, low: int, high: int, split: int, stop: int) -> Iterator[Run]:
+        """The run `split` to `stop`, cut where a window lets another of the rows in."""
+        rows, begin = self.rows[low:high], self.begin[low:high]
+        starts = np.unique(begin.clip(split))
+        borders = [*starts[starts < stop].tolist(), stop]
+        for first, until in pairwise(borders):
+            some = rows[begin <= first]
+            if len(some) > 1:
+                yield Run(tuple(sorted(some.tolist())), first, until - first, self.length)
+
+
+def _joined(runs: list[Run]) -> list[Run]:
+    """Runs of the same rows that follow one another, as one; of each row, runs ascend."""
+    last: dict[tuple[tuple[int, ...], int, int], Run] = {}
+    for run in runs:
+        before = last.pop((run.rows, run.length, run.split), None)
+        whole = run if before is None else Run(
+            run.rows, before.split, before.splits + run.splits, run.length
+        )  # fmt: skip
+        last[run.rows, run.length, whole.end] = whole
+    return [*last.values()]

@@ -1,0 +1,188 @@
+"""Bodies that are too large or too slow, by the bytes that arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from cluster.http import limits
+from tests.cluster.fakes import FakeWorker, Served, config, serving
+
+pytestmark = pytest.mark.anyio
+PATH = "/v1/completions"
+LIMIT = 2000
+
+
+async def raw(served: Served, *parts: bytes, read: bool = True) -> tuple[int, dict[str, Any]]:
+    """Sends these bytes and nothing more; the status and the JSON body of the answer."""
+    host, _, port = served.url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    for part in parts:
+        writer.write(part)
+        await writer.drain()
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = next(int(h[16:]) for h in head.split(b"\r\n") if h.startswith(b"content-length: "))
+    body = json.loads(await reader.readexactly(length))
+    writer.close()
+    return int(head.split()[1]), body
+
+
+def head(*fields: str) -> bytes:
+    return "\r\n".join([f"POST {PATH} HTTP/1.1", "Host: x", *fields, "", ""]).encode()
+
+
+async def test_a_body_that_announces_too_much_is_refused_before_it_arrives() -> None:
+    async with serving(FakeWorker(), f"limits.max_body_bytes={LIMIT}") as served:
+        status, body = await raw(served, head(f"Content-Length: {LIMIT + 1}"))
+        assert (status, body["error"]["code"]) == (413, "body_too_large")
+        assert f"{LIMIT} bytes (limits.max_body_bytes)" in body["error"]["message"]
+
+
+async def test_a_body_without_an_announced_length_is_counted() -> None:
+    async with serving(FakeWorker(), f"limits.max_body_bytes={LIMIT}") as served:
+        piece = b"200\r\n" + b" " * 512 + b"\r\n"
+        chunked = head("Transfer-Encoding: chunked")
+        status, body = await raw(served, chunked, *[piece] * 4)
+        assert (status, body["error"]["code"]) == (413, "body_too_large")
+
+        async def padded(size: int) -> AsyncIterator[bytes]:
+            yield json.dumps({"prompt": "hi"}).encode()
+            yield b" " * size
+
+        for size, expected in ((LIMIT - 16, 200), (LIMIT, 413)):
+            answer = await served.http.post(PATH, content=padded(size))
+            assert answer.status_code == expected
+
+
+async def test_limits_may_change_while_requests_run() -> None:
+    async with serving(FakeWorker()) as served:
+        assert (await served.post(PATH, {"prompt": "hi"})).status_code == 200
+        served.api.config = config("limits.max_body_bytes=8")
+        assert (await served.post(PATH, {"prompt": "hi"})).status_code == 413
+        served.api.config = config("limits.max_stop_length=1")
+        assert (await served.post(PATH, {"prompt": "hi", "stop": "no"})).status_code == 400
+
+
+async def test_a_body_that_does_not_come_is_a_408() -> None:
+    async with serving(FakeWorker(), "limits.body_timeout_s=0.05") as served:
+        status, body = await raw(served, head("Content-Length: 50"), b'{"prompt"')
+        assert (status, body["error"]["code"]) == (408, "timeout")
+        assert "0.05 s (limits.body_timeout_s)" in body["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "setting", ["limits.body_timeout_s=0.05", f"limits.max_body_bytes={LIMIT}"]
+)
+async def test_the_rest_of_a_refused_body_is_not_waited_for(
+    setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection closes, so nobody holds it with a byte now and then."""
+    monkeypatch.setattr(limits, "LINGER_S", 0.05)
+    async with serving(FakeWorker(), setting) as served:
+        host, _, port = served.url.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        body = b"%x\r\n%b\r\n" % (LIMIT + 1, b" " * (LIMIT + 1)) if "bytes" in setting else b""
+        writer.write(head("Transfer-Encoding: chunked") + body)
+        answer = await reader.read()  # to the end of the connection
+        assert b"connection: close" in answer.partition(b"\r\n\r\n")[0].lower()
+        writer.close()
+        for path in ("/health", "/v1/models"):
+            assert "connection" not in (await served.http.get(path)).headers
+        assert "connection" not in (await served.post(PATH, {"prompt": "hi"})).headers
+        samples = (await served.http.get("/metrics")).text
+        status = "408" if "timeout" in setting else "413"
+        assert f'route="{PATH}",status="{status}"}} 1.0' in samples
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_client_that_reads_only_when_it_has_sent_all_is_told(chunked: bool) -> None:
+    """More than any buffer on the way holds, so a server that stops reading would reset it."""
+    size = 32 << 20
+    async with serving(FakeWorker(), f"limits.max_body_bytes={LIMIT}") as served:
+        host, _, port = served.url.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        if chunked:
+            writer.write(head("Transfer-Encoding: chunked") + b"%x\r\n" % size)
+        else:
+            writer.write(head(f"Content-Length: {size}"))
+        for _ in range(size >> 16):
+            writer.write(b" " * (1 << 16))
+            await writer.drain()
+        writer.write(b"\r\n0\r\n\r\n" if chunked else b"")
+        answer = await reader.read()
+        assert answer.split()[1] == b"413"
+        assert b"body_too_large" in answer
+        assert served.worker.submits == []
+        writer.close()
+
+
+async def test_a_refused_body_that_drips_is_cut_off() -> None:
+    settings = (f"limits.max_body_bytes={LIMIT}", "limits.body_timeout_s=0.2")
+    async with serving(FakeWorker(), *settings) as served:
+        host, _, port = served.url.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(head(f"Content-Length: {LIMIT + 1}"))
+        status = await reader.readline()
+        assert status.split()[1] == b"413"
+        ended = asyncio.create_task(reader.read())
+        for _ in range(LIMIT):
+            writer.write(b" ")
+            if (await asyncio.wait((ended,), timeout=0.01))[0]:
+                break
+        assert ended.done()
+        with contextlib.suppress(ConnectionResetError):  # by a byte that nobody reads any more
+            await ended
+        writer.close()
+
+
+async def test_all_bodies_together_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_BODIES", 2)
+    async with serving(FakeWorker(), f"limits.max_body_bytes={LIMIT}") as served:
+        good = {"prompt": "hi"}
+        writers = []
+        for _ in range(2):  # each holds nearly all that one may
+            host, _, port = served.url.removeprefix("http://").partition(":")
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.write(head(f"Content-Length: {LIMIT}") + b" " * (LIMIT - 50))
+            writers.append(writer)
+        while (await served.post(PATH, good)).status_code != 200:
+            await asyncio.sleep(0)
+        large = json.dumps(good).encode() + b" " * (LIMIT - 100)
+        while (answer := await served.http.post(PATH, content=large)).status_code == 200:
+            await asyncio.sleep(0)  # until both are there
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
+        assert answer.headers["retry-after"] == "1"
+        for writer in writers:
+            writer.close()
+            await writer.wait_closed()
+        while (await served.http.post(PATH, content=large)).status_code != 200:
+            await asyncio.sleep(0)
+
+
+async def test_the_time_for_the_body_is_not_a_limit_of_the_answer() -> None:
+    worker = FakeWorker()
+    worker.gate = asyncio.Semaphore(0)
+    async with serving(worker, "limits.body_timeout_s=0.5") as served:
+        waiting = asyncio.create_task(served.post(PATH, {"prompt": "hi"}))
+        late = await raw(served, head("Content-Length: 50"), b"{")  # takes the whole limit
+        assert late[0] == 408
+        for _ in range(30):
+            worker.gate.release()
+        assert (await waiting).status_code == 200
+
+
+async def test_a_client_that_leaves_in_the_middle_of_its_body_disturbs_nobody() -> None:
+    async with serving(FakeWorker()) as served:
+        host, _, port = served.url.removeprefix("http://").partition(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(head("Content-Length: 50") + b"{")
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+        assert (await served.post(PATH, {"prompt": "hi"})).status_code == 200
+        assert not served.worker.submits[1:]

@@ -1,0 +1,65 @@
+"""Ranks that find each other by the id of their gang, in threads and without Ray."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import Any
+
+import pytest
+
+from context_parallel.group import MeetingFailed
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of pydantic, about Ray Serve
+    from cluster.serve.rendezvous import take_seat
+
+HOST = "127.0.0.1"
+
+
+class Kept:
+    """`rendezvous.Keys` in a dictionary."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, bytes] = {}
+
+    def put(self, key: str, value: bytes) -> None:
+        self.found[key] = value
+
+    def get(self, key: str) -> bytes | None:
+        return self.found.get(key)
+
+    def delete(self, key: str) -> None:
+        del self.found[key]
+
+
+def seat(keys: Kept, rank: int, ranks: int, within_s: float = 60.0) -> Any:
+    return take_seat(
+        "gang", rank, ranks, host=HOST, keys=keys, within_s=within_s, timeout_s=1.0, idle_s=2.0
+    )
+
+
+def test_all_ranks_get_seats_in_one_epoch_and_leave_no_key_behind() -> None:
+    keys, found = Kept(), {}
+    threads = [
+        threading.Thread(target=lambda rank=rank: found.update({rank: seat(keys, rank, 3)}))
+        for rank in (2, 1, 0)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(found) == [0, 1, 2]
+    assert [found[rank].rank for rank in range(3)] == [0, 1, 2]
+    assert len({one.epoch for one in found.values()}) == 1
+    assert keys.found == {}
+    assert seat(Kept(), 0, 1).epoch > found[0].epoch
+
+
+def test_a_rank_that_does_not_come_is_named_by_the_others() -> None:
+    keys = Kept()
+    with pytest.raises(MeetingFailed, match=r"ranks 1, 2 of 3 did not come to .* within 0\.2 s"):
+        seat(keys, 0, 3, 0.2)
+    assert keys.found == {}
+    with pytest.raises(MeetingFailed, match=r"rank 2 of gang gang waited 0\.2 s for rank 0 of 3"):
+        seat(keys, 2, 3, 0.2)

@@ -1,0 +1,3 @@
+from tests.kvpaging.kernels.conftest import compiling
+
+__all__ = ["compiling"]

@@ -1,0 +1,153 @@
+"""A rank's index tensors against what rows and tables themselves say."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from context_parallel.policy import ShardPolicy
+from context_parallel.shard import Geometry
+from kvpaging.pool import BlockPool
+from kvpaging.store import LayerShape, layout
+from tests.worker.fake import make_request
+from worker.execution.batch import tokens_of
+from worker.gang.batch import GangBuilder
+from worker.gang.protocol import changes_of
+from worker.scheduling.prefix import Identity, PrefixCache
+from worker.scheduling.scheduler import Limits, Scheduler
+
+SIZE = 8
+PER_RANK = 60
+SHAPES = [LayerShape(1, 8, 8), LayerShape(1, 8, 8, window=4)]
+SHORT, TILE = 64, 64
+
+
+def make(groups: int, ranks: int, batch_tokens: int):
+    pages = layout(SHAPES[:groups], SIZE, 4)
+    limits = Limits(4, batch_tokens, 16, 100)
+    pools = [BlockPool(PER_RANK, ranks)] * groups
+    prefix = PrefixCache(pools, SIZE, Identity(b"test", "float32"), enabled=False, cpu_clock=float)
+    policy = ShardPolicy(ranks, shard_from_tokens=90)
+    builders = [
+        GangBuilder(
+            pages,
+            rank=rank,
+            ranks=ranks,
+            per_rank=[PER_RANK] * groups,
+            geometries=[Geometry(1, 1, 8, 8, 4, 4)] * groups,
+            max_num_seqs=4,
+            max_model_len=400,
+            max_batch_tokens=batch_tokens,
+            max_logit_rows=16,
+            device=torch.device("cpu"),
+        )
+        for rank in range(ranks)
+    ]
+    return Scheduler(pools, SIZE, limits, prefix, policy), builders
+
+
+def own_part(rank: int, plan, batch, groups: int) -> tuple[list[int], list[int]]:
+    """Ids and positions of the rank's own rows, whose tables and slots are checked."""
+    ids, positions = [], []
+    own = [row for row in plan.rows if not row.sharded and row.home == rank]
+    for r, row in enumerate(own):
+        span, at = range(row.start, row.start + row.count), len(ids)
+        ids += tokens_of(row)
+        positions += span
+        for group in range(groups):
+            rows, blocks = batch.rows[group], row.sequence.table.blocks[group]
+            assert {block // PER_RANK for block in blocks} == {rank}
+            here = [block % PER_RANK for block in blocks]
+            assert rows.table[r, : int(rows.blocks[r])].tolist() == here[: int(rows.blocks[r])]
+            assert rows.slots[at : at + row.count].tolist() == [
+                here[p // SIZE] * SIZE + p % SIZE for p in span
+            ]
+    assert batch.local == len(ids)
+    assert len(batch.rows) == (groups if own else 0)
+    return ids, positions
+
+
+def shared_part(rank: int, ranks: int, plan) -> tuple[list[int], list[int]]:
+    """Ids and positions of the rank's share of sharded rows: short ones, then tiles of long ones,
+    then padding to what the fullest rank has."""
+    sharded = [row for row in plan.rows if row.sharded]
+    tokens = [(i, p) for row in sharded if row.count <= SHORT for i, p in pairs(row)]
+    dealt: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+    for row in sharded:
+        if row.count > SHORT:
+            for at, pair in enumerate(pairs(row)):
+                dealt[at // TILE % ranks].append(pair)
+    longest = max(map(len, dealt))
+    tokens += dealt[rank] + [(0, 0)] * (longest - len(dealt[rank]))
+    return [i for i, _ in tokens], [p for _, p in tokens]
+
+
+def pairs(row) -> list[tuple[int, int]]:
+    return list(zip(tokens_of(row), range(row.start, row.start + row.count), strict=True))
+
+
+def wanted_logits(rank: int, plan, batch) -> list[tuple[int, int]]:
+    """The position, and the slot where one is sampled, of each token whose logits are wanted."""
+    mine = [row for row in plan.rows if row.home == rank]
+    scored = [
+        (p, -1)
+        for row in mine
+        if row.scored_from is not None
+        for p in range(row.scored_from, row.scored_from + row.scored_count)
+    ]
+    return scored + [(row.start + row.count - 1, row.slot) for row in mine if row.sampled]
+
+
+def assert_matches(rank: int, plan, batch, groups: int, ranks: int) -> None:
+    ids, positions = own_part(rank, plan, batch, groups)
+    more_ids, more_positions = shared_part(rank, ranks, plan)
+    assert batch.ids.tolist() == ids + more_ids
+    assert batch.positions.tolist() == positions + more_positions
+    assert len(batch.sharded) == (groups if more_ids else 0)
+    wanted = wanted_logits(rank, plan, batch)
+    assert batch.positions[batch.logits_at].tolist() == [position for position, _ in wanted]
+    assert batch.slots.tolist() == [slot for _, slot in wanted[batch.scored :]]
+    assert batch.scored == sum(slot < 0 for _, slot in wanted)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("budget", [20, 90, 200])
+def test_batches_say_what_tables_say(ranks, groups, budget):
+    rng = random.Random(budget)
+    scheduler, builders = make(groups, ranks, budget)
+    for i in range(9):
+        options = {"prompt_logprobs": rng.choice([None, None, 2])}
+        prompt = [rng.randrange(50) for _ in range(rng.choice([3, 40, 130, 300]))]
+        scheduler.submit(make_request(f"r{i}", prompt, rng.randint(1, 30), options=options))
+    kinds = set()
+    under_way = []
+    while scheduler.running or scheduler.waiting or under_way:
+        plan = scheduler.plan()
+        if plan.rows:
+            changes = changes_of(plan)
+            assert len({builder.apply(changes) for builder in builders}) == 1
+            for rank, builder in enumerate(builders):
+                assert_matches(rank, plan, builder.build(plan), groups, ranks)
+            kinds |= {(row.sharded, row.count > SHORT) for row in plan.rows}
+            if rng.random() < 0.05:
+                scheduler.rollback(plan)
+                continue
+            under_way.append(plan)
+        if len(under_way) == 2 or not plan.rows:
+            done = under_way.pop(0)
+            for row, valid in zip(done.rows, scheduler.commit(done), strict=True):
+                sequence = row.sequence
+                if not valid:
+                    continue
+                sequence.scored = max(sequence.scored, row.start + row.count)
+                if row.sampled:
+                    sequence.tokens.append(rng.randrange(50))
+                    if sequence.generated_tokens >= sequence.request.params.max_tokens:
+                        scheduler.finish(sequence, "length")
+        if rng.random() < 0.05 and len(scheduler.running) > 1:
+            scheduler.preempt(scheduler.running[-1])
+    long = {(True, True)} if budget > SHORT else set()
+    assert kinds >= {(False, False), (True, False)} | long

@@ -1,0 +1,152 @@
+"""Messages of a gang say what rank 0 knows, and say it once."""
+
+from __future__ import annotations
+
+import msgpack
+import pytest
+
+from kvpaging.host_pool import Move, Moves
+from kvpaging.pool import BlockPool
+from kvpaging.table import BlockTable, Copy
+from worker import messages
+from worker.decoding.beam import Offer
+from worker.execution.runner import StepResult
+from worker.gang import protocol
+from worker.gang.protocol import STEP, Listener, Result, Teller, WrongMessage
+from worker.params import SamplingParams
+from worker.request import Request
+from worker.scheduling.scheduler import Row, StepPlan
+
+SIZE = 8
+PARAMS = SamplingParams(
+    max_tokens=9,
+    temperature=0.5,
+    logit_bias={3: 1.5, 70: -2.0},
+    stop_token_ids=(4, 5),
+    logprobs=2,
+    seed=-7,
+)
+
+
+def seated(tokens: list[int], slot: int, pools: list[BlockPool]):
+    sequence = Request("r", tokens, PARAMS).sequences[0]
+    sequence.slot, sequence.table = slot, BlockTable(pools, SIZE)
+    sequence.table.append(len(tokens) + 1)
+    return sequence
+
+
+def row(sequence, start: int, count: int, changed_from: int = 0, **options) -> Row:
+    return Row(
+        sequence,
+        sequence.slot,
+        sequence.epoch,
+        start,
+        count,
+        options.pop("sampled", False),
+        True,
+        changed_from,
+        **options,
+    )
+
+
+def sent(teller: Teller, listener: Listener, plan: StepPlan, digest: int = 0) -> protocol.Told:
+    kind, body = protocol.read(teller.step(plan, protocol.changes_of(plan), digest))
+    assert kind == STEP
+    return listener.step(body)
+
+
+def test_a_follower_sees_the_rows_that_rank_0_sees():
+    pools = [BlockPool(50), BlockPool(50)]
+    sequence = seated(list(range(20)), 2, pools)
+    options = {"stored": 3, "scored_from": 1, "candidates": 4, "home": 1, "sharded": True}
+    mine = row(sequence, 0, 20, sampled=True, **options)
+    copy = Copy(1, 7, 9)
+    told = sent(Teller(5), Listener(), StepPlan(8, (mine,), (copy,)), (1 << 64) - 1)
+    assert (told.epoch, told.step, told.digest) == (5, 8, (1 << 64) - 1)
+    assert told.plan.copies == (copy,)
+    assert told.changes == [(2, 0, tuple(sequence.table.blocks))]
+    (theirs,) = told.plan.rows
+    for name in ("slot", "start", "count", "sampled", *options):
+        assert getattr(theirs, name) == getattr(mine, name)
+    assert theirs.sequence.tokens == sequence.tokens
+    assert theirs.sequence.prompt_tokens == 20
+    assert theirs.sequence.params == theirs.sequence.request.params == PARAMS
+    assert theirs.logit_rows == mine.logit_rows
+
+
+def test_only_what_is_new_is_sent():
+    """A step of a long sequence costs the bytes of one token, however long it is."""
+    pools = [BlockPool(5000)]
+    sequence = seated(list(range(20_000)), 0, pools)
+    teller, listener = Teller(1), Listener()
+    sizes = []
+    for step in range(3):
+        plan = StepPlan(step, (row(sequence, len(sequence.tokens) - 1, 1, 2501 * (step > 0)),), ())
+        message = teller.step(plan, protocol.changes_of(plan), 0)
+        sizes.append(len(message))
+        (theirs,) = listener.step(protocol.read(message)[1]).plan.rows
+        assert theirs.sequence.tokens == sequence.tokens
+        sequence.tokens.append(step)
+    assert sizes[0] > 4 * 20_000
+    assert max(sizes[1:]) < 64
+
+
+def test_a_slot_that_changes_hands_or_starts_again_is_told_from_the_beginning():
+    pools = [BlockPool(50)]
+    teller, listener = Teller(1), Listener()
+    first, second = seated([1, 2, 3], 0, pools), seated([4, 5], 0, pools)
+    one = sent(teller, listener, StepPlan(0, (row(first, 0, 3),), ())).plan.rows[0]
+    one.sequence.seated = True
+    other = sent(teller, listener, StepPlan(1, (row(second, 0, 2),), ())).plan.rows[0]
+    assert other.sequence.tokens == [4, 5]
+    second.tokens.append(6)
+    second.reset()
+    again = sent(teller, listener, StepPlan(2, (row(second, 0, 3),), ())).plan.rows[0]
+    assert again.sequence.tokens == [4, 5, 6]
+    assert again.sequence.prompt_tokens == 2
+    assert not again.sequence.seated
+    assert again.sequence is not other.sequence
+
+
+def test_results_come_back_as_they_were():
+    top = [(5, -0.5), (6, float("-inf"))]
+    done = StepResult(
+        [1, 2],
+        [False, True],
+        [None, messages.TokenLogprob(-0.25, top)],
+        [[messages.PromptLogprob(-1.0, 3, top)], []],
+        [Offer([7, 8], [-0.1, -0.2]), None],
+    )
+    result = Result(2, 1, 9, done, "", 0, 11)
+    assert protocol.unpack_result(protocol.pack_result(result)) == result
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"",
+        b"\xc1",
+        msgpack.packb(7),
+        msgpack.packb((protocol.VERSION + 1, STEP)),
+        msgpack.packb((protocol.VERSION, protocol.RESULT, 1)),
+    ],
+)
+def test_what_cannot_be_read_is_refused(message):
+    with pytest.raises(WrongMessage):
+        protocol.unpack_result(message)
+
+
+def test_copies_come_back_as_they_were_or_are_refused():
+    moves = Moves((Move(0, 3, 9), Move(1, 2, 2)), (Move(0, 4, 1),))
+    kind, body = protocol.read(protocol.moving(moves))
+    assert kind == protocol.MOVE
+    assert protocol.moved(body) == moves
+    for wrong in ([], [[]], [[], [[1, 2]]], [7, []]):
+        with pytest.raises(WrongMessage, match="copies that cannot be read"):
+            protocol.moved(wrong)
+
+
+def test_a_step_that_cannot_be_read_is_refused():
+    for body in ([], [1, 2, 3, [[0]], [], []], [1, 2, 3, [], [], [[0] * 11]]):
+        with pytest.raises(WrongMessage, match="cannot be read"):
+            Listener().step(body)

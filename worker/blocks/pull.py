@@ -1,0 +1,243 @@
+"""Brings blocks of other workers here, and gives them ours, while both go on computing.
+
+A pull is cut into pieces of whole blocks. Each piece is one call to the owner; several are on
+their way at once, and they land in order. What windows need, of the last blocks only, comes before
+all others, which are of no use without it. Bytes are copied in a thread of their own: neither the
+engine nor the event loop waits for them. Whatever goes wrong, the request computes what is missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+from kvpaging.hashing import IDENTITY_BYTES
+from worker import messages
+from worker.blocks.transfer import Loan, Piece, Pull, PullFailed, Transfers, TransferStats, counted
+from worker.request import Request
+
+log = logging.getLogger("kvatlas.worker")
+
+CALL_BYTES_MAX = 64 << 20
+CANCELLED = "cancelled"
+_T = TypeVar("_T")
+
+Answer = tuple[int, Any]
+"""How many leading blocks the owner had, and their bytes: any object with a buffer."""
+
+Fetch = Callable[[str, list[bytes], float], Awaitable[Answer]]
+"""Ask a gang, within seconds, for blocks: identities end to end, of each group, zeros for a block
+that is not wanted. When it has returned or raised, nobody uses the bytes any more. Raises
+PullFailed."""
+
+
+async def no_peers(gang: str, chains: list[bytes], timeout_s: float) -> Answer:
+    """The `Fetch` of a worker that knows no others. Raises PullFailed."""
+    raise PullFailed("unknown", f"{gang} is not known here")
+
+
+class Pages(Protocol):
+    """The part of `BlockStore` that is used here."""
+
+    def bytes_of(self, blocks: Sequence[Sequence[int]]) -> int: ...
+
+    def export(self, blocks: Sequence[Sequence[int]]) -> Any: ...
+
+    def import_(self, blocks: Sequence[Sequence[int]], data: Any) -> None: ...
+
+
+class Engine(Protocol):
+    """The part of `EngineLoop` that is used here: work for the engine's thread, in order."""
+
+    def call(self, work: Callable[[], _T], timeout_s: float) -> Awaitable[_T]: ...
+
+    def post(self, work: Callable[[], None]) -> None: ...
+
+
+class Puller:
+    """Both sides of one worker's transfers. Lives on its event loop.
+
+    `slice_bytes` are the bytes of one block of each group. `in_thread` runs work elsewhere. At most
+    `bytes_max` are on their way here, and as many from here; `timeout_s` bounds each step of a
+    piece. `now` is a clock in seconds.
+    """
+
+    def __init__(
+        self,
+        transfers: Transfers,
+        pages: Pages,
+        engine: Engine,
+        fetch: Fetch,
+        *,
+        slice_bytes: int,
+        bytes_max: int,
+        timeout_s: float,
+        in_thread: Callable[[Callable[[], Any]], asyncio.Future[Any]],
+        now: Callable[[], float],
+    ) -> None:
+        self.transfers, self.pages, self.engine, self.fetch = transfers, pages, engine, fetch
+        self.slice_bytes, self.timeout_s = slice_bytes, timeout_s
+        self.in_thread, self.now = in_thread, now
+        self.piece_blocks = max(1, min(CALL_BYTES_MAX, bytes_max // 2) // slice_bytes)
+        calls = bytes_max // (self.piece_blocks * slice_bytes)
+        self.possible = calls > 0
+        self._incoming, self._outgoing = (asyncio.Semaphore(max(1, calls)) for _ in "io")
+
+    @property
+    def stats(self) -> TransferStats:
+        return self.transfers.stats
+
+    async def export(self, chains: Sequence[bytes]) -> Answer:
+        """What a peer's `Fetch` asks for. Raises ValueError for more than one call may carry."""
+        width = IDENTITY_BYTES
+        asked = [[c[at : at + width] for at in range(0, len(c), width)] for c in chains]
+        groups, most = len(self.transfers.pools), self.piece_blocks
+        if len(asked) != groups or not all(len(ids) == len(asked[0]) <= most for ids in asked):
+            raise ValueError(f"{groups} lists of up to {most} identities can be asked for")
+        async with self._outgoing:
+            loan, copying = Loan(), None
+            try:
+                await self.engine.call(lambda: self.transfers.lend(loan, asked), self.timeout_s)
+                blocks = loan.blocks
+                copying = self.in_thread(lambda: self.pages.export(blocks))
+                data = await asyncio.shield(copying)
+            finally:
+                self._after(copying, lambda: self.transfers.returned(loan))
+        self.stats.exports += 1
+        self.stats.exported_blocks += counted(blocks)
+        self.stats.exported_bytes += memoryview(data).nbytes
+        return len(blocks[0]), data
+
+    async def pull(self, request: Request, source: messages.Pull) -> None:
+        """Bring what the request needs, as far as possible, then let it start. Raises nothing but
+        CancelledError."""
+        pull = Pull(request, source.gang)
+        self.stats.pulls += 1
+        self.stats.pulling += 1
+        try:
+            await self._pull(pull, source.blocks)
+        except asyncio.CancelledError:
+            pull.failure = CANCELLED
+            raise
+        except PullFailed as failure:
+            pull.failure = failure.reason
+            log.info("no blocks of %s for %s: %s", source.gang, request.id, failure)
+        except TimeoutError:
+            pull.failure = "timeout"
+            log.warning("%s: blocks of %s are late", request.id, source.gang)
+        except Exception:
+            pull.failure = "error"
+            log.exception("could not pull blocks of %s for %s", source.gang, request.id)
+        finally:
+            self.stats.pulling -= 1
+            if pull.failure:
+                self.stats.failed(pull.failure)
+            self.engine.post(lambda: self.transfers.end(pull))
+            pull.ended.set()
+
+    async def _pull(self, pull: Pull, blocks: int) -> None:
+        if not self.possible:
+            raise PullFailed("too_large", "cluster.pull_bytes_max is less than a block")
+        while (
+            other := await self._in_engine(lambda: self.transfers.begin(pull, blocks))
+        ) is not None:
+            await other.ended.wait()
+            if other.failure not in ("", CANCELLED):
+                raise PullFailed(other.failure, "they did not come for another request either")
+        size, needed = self.piece_blocks, self.transfers.needs_from(pull)
+        starts = range(0, pull.count, size)
+        pieces = [
+            Piece(at, min(at + size, pull.count), size <= needed < at + size) for at in starts
+        ]
+        early = [piece for piece in pieces if piece.early]
+        started_s = self.now()
+        try:
+            await self._bring_all(pull, early)
+            await self._bring_all(pull, [piece for piece in pieces if not piece.early])
+            for piece in early:
+                await self._found(pull, piece, piece.stop - piece.start)
+        finally:
+            if pull.bytes:
+                self.stats.link(pull.gang).add(pull.bytes, self.now() - started_s)
+
+    async def _bring_all(self, pull: Pull, pieces: Sequence[Piece]) -> None:
+        """These pieces, several at once. Raises what the first that failed does."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                before = asyncio.Event()
+                before.set()
+                for piece in pieces:
+                    group.create_task(self._bring(pull, piece, before))
+                    before = piece.landed
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    def _in_engine(self, work: Callable[[], _T]) -> Awaitable[_T]:
+        return self.engine.call(work, self.timeout_s)
+
+    async def _bring(self, pull: Pull, piece: Piece, before: asyncio.Event) -> None:
+        """One piece, after those before it have landed; so do they when it fails."""
+        async with self._incoming:
+            try:
+                count, data = await self._ask(pull, piece)
+            except Exception:
+                await before.wait()
+                raise
+            await before.wait()
+            await self._land(pull, piece, count, data)
+        piece.landed.set()
+        if count < piece.stop - piece.start:
+            raise PullFailed("gone", f"it has {piece.start + count} of {pull.count} blocks now")
+
+    async def _ask(self, pull: Pull, piece: Piece) -> Answer:
+        await self._in_engine(lambda: self.transfers.reserve(pull, piece))
+        ids = [b"".join(chain[piece.start : piece.stop]) for chain in pull.wanted]
+        async with asyncio.timeout(self.timeout_s):
+            return await self.fetch(pull.gang, ids, self.timeout_s)
+
+    async def _land(self, pull: Pull, piece: Piece, count: int, data: Any) -> None:
+        size = memoryview(data).nbytes
+        blocks = [column[: max(0, count)] for column in piece.blocks]
+        if not 0 <= count <= piece.stop - piece.start or size != self.pages.bytes_of(blocks):
+            raise PullFailed("wrong_size", f"{size} bytes came for {count} blocks")
+        writing = self.in_thread(lambda: self.pages.import_(blocks, data))
+        piece.writing = True
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                await asyncio.shield(writing)
+            piece.writing = False
+        finally:
+            if piece.writing:
+                self._after(writing, lambda: self.transfers.confirmed(piece))
+                self._expect(writing, piece)
+        if not piece.early:
+            await self._found(pull, piece, count)
+        self.stats.pulled_bytes += size
+        pull.bytes += size
+
+    def _found(self, pull: Pull, piece: Piece, count: int) -> Awaitable[None]:
+        return self._in_engine(lambda: self.transfers.land(pull, piece, count))
+
+    def _expect(self, writing: asyncio.Future[Any], piece: Piece) -> None:
+        """Quarantine what a copy that should have ended still writes to."""
+
+        def overdue() -> None:
+            if not writing.done():
+                self.engine.post(lambda: self.transfers.quarantine(piece))
+
+        asyncio.get_running_loop().call_later(self.timeout_s, overdue)
+
+    def _after(self, copying: asyncio.Future[Any] | None, work: Callable[[], None]) -> None:
+        """Work for the engine's thread once a copy has ended, or never began."""
+
+        def ended(done: asyncio.Future[Any]) -> None:
+            if not done.cancelled():
+                done.exception()  # seen by whoever waited, or by nobody who cares any more
+            self.engine.post(work)
+
+        if copying is None:
+            self.engine.post(work)
+        else:
+            copying.add_done_callback(ended)

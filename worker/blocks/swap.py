@@ -1,0 +1,151 @@
+"""What becomes of the blocks of a preempted sequence: computed again, or kept on the host for it.
+
+Swapping out copies the full blocks that the host does not have yet and holds them there until the
+sequence runs again; the tokens behind them, less than a block, are computed again either way. They
+come back as any blocks do that a waiting sequence finds on the host.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvpaging.host_pool import HostPool
+    from worker.blocks.host_cache import Place, Tier
+    from worker.engine.load import Rates
+    from worker.request import Sequence as Served
+
+log = logging.getLogger("kvatlas.worker")
+
+RECOMPUTE, SWAP = "recompute", "swap"
+
+
+@dataclass(slots=True)
+class SwapStats:
+    """Preempted sequences by what was chosen, and the seconds that it was to cost them."""
+
+    swaps: int = 0
+    swap_expected_s: float = 0.0
+    recomputes: int = 0
+    recompute_expected_s: float = 0.0
+    swapped_sequences: int = 0
+
+
+class Swaps:
+    """The choice for each preempted sequence. `preemption` is `auto`, `recompute` or `swap`."""
+
+    def __init__(self, tier: Tier, rates: Rates, preemption: str) -> None:
+        self.tier, self.rates, self.preemption = tier, rates, preemption
+        self.stats = SwapStats()
+        self._held: dict[Served, list[tuple[HostPool, int]]] = {}
+
+    def shown(self) -> dict[str, Any]:
+        self.stats.swapped_sequences = len(self._held)
+        return asdict(self.stats)
+
+    def preempt(self, sequence: Served) -> None:
+        """Called before the sequence gives its blocks back."""
+        tier, tokens = self.tier, sequence.computed
+        found = tier.union.match(sequence)
+        slots, blocks = tier.parts(found)
+        new = [place for place in blocks if self._slot(*place) is None]
+        out = sum(tier.block_bytes[tier.hosts[group]] for group, _ in new)
+        back = sum(tier.block_bytes[tier.hosts[group]] for group, _ in (*slots, *blocks))
+        again_s = tokens * self.rates.token_s
+        rest = max(0, tokens - len(found[0]) * tier.scheduler.block_size)
+        swap_s = self._copy_s(out, back)
+        if swap_s is not None:
+            swap_s += rest * self.rates.token_s
+        reason = self._against(back, out, swap_s, again_s)
+        kind = SWAP if reason == "" and self._hold(sequence, found, new) else RECOMPUTE
+        if kind == SWAP:
+            self.stats.swaps += 1
+            self.stats.swap_expected_s += swap_s or 0.0
+        else:
+            self.stats.recomputes += 1
+            self.stats.recompute_expected_s += again_s
+        log.info(
+            "%s[%d] is preempted, %s: %d tokens, %.1f ms to compute again, %s to swap (%s)",
+            sequence.request.id,
+            sequence.choice,
+            kind,
+            tokens,
+            again_s * 1e3,
+            "unknown" if swap_s is None else f"{swap_s * 1e3:.1f} ms",
+            reason or ("no room on the host" if kind == RECOMPUTE else f"{out} bytes out"),
+        )
+
+    def _copy_s(self, out: int, back: int) -> float | None:
+        """Seconds there and back; None where a rate was not measured yet."""
+        rates = self.tier.out_rate.per_s, self.tier.back_rate.per_s
+        if not all(rates):
+            return None
+        return out / rates[0] + back / rates[1]
+
+    def _against(self, back: int, out: int, swap_s: float | None, again_s: float) -> str:
+        """Why not to swap; empty where nothing speaks against it."""
+        if self.preemption == RECOMPUTE:
+            return "scheduler.preemption=recompute"
+        if not back:
+            return "no full block"
+        if not self.tier.time_for(out):
+            return "more than kv.host_step_gib allows"
+        if self.preemption == SWAP:
+            return ""
+        if swap_s is None or not self.rates.token_s:
+            return "rates not measured yet"
+        return "" if swap_s < again_s else "computing is faster"
+
+    def _hold(self, sequence: Served, found: Sequence[Sequence[int]], new: Sequence[Place]) -> bool:
+        """Hold on the host all that a match has `found`, or none where there is no room for what is
+        `new` there."""
+        tier = self.tier
+        held = [
+            (tier.hosts[group], slot)
+            for group, column in enumerate(found)
+            for number in column
+            if (slot := self._slot(group, number)) is not None
+        ]
+        for host, slot in held:
+            host.hold(slot)
+        need = Counter((tier.hosts[g], tier.hosts[g].pool.rank_of(block)) for g, block in new)
+        counts = {place: place[0].counts(place[1]) for place in need}
+        if any(n > counts[place].free + counts[place].idle for place, n in need.items()):
+            self._unhold(held)
+            return False
+        for group, block in new:
+            host, pool = tier.hosts[group], tier.hosts[group].pool
+            identity = pool.identity(block)
+            assert identity is not None
+            kept = tier.keep(host, block, identity, pool.parent(block))
+            slot_ = host.lookup(identity)
+            assert kept, "there was time"
+            assert slot_ is not None, "there was room"
+            host.hold(slot_)
+            held.append((host, slot_))
+        self._held[sequence] = held
+        return True
+
+    def _slot(self, group: int, number: int) -> int | None:
+        """Where the host has what a match has found as `number`; None where it does not, or only
+        on another rank, where it can give way."""
+        host = self.tier.hosts[group]
+        slot = self.tier.unions[group].slot(number)
+        if slot is None and number >= 0:
+            identity = host.pool.identity(number)
+            if identity is not None and not host.astray(identity, host.pool.rank_of(number)):
+                slot = host.lookup(identity)
+        return slot
+
+    def release(self, sequence: Served) -> None:
+        """It runs again, or never will: what was held for it may go."""
+        self._unhold(self._held.pop(sequence, []))
+
+    def _unhold(self, held: list[tuple[HostPool, int]]) -> None:
+        """Tail first, so that a chain's tail is evicted before its head."""
+        for host, slot in reversed(held):
+            host.unhold(slot)

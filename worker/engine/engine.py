@@ -1,0 +1,375 @@
+"""The engine: plan a step, run it, commit it, say what came of it. One thread, no clock of its own.
+
+Up to `depth` steps are under way: with 2, step k commits while k + 1 runs, and what a finished
+sequence computed too much is dropped. A step that raises commits nothing; its rows are tried again,
+in the end each alone, so that only a request that itself fails is lost.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Set
+from dataclasses import replace
+from itertools import islice
+
+from worker import messages
+from worker.decoding import beam
+from worker.decoding.speculation import Said, judge
+from worker.engine.ending import ending, ending_of_beam, started
+from worker.engine.load import Rates, blocks_in_use
+from worker.engine.stats import EngineStats
+from worker.execution.philox import derive
+from worker.execution.runner import InFlight, Runner, StepResult
+from worker.params import ParamError
+from worker.request import Request, Sequence
+from worker.scheduling.scheduler import QueueFull, Row, Scheduler, StepPlan
+
+Output = tuple[Request, messages.Event]
+
+
+class Engine:
+    """Requests in, wire events out.
+
+    `cpu_clock` gives CPU seconds of this thread, for `stats`; `now` arguments are in the clock of
+    `Request.arrival_s` and `deadline_s`.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        end_tokens: frozenset[int],
+        max_model_len: int,
+        cpu_clock: Callable[[], float],
+        depth: int = 1,
+    ) -> None:
+        assert depth in (1, 2)
+        self.scheduler, self.runner, self.depth = scheduler, runner, depth
+        self.end_tokens, self.max_model_len = end_tokens, max_model_len
+        self.cpu_clock = cpu_clock
+        self.requests: dict[str, Request] = {}
+        self.stats = EngineStats()
+        self.rates = Rates()
+        self.on_step_error: Callable[[BaseException, bool], None] = lambda error, retried: None
+        self._flying: deque[InFlight] = deque()
+
+    @property
+    def idle(self) -> bool:
+        scheduler, tier = self.scheduler, self.scheduler.tier
+        waits = scheduler.running or scheduler.waiting or (tier is not None and tier.busy)
+        return not waits and not self._flying
+
+    def submit(self, request: Request) -> list[messages.Event]:
+        """Queue a checked request. The first event is accepted or rejected; a request that needs
+        no step is finished at once."""
+        if request.id in self.requests:
+            message = f"a request with id {request.id} is being served"
+            return [messages.Rejected("duplicate_id", 0.0, message)]
+        for sequence in request.sequences[1:]:
+            seed = derive(request.params.seed, sequence.choice)
+            sequence.params = replace(request.params, seed=seed)
+        try:
+            if request.params.beam_width:
+                request.beams = beam.begin(
+                    request, self.scheduler, self.end_tokens, self.max_model_len
+                )
+            if any(s.target > 0 for s in request.sequences):
+                self.scheduler.submit(request)
+        except ParamError as error:
+            return [messages.Rejected("invalid", 0.0, str(error))]
+        except QueueFull as full:
+            return [messages.Rejected("queue_full", self._retry_after_s(), str(full))]
+        events: list[messages.Event] = [messages.Accepted(request.id, len(request.prompt))]
+        if request.params.prompt_logprobs is not None:
+            events.append(messages.PromptLogprobs(0, [None]))
+        self.requests[request.id] = request
+        for sequence in request.sequences:
+            if sequence.target <= 0:
+                sequence.finish_reason = "length"
+                events.append(ending(sequence, [], None))
+                self._forget_if_finished(request)
+        return events
+
+    def abort(self, request_id: str, choice: int | None = None) -> list[Output]:
+        """End a request, or one choice of it, wherever it is; the others go on.
+
+        Gives the end of each choice that it ended: none when that is not here (any more).
+        """
+        request = self.requests.get(request_id)
+        if request is None:
+            return []
+        if request.beams is not None:
+            return self._finish_search(request, "abort")
+        chosen = [s for s in request.sequences if choice in (None, s.choice)]
+        return self._close(chosen, "abort")
+
+    def _close(self, sequences: Iterable[Sequence], reason: str) -> list[Output]:
+        """End those that have not ended, with no token more."""
+        out: list[Output] = []
+        for sequence in sequences:
+            if sequence.finish_reason is None:
+                self.scheduler.finish(sequence, reason)
+                out.append((sequence.request, ending(sequence, [], None)))
+                self._forget_if_finished(sequence.request)
+        return out
+
+    def step(self, now: float) -> list[Output]:
+        """One turn: plan and launch a step, settle the oldest one under way. Empty when idle."""
+        out = self._expire(now)
+        plan = self._plan()
+        if plan.rows:
+            self._mark_admitted(plan, now)
+            try:
+                self._flying.append(self.runner.launch(plan))
+            except Exception as error:
+                self._note(error)
+                rows = self.scheduler.rollback(plan)
+                while self._flying:
+                    out += self._settle(now)
+                return out + self._recover(rows, now)
+        if self._flying and (len(self._flying) >= self.depth or not plan.rows):
+            out += self._settle(now)
+        return out
+
+    def _plan(self, only: Iterable[Sequence] | None = None) -> StepPlan:
+        """The next step, after the copies that it and what waits need have begun."""
+        tier, again = self.scheduler.tier, True
+        if tier is not None:
+            tier.land()
+        while again:
+            started = self.cpu_clock()
+            plan = self.scheduler.plan(only)
+            self.stats.schedule_s += self.cpu_clock() - started
+            again = False
+            if tier is not None:
+                tier.issue()
+                again = only is None and not plan.rows and tier.land()
+        return plan
+
+    def _settle(self, now: float) -> list[Output]:
+        flight = self._flying.popleft()
+        try:
+            result = self.runner.collect(flight)
+        except Exception as error:
+            self._note(error)
+            plans = [*(later.plan for later in reversed(self._flying)), flight.plan]
+            self._flying.clear()
+            rows = [row for plan in plans for row in self.scheduler.rollback(plan)]
+            return self._recover(rows, now)
+        return self._commit(flight.plan, result, now)
+
+    def _note(self, error: Exception) -> None:
+        self.stats.failed_steps += 1
+        self.on_step_error(error, False)
+        self.runner.raise_if_dead(error)
+
+    def _recover(self, rows: list[Row], now: float) -> list[Output]:
+        """Try rows of failed steps again, without the sequences just admitted; those, and all if
+        that fails too, run alone, and what fails alone gets a 500."""
+        sequences = {id(row.sequence): row.sequence for row in rows}
+        fresh = {id(row.sequence) for row in rows if row.admitted}
+        old = [s for key, s in sequences.items() if key not in fresh]
+        out: list[Output] = []
+        alone = [s for key, s in sequences.items() if key in fresh]
+        if old:
+            done, failure = self._try(old, now)
+            out += done
+            if failure is not None:
+                alone = [*old, *alone]
+        for sequence in alone:
+            done, failure = self._try([sequence], now)
+            out += done
+            if failure is not None:
+                out += self._fail(sequence.request, failure)
+        return out
+
+    def _try(
+        self, sequences: Iterable[Sequence], now: float
+    ) -> tuple[list[Output], Exception | None]:
+        plan = self._plan(sequences)
+        if not plan.rows:
+            return [], None
+        self._mark_admitted(plan, now)
+        try:
+            result = self.runner.collect(self.runner.launch(plan))
+        except Exception as error:
+            self.on_step_error(error, True)
+            self.runner.raise_if_dead(error)
+            self.scheduler.rollback(plan)
+            return [], error
+        return self._commit(plan, result, now), None
+
+    def _commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Output]:
+        stats = self.stats
+        stats.steps += 1
+        stats.rows += len(plan.rows)
+        stats.batch_tokens += plan.tokens
+        took_s = self.runner.execute_s - stats.execute_s
+        stats.note_ranks(plan, took_s)
+        self.rates.note(plan, took_s, blocks_in_use(self.scheduler))
+        stats.build_s, stats.execute_s = self.runner.build_s, self.runner.execute_s
+        stats.saved_reads = self.runner.saved_reads
+        out: list[Output] = []
+        samples = zip(result.tokens, result.bad, result.logprobs, strict=True)
+        said = {
+            row.slot: judge(row.drafts, [*islice(samples, row.samples)], self._ends(row.sequence))
+            for row in plan.rows
+            if row.sampled
+        }
+        guessed = {row.slot: said[row.slot].tokens for row in plan.rows if row.drafts}
+        scores, offers = iter(result.scores), iter(result.offers)
+        for row, valid in zip(plan.rows, self.scheduler.commit(plan, guessed), strict=True):
+            scored = next(scores) if row.scored_from is not None else None
+            offer = next(offers) if row.candidates else None
+            if not valid or row.sequence.finish_reason is not None:
+                continue
+            sequence, request = row.sequence, row.sequence.request
+            if scored is not None:
+                out += self._report_scores(row, scored)
+            tokens, logprobs, bad = said.get(row.slot, SILENT)
+            if bad or (row.candidates and offer is None):
+                out += self._fail(request, ArithmeticError(BAD_LOGITS))
+            elif tokens:
+                event = self._append(sequence, tokens, logprobs)
+                if self._mark_first_token(request, now):
+                    event = replace(event, started=started(sequence))
+                out.append((request, event))
+            elif offer is not None:
+                self._mark_first_token(request, now)
+                sequence.offer = offer
+                out += self._search(request)
+            elif request.params.max_tokens == 0 and sequence.computed >= sequence.target:
+                out += self._close(request.sequences, "length")  # one scores the prompt for all
+        return out
+
+    def _mark_first_token(self, request: Request, now: float) -> bool:
+        """Whether this is a request's first token."""
+        if request.first_token_s is not None:
+            return False
+        request.first_token_s = now
+        self.stats.prompt_tokens += len(request.prompt)
+        return True
+
+    def _search(self, request: Request) -> list[Output]:
+        """Take a step of a beam search when all its beams have said what may follow."""
+        search, beams = request.beams, request.sequences
+        offers = [beam.offer for beam in beams if beam.offer is not None]
+        if search is None or len(offers) < len(beams):
+            return []
+        children = search.select(offers, lambda place: beams[place].tokens[len(request.prompt) :])
+        if children:
+            request.sequences = beam.branch(self.scheduler, beams, children)
+            return []
+        return self._finish_search(request)
+
+    def _finish_search(self, request: Request, reason: str | None = None) -> list[Output]:
+        """End a beam search with its `n` best, in order of score; for a `reason`, with nothing."""
+        search, first = request.beams, request.sequences[0]
+        assert search is not None
+        best: list[beam.Ended | None] = [*search.ended[: request.choices]]
+        if reason is not None:
+            best = [None] * request.choices
+        assert len(best) == request.choices
+        events = [ending_of_beam(first, i, ended, reason) for i, ended in enumerate(best)]
+        if reason is None:
+            events[0] = replace(events[0], started=started(first))
+        self.stats.generated_tokens += sum(event.generated_tokens for event in events)
+        self._end(request, events[0].reason)
+        return [(request, event) for event in events]
+
+    def _ends(self, sequence: Sequence) -> Set[int]:
+        """The tokens that end a sequence."""
+        params = sequence.request.params
+        ends = frozenset() if params.ignore_eos else self.end_tokens
+        return ends.union(params.stop_token_ids) if params.stop_token_ids else ends
+
+    def _append(
+        self, sequence: Sequence, tokens: list[int], entries: list[messages.TokenLogprob | None]
+    ) -> messages.Delta | messages.Finish:
+        """The last of `tokens` is new; those before it were guessed and are appended already."""
+        request, params, token = sequence.request, sequence.request.params, tokens[-1]
+        sequence.tokens.append(token)
+        self.stats.generated_tokens += len(tokens)
+        known = [entry for entry in entries if entry is not None]
+        logprobs = None if params.logprobs is None else known
+        if token in self._ends(sequence):
+            reason, sequence.stop_token = "stop", token
+        elif (
+            sequence.generated_tokens >= params.max_tokens
+            or len(sequence.tokens) >= self.max_model_len
+        ):
+            reason = "length"
+        else:
+            return messages.Delta(sequence.choice, tokens, logprobs)
+        self.scheduler.finish(sequence, reason)
+        event = ending(sequence, tokens, logprobs)
+        self._forget_if_finished(request)
+        return event
+
+    def _report_scores(self, row: Row, entries: list[messages.PromptLogprob]) -> list[Output]:
+        assert row.scored_from is not None
+        row.sequence.scored = row.scored_from + len(entries)
+        if row.sequence.choice or not entries:
+            return []
+        return [(row.sequence.request, messages.PromptLogprobs(row.scored_from + 1, [*entries]))]
+
+    def _mark_admitted(self, plan: StepPlan, now: float) -> None:
+        for row in plan.rows:
+            if row.sequence.request.admitted_s is None:
+                row.sequence.request.admitted_s = now
+
+    def _expire(self, now: float) -> list[Output]:
+        late = [r for r in self.requests.values() if now > r.deadline_s]
+        out: list[Output] = []
+        for request in late:
+            self._end(request, "timeout")
+            message = "the request ran past its deadline (limits.request_timeout_s changes it)"
+            out.append((request, messages.Error("timeout", message, 408)))
+        return out
+
+    def _fail(self, request: Request, error: Exception) -> list[Output]:
+        self._end(request, "error")
+        message = f"the model failed on this request: {error}"
+        return [(request, messages.Error("engine_error", message, 500))]
+
+    def end_quarantined(self) -> list[Output]:
+        """End the requests that have quarantined blocks: their keys may be another's."""
+        out: list[Output] = []
+        for request in list(self.requests.values()):
+            tables = [s.table for s in request.sequences if s.table is not None]
+            if any(
+                block in pool.quarantined
+                for table in tables
+                for pool, blocks in zip(table.pools, table.blocks, strict=True)
+                for block in blocks
+            ):
+                out += self._fail(request, RuntimeError("its KV blocks failed the pool's audit"))
+        return out
+
+    def _end(self, request: Request, reason: str) -> None:
+        for sequence in request.sequences:
+            self.scheduler.finish(sequence, reason)
+        self._forget_if_finished(request)
+
+    def _forget_if_finished(self, request: Request) -> None:
+        if request.finished:
+            self.requests.pop(request.id, None)
+            reason = request.sequences[0].finish_reason or ""
+            self.stats.finished[reason] = self.stats.finished.get(reason, 0) + 1
+
+    def _retry_after_s(self) -> float:
+        """A guess at when a place in the queue is free: one request's share of the work ahead."""
+        stats = self.stats
+        if not stats.steps or not stats.rows:
+            return 1.0
+        step_s = stats.execute_s / stats.steps
+        left = [
+            s.request.params.max_tokens - s.generated_tokens
+            for s in islice(self.scheduler.running, 64)
+        ]
+        return max(1.0, step_s * min(left, default=0))
+
+
+BAD_LOGITS = "its logits are not finite numbers; model.dtype=float32 has the widest range"
+SILENT = Said([], [], False)

@@ -1,0 +1,263 @@
+"""StepPlan -> index tensors: everything a forward pass needs, filled into a ring of host buffers.
+
+Block tables live on the device, a row per running sequence, and learn only their changed entries.
+They are not told that a block behind a window was given back: nobody reads such an entry again.
+An input token is an id or, written as `-1 - slot`, the last token sampled for that slot, which the
+host need not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from context_parallel.attention import ShardedBatch
+from kvpaging.attention.ops import Rows
+from kvpaging.attention.shared_prefix import Run, find
+from kvpaging.store import Layout
+from worker.scheduling.scheduler import Row, StepPlan
+
+RING = 3
+
+NEVER_READ = 0
+"""The entry of a block that was given back: no query of the row, or of a later one, sees it."""
+
+Ints = NDArray[np.int64]
+NO_TOKENS: Ints = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step on the device: T tokens in R rows, of which n need logits.
+
+    In a gang the last T - `local` tokens are of sequences whose blocks lie on several ranks, and
+    a rank without rows of its own has no `rows`.
+    """
+
+    ids: Tensor  # int64 [T], negative: see `last token` above
+    positions: Tensor  # int64 [T]
+    rows: tuple[Rows, ...]  # one per layer group
+    logits_at: Tensor  # int64 [n]: the scored tokens row by row, the sampled ones, last of beams
+    slots: Tensor  # int64 [samples]: slot of each token to be sampled, in order
+    scored: int  # how many of `logits_at` are scored
+    local: int = 0
+    sharded: tuple[ShardedBatch, ...] = ()  # one per layer group, where there are such tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Rows whose blocks are all here, flat: T tokens in R rows."""
+
+    ids: Ints  # [T]
+    positions: Ints  # [T]
+    where: list[Ints]  # [T] of each layer group, see `Rows.slots`
+    starts: Ints  # [R]
+    counts: Ints  # [R]
+    slots: Ints  # [R]
+    ends: Ints  # [R], of the tokens
+
+
+def _bucket(n: int) -> int:
+    """Table widths in powers of two: few shapes, so that grids and graphs are reused."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+class BatchBuilder:
+    """Host mirror and device copy of all block tables, and the buffers that steps are written to.
+
+    `tables[g]` is int32 `[max_num_seqs, max_blocks]`, the physical blocks of layer group g by slot.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_batch_tokens: int,
+        max_logit_rows: int,
+        device: torch.device,
+    ) -> None:
+        self.layout, self.device = layout, device
+        groups, size = len(layout.groups), layout.block_size
+        self.max_blocks = -(-max_model_len // size)
+        self.host: NDArray[np.int32] = np.zeros((groups, max_num_seqs, self.max_blocks), np.int32)
+        self.tables = torch.from_numpy(self.host)
+        if device.type != "cpu":
+            self.tables = self.tables.to(device)
+        tokens = max_batch_tokens * (2 + groups) + 2 * max_logit_rows + 5 * max_num_seqs + 1
+        pinned = device.type == "cuda"
+        self._ring = [
+            torch.zeros(tokens, dtype=torch.int64, pin_memory=pinned) for _ in range(RING)
+        ]
+        self._events: list[torch.cuda.Event | None] = [None] * RING
+
+    @staticmethod
+    def workspace_bytes(
+        layout: Layout, max_num_seqs: int, max_model_len: int, max_batch_tokens: int
+    ) -> int:
+        """Device bytes of tables and step buffers, for the memory plan."""
+        tables = len(layout.groups) * max_num_seqs * -(-max_model_len // layout.block_size) * 4
+        return 2 * tables + RING * 8 * max_batch_tokens * (3 + len(layout.groups))
+
+    def build(self, plan: StepPlan) -> Batch:
+        self._apply_changes(plan)
+        part = self._part(plan.rows)
+        return self._batch(plan.step, part, zip(plan.rows, part.ends.tolist(), strict=True))
+
+    def _part(self, rows: Sequence[Row]) -> _Part:
+        starts = np.fromiter((r.start for r in rows), np.int64, len(rows))
+        counts = np.fromiter((r.count for r in rows), np.int64, len(rows))
+        slots = np.fromiter((r.slot for r in rows), np.int64, len(rows))
+        ends = counts.cumsum()
+        total = int(ends[-1]) if rows else 0
+        if total == len(rows):
+            positions, token_slot = starts, slots
+        else:
+            positions = np.arange(total) + np.repeat(starts - (ends - counts), counts)
+            token_slot = np.repeat(slots, counts)
+        size = self.layout.block_size
+        block, offset = positions // size, positions % size
+        where = [host[token_slot, block].astype(np.int64) * size + offset for host in self.host]
+        if any(row.start < row.stored for row in rows):
+            stored = np.fromiter((r.stored for r in rows), np.int64, len(rows))
+            known = positions < np.repeat(stored, counts)
+            for slots_of_group in where:
+                slots_of_group[known] = -1
+        ids = np.fromiter(chain.from_iterable(map(tokens_of, rows)), np.int64, total)
+        return _Part(ids, positions, where, starts, counts, slots, ends)
+
+    def _batch(
+        self,
+        step: int,
+        part: _Part,
+        ends: Iterable[tuple[Row, int]],
+        ids: Ints = NO_TOKENS,
+        positions: Ints = NO_TOKENS,
+        sharded: tuple[ShardedBatch, ...] = (),
+    ) -> Batch:
+        """Send it all. `ends` are the rows that may want logits, with where their tokens end;
+        `ids` and `positions` are of the `sharded` tokens behind those of the part."""
+        scored, sampled, sampled_slots = _logit_rows(ends)
+        size, groups = self.layout.block_size, self.layout.groups
+        blocks = (part.starts + part.counts + size - 1) // size
+        if sharded:
+            ids, positions = np.append(part.ids, ids), np.append(part.positions, positions)
+        else:
+            ids, positions = part.ids, part.positions
+        per_row = (part.starts, blocks, part.slots, part.ends, sampled_slots)
+        parts = (ids, positions, *part.where, scored, sampled, *per_row)
+        ids_, positions_, *rest = self._send(step, parts)
+        slots_by_group, rest = rest[: len(groups)], rest[len(groups) :]
+        scored_, sampled_, first, blocks_, slots_, ends_, sampled_slots_ = rest
+        row_sets: tuple[Rows, ...] = ()
+        if len(blocks):
+            first, blocks_ = first.int(), blocks_.int()
+            query_start = torch.nn.functional.pad(ends_, (1, 0)).int()
+            width = min(_bucket(int(blocks.max())), self.max_blocks)
+            lens, firsts = tuple(part.counts.tolist()), tuple(part.starts.tolist())
+            row_sets = tuple(
+                Rows(
+                    query_start,
+                    first,
+                    table[slots_, :width],
+                    blocks_,
+                    None,
+                    slot,
+                    lens,
+                    firsts,
+                    self._shared(part, group),
+                )
+                for group, (table, slot) in enumerate(zip(self.tables, slots_by_group, strict=True))
+            )
+        logits_at = torch.cat((scored_, sampled_)) if len(scored) else sampled_
+        return Batch(
+            ids_,
+            positions_,
+            row_sets,
+            logits_at,
+            sampled_slots_,
+            len(scored),
+            len(part.ids),
+            sharded,
+        )
+
+    def _shared(self, part: _Part, group: int) -> tuple[Run, ...]:
+        """What the rows of a part have in common in a layer group."""
+        window, full = self.layout.groups[group].shape.window, self.layout.indexed
+        whole = None if window is None or full is None else self.host[full]
+        where = (part.slots, part.counts, part.starts, self.layout.block_size)
+        return find(self.host[group], *where, window, whole=whole)
+
+    def _apply_changes(self, plan: StepPlan) -> None:
+        changed: list[tuple[int, int, int, int]] = []
+        on_host_only = self.device.type == "cpu"
+        for row in plan.rows:
+            table = row.sequence.table
+            assert table is not None
+            for group, blocks in enumerate(table.blocks):
+                new = blocks[row.changed_from :]
+                if row.changed_from < table.first[group]:
+                    new = [max(block, NEVER_READ) for block in new]
+                if new:
+                    end = row.changed_from + len(new)
+                    self.host[group, row.slot, row.changed_from : end] = new
+                    if not on_host_only:
+                        span = range(row.changed_from, end)
+                        changed += ((group, row.slot, i, b) for i, b in zip(span, new, strict=True))
+        if changed:
+            at = torch.tensor(changed, device=self.device)
+            self.tables[at[:, 0], at[:, 1], at[:, 2]] = at[:, 3].int()
+
+    def _send(self, step: int, parts: tuple[Ints, ...]) -> list[Tensor]:
+        """One copy to the device for the whole step, out of the ring's next buffer."""
+        turn = step % RING
+        event = self._events[turn]
+        if event is not None:
+            event.synchronize()
+        host = self._ring[turn]
+        total = sum(map(len, parts))
+        np.concatenate(parts, out=host.numpy()[:total])
+        sent = host[:total].to(self.device, non_blocking=True)
+        if self.device.type == "cuda":
+            self._events[turn] = event or torch.cuda.Event()
+            self._events[turn].record()  # type: ignore[union-attr]
+        return list(sent.split([len(part) for part in parts]))
+
+
+def tokens_of(row: Row) -> list[int]:
+    """The input of a row: token ids, the last one -1 - slot where the host does not know it yet,
+    then its guesses."""
+    known = row.sequence.tokens[row.start : row.start + row.known]
+    if len(known) < row.known:
+        known.append(-1 - row.slot)
+    return [*known, *row.drafts] if row.drafts else known
+
+
+def _logit_rows(ends: Iterable[tuple[Row, int]]) -> tuple[Ints, Ints, Ints]:
+    """Indexes of the tokens whose logits score a prompt token; of those that are sampled, before
+    those that beams may go on from; and the slots of the sampled ones."""
+    scored: list[int] = []
+    sampled: list[int] = []
+    slots: list[int] = []
+    beams: list[int] = []
+    for row, end in ends:
+        if row.scored_from is not None:
+            first = end - row.count + row.scored_from - row.start
+            scored.extend(range(first, first + row.scored_count))
+        if row.sampled:
+            sampled.extend(range(end - row.samples, end))
+            slots.extend([row.slot] * row.samples)
+        elif row.candidates:
+            beams.append(end - 1)
+    return (
+        np.array(scored, np.int64),
+        np.array([*sampled, *beams], np.int64),
+        np.array(slots, np.int64),
+    )

@@ -1,0 +1,88 @@
+"""Linear layers that read the same input, computed as one.
+
+Three projections of one hidden state are three passes of the weights through the same cores; one
+wider product is faster on every device. The layers keep their names and their calls, so that any
+family's code runs as it is: the first one called computes for all, the others take their part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from worker.execution.int8 import Int8Linear
+
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def join(layers: Sequence[Any]) -> nn.Module:
+    """One linear layer with the outputs of all, which are of one kind and alike."""
+    if isinstance(layers[0], Int8Linear):
+        return Int8Linear.joined(layers)
+    weight = torch.cat([layer.weight.detach() for layer in layers])
+    biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+    joined = nn.Linear(weight.shape[1], weight.shape[0], bool(biases), device="meta")
+    joined.weight = nn.Parameter(weight, False)
+    if biases:
+        joined.bias = nn.Parameter(torch.cat(biases), False)
+    return joined
+
+
+class Shared(nn.Module):
+    """The joined layer and the parts of the last input's product."""
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        super().__init__()
+        self.sizes = [layer.out_features for layer in layers]
+        self.linear = join(layers)
+        self.source: Tensor | None = None
+        self.parts: tuple[Tensor, ...] = ()
+
+    def part(self, index: int, x: Tensor) -> Tensor:
+        if self.source is not x:
+            self.source = x
+            self.parts = self.linear(x).split(self.sizes, -1)
+        found = self.parts[index]
+        if index == len(self.sizes) - 1:  # the last in order of calls: hold no activations
+            self.source, self.parts = None, ()
+        return found
+
+
+class Part(nn.Module):
+    """Stands where a linear layer stood."""
+
+    def __init__(self, shared: Shared, index: int) -> None:
+        super().__init__()
+        self.shared, self.index = shared, index
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.shared.part(self.index, x)
+
+
+def fuse(model: nn.Module) -> int:
+    """Join sibling projections in place; returns how many groups. Results differ by rounding."""
+    joined = 0
+    for parent in list(model.modules()):
+        for names in SIBLINGS:
+            found = [getattr(parent, name, None) for name in names]
+            layers = [layer for layer in found if type(layer) in (nn.Linear, Int8Linear)]
+            if len(layers) == len(names) and _alike(layers):
+                shared = Shared(layers)
+                for index, name in enumerate(names):
+                    setattr(parent, name, Part(shared, index))
+                joined += 1
+    return joined
+
+
+def _alike(layers: Sequence[Any]) -> bool:
+    first = layers[0]
+    return all(
+        type(layer) is type(first)
+        and layer.in_features == first.in_features
+        and (layer.bias is None) == (first.bias is None)
+        and (isinstance(layer, Int8Linear) or layer.weight.dtype == first.weight.dtype)
+        for layer in layers
+    )

@@ -1,0 +1,325 @@
+"""A transformers model whose attention is ours: every key and value it makes lives in pages.
+
+A model is fed one flat ragged batch `[1, T]`; attention finds rows, tables and slots of the step in
+`Pages`. What is served is what passes two checks: `probe` (before weights are loaded: the attention
+hook is called once a layer, with which shapes) and `check` in `worker/startup/start.py` (with
+weights).
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from context_parallel import attention as sharded_attention
+from context_parallel.attention import ShardedBatch
+from context_parallel.exchange import Exchange
+from kvpaging.attention import ops
+from kvpaging.attention.ops import Rows
+from kvpaging.store import BlockStore, LayerShape
+from worker.execution.int8 import Linears, linears
+
+HOOK = "kvatlas"
+NO_HOOK = (
+    "never calls the attention hook, so its keys and values cannot be paged and requests in one "
+    "batch would read each other"
+)
+SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+class UnsupportedModel(Exception):
+    """The model's family cannot be served; the message names the family and the reason."""
+
+
+@dataclass(slots=True)
+class Pages:
+    """What attention reads while a step runs: the store and one `Rows` per layer group.
+
+    In a gang the first `local` tokens are of `rows`; those behind them are of sequences that lie on
+    several ranks, one `sharded` batch per layer group, and meet in the `exchange`.
+    """
+
+    store: BlockStore
+    rows: Sequence[Rows] = ()
+    group_of: tuple[int, ...] = ()
+    local: int = 0
+    sharded: Sequence[ShardedBatch] = ()
+    exchange: Exchange | None = None
+    handle: int = field(default_factory=itertools.count(1).__next__)
+
+    def __post_init__(self) -> None:
+        layers = range(self.store.layout.num_layers)
+        self.group_of = tuple(self.store.layout.group_of(layer) for layer in layers)
+        _PAGES[self.handle] = self
+
+    def close(self) -> None:
+        _PAGES.pop(self.handle, None)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: int,
+        scale: float,
+        softcap: float | None,
+        sink: Tensor | None,
+    ) -> Tensor:
+        """Write k, v [T, Hkv, D*] to their slots, then attend q [T, Hq, Dk] over all pages of its
+        row. Returns [T, Hq, Dv] in q's dtype."""
+        group = self.group_of[layer]
+        k_pages, v_pages = self.store.k(layer), self.store.v(layer)
+        scales = self.store.scales(layer)
+        window = self.store.layout.groups[group].shape.window
+        options: dict[str, Any] = {
+            "scale": scale,
+            "window": window,
+            "softcap": softcap,
+            "sink": sink,
+            "scales": scales,
+        }
+
+        def local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            rows = self.rows[group]
+            ops.write(k, v, k_pages, v_pages, rows.slots, scales)
+            return ops.attend_finish(q, k_pages, v_pages, rows, **options)
+
+        if not self.sharded:
+            return local(q, k, v)
+        assert self.exchange is not None
+        n, batch = self.local, self.sharded[group]
+        rest = sharded_attention.attend(
+            q[n:], k[n:], v[n:], k_pages, v_pages, batch, self.exchange, **options
+        )
+        return torch.cat((local(q[:n], k[:n], v[:n]), rest)) if n else rest
+
+
+# The one way into a compiled graph: the op carries a number, never the step's own tensors, so that
+# the graph neither specialises on a batch nor holds one alive.
+_PAGES: dict[int, Pages] = {}
+_LIBRARY = torch.library.Library("kvatlas", "DEF")
+_LIBRARY.define(
+    "attend(Tensor q, Tensor k, Tensor v, Tensor(a!) arena, int pages, int layer, float scale, "
+    "float? softcap, Tensor? sink) -> Tensor"
+)
+
+
+def _attend_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    arena: Tensor,
+    pages: int,
+    layer: int,
+    scale: float,
+    softcap: float | None,
+    sink: Tensor | None,
+) -> Tensor:
+    return _PAGES[pages].attend(q, k, v, layer, scale, softcap, sink).contiguous()
+
+
+def _attend_shape(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+
+
+_LIBRARY.impl("attend", _attend_op, "CompositeExplicitAutograd")
+torch.library.register_fake("kvatlas::attend", _attend_shape, lib=_LIBRARY)
+
+
+def _paged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    pages: Pages | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The hook: query [1, Hq, T, Dk], key and value [1, Hkv, T, D*] -> [1, T, Hq, Dv]."""
+    assert pages is not None
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    if torch.compiler.is_compiling():
+        arena = pages.store.arenas[pages.store.layout.groups[pages.group_of[layer]].arena]
+        out = torch.ops.kvatlas.attend(q, k, v, arena, pages.handle, layer, scale, softcap, s_aux)
+    else:
+        out = pages.attend(q, k, v, layer, scale, softcap, s_aux)
+    return out.unsqueeze(0), None
+
+
+AttentionInterface.register(HOOK, _paged_attention)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """How a layer calls attention, beside what it stores."""
+
+    heads: int
+    softcap: float | None
+    sink: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What is known of a model before its weights are loaded."""
+
+    family: str
+    layers: tuple[LayerShape, ...]
+    calls: tuple[AttentionCall, ...]
+    vocab_size: int
+    weight_count: int
+    linears: Linears
+
+
+@contextmanager
+def _recording(record: Callable[..., None]) -> Iterator[str]:
+    """An attention implementation that only notes what it is called with."""
+
+    def note(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        record(module, query, key, value, **kwargs)
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+    AttentionInterface.register("kvatlas_probe", note)
+    yield "kvatlas_probe"
+
+
+def probe(config: PretrainedConfig) -> ModelShape:
+    """Run the model without weights and see how it calls attention.
+
+    Raises `UnsupportedModel` where a layer's attention cannot be ours: the flat batch would then be
+    one sequence to the model and requests would read each other.
+    """
+    family = str(config.model_type)
+    config = copy.deepcopy(config.get_text_config(decoder=True))
+    unknown = set(getattr(config, "layer_types", None) or ()) - SERVED_LAYER_TYPES
+    if unknown:
+        raise UnsupportedModel(
+            f"{family}: layers of type {', '.join(sorted(unknown))} keep state or masks that pages "
+            f"cannot hold; served are {' and '.join(sorted(SERVED_LAYER_TYPES))}"
+        )
+    calls: dict[int, list[tuple[LayerShape, AttentionCall]]] = {}
+
+    def record(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> None:
+        window, sink = kwargs.get("sliding_window"), kwargs.get("s_aux") is not None
+        shape = LayerShape(key.shape[1], key.shape[3], value.shape[3], window)
+        call = AttentionCall(query.shape[1], kwargs.get("softcap"), sink)
+        calls.setdefault(int(module.layer_idx), []).append((shape, call))  # type: ignore[arg-type]
+
+    with torch.device("meta"), torch.no_grad(), _recording(record) as name:
+        try:
+            model = AutoModelForCausalLM.from_config(
+                config, attn_implementation=name, dtype=torch.bfloat16
+            ).eval()
+            fix_rotary(model, 4)  # an update that looks at positions cannot run without values
+            ids = torch.zeros(1, 4, dtype=torch.long)
+            model(
+                input_ids=ids, position_ids=torch.arange(4)[None], use_cache=False, logits_to_keep=1
+            )
+        except Exception as error:
+            reason = str(error).strip().split("\n")[0]
+            what = "its attention fails on a flat batch" if calls else NO_HOOK
+            raise UnsupportedModel(f"{family}: {what} ({reason})") from error
+    layers = int(config.num_hidden_layers)
+    if not calls:
+        raise UnsupportedModel(f"{family}: {NO_HOOK}")
+    odd = [i for i in range(layers) if len(calls.get(i, ())) != 1]
+    if odd or len(calls) != layers:
+        times = sorted({len(calls.get(i, ())) for i in odd})
+        raise UnsupportedModel(
+            f"{family}: calls the attention hook {' or '.join(map(str, times))} times in layers "
+            f"{odd[:4]} of {layers}; once a layer is needed"
+        )
+    return ModelShape(
+        family,
+        tuple(calls[i][0][0] for i in range(layers)),
+        tuple(calls[i][0][1] for i in range(layers)),
+        int(config.vocab_size),
+        sum(p.numel() for p in model.parameters()),
+        linears(model),
+    )
+
+
+def fix_rotary(model: nn.Module, max_model_len: int) -> str:
+    """Fix rotary frequencies that would look at the batch (`longrope`, `dynamic`) for ever.
+
+    They are those of a sequence of `max_model_len` tokens: else a cached block would mean one thing
+    alone and another beside a long neighbour. Returns the choice, part of the model fingerprint.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    fixed = []
+    for name, module in model.named_modules():
+        types = getattr(module, "rope_type", None)
+        by_layer = types if isinstance(types, dict) else {None: types}
+        for layer_type, kind in by_layer.items():
+            if kind not in ("longrope", "dynamic"):
+                continue
+            prefix = "" if layer_type is None else f"{layer_type}_"
+            buffer: Tensor = getattr(module, f"{prefix}inv_freq")
+            kwargs = {} if layer_type is None else {"layer_type": layer_type}
+            frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](
+                module.config, buffer.device, seq_len=max_model_len, **kwargs
+            )
+            buffer.copy_(frequencies)
+            setattr(module, f"{prefix}attention_scaling", scaling)
+            if isinstance(types, dict):
+                types[layer_type] = "default"
+            else:
+                module.rope_type = "default"
+            fixed.append(f"{name}:{kind}@{max_model_len}")
+    return ",".join(fixed)
+
+
+class PagedModel:
+    """A loaded model with our attention; `forward` runs one flat batch."""
+
+    def __init__(self, hf: PreTrainedModel, store: BlockStore):
+        self.hf, self.store = hf.eval(), store
+        self.pages = Pages(store)
+        hf.set_attn_implementation(HOOK)
+        self.call: Callable[..., Any] = hf
+
+    def compile(self, **options: Any) -> None:
+        self.call = torch.compile(self.hf, **options)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        rows: Sequence[Rows],
+        logits_at: Tensor,
+        local: int = 0,
+        sharded: Sequence[ShardedBatch] = (),
+    ) -> Tensor:
+        """ids, positions int64 [T]; logits_at int64 [n], which tokens' logits are wanted.
+
+        Returns logits [n, vocab]. The keys and values of all T tokens are in their pages after.
+        """
+        self.pages.rows, self.pages.local, self.pages.sharded = rows, local, sharded
+        try:
+            out = self.call(
+                input_ids=ids[None],
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=logits_at,
+                pages=self.pages,
+            )
+        finally:
+            self.pages.rows, self.pages.sharded = (), ()
+        logits: Tensor = out.logits[0]
+        return logits

@@ -1,0 +1,262 @@
+"""The device side of a step: copies, forward, sampling. `launch` enqueues, `collect` waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from kvpaging.attention import ops
+from kvpaging.host_pool import Moves
+from kvpaging.host_store import Copying, HostStore
+from kvpaging.table import Copy
+from worker import messages
+from worker.decoding.beam import Offer
+from worker.execution.batch import Batch, BatchBuilder
+from worker.execution.logits import (
+    PromptLogprobs,
+    best,
+    finite,
+    log_probabilities,
+    prompt_logprobs,
+    widen,
+)
+from worker.execution.model import PagedModel
+from worker.execution.sampler import Sampled, Sampler, SampleRow
+from worker.scheduling.scheduler import Row, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A step on its way: device tensors that `collect` turns into host values, of those rows of the
+    plan that are sampled here."""
+
+    plan: StepPlan
+    sampled: Sampled | None
+    scores: PromptLogprobs | None
+    offers: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+    rows: tuple[Row, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step made: one entry per sampled token, one list per row that scores its prompt, one
+    offer per row of a beam, None where its logits are not finite."""
+
+    tokens: list[int]
+    bad: list[bool]
+    logprobs: list[messages.TokenLogprob | None]
+    scores: list[list[messages.PromptLogprob]]
+    offers: list[Offer | None] = field(default_factory=list)
+
+
+class EngineDead(RuntimeError):
+    """The device can no longer be trusted: this process must be replaced."""
+
+
+class Runner:
+    """Runs plans on one device. `build_s` is of `cpu_clock`, `execute_s` of `clock`."""
+
+    def __init__(
+        self,
+        model: PagedModel,
+        builder: BatchBuilder,
+        sampler: Sampler,
+        *,
+        max_num_seqs: int,
+        clock: Callable[[], float],
+        cpu_clock: Callable[[], float],
+    ) -> None:
+        self.model, self.builder, self.sampler = model, builder, sampler
+        self.clock, self.cpu_clock = clock, cpu_clock
+        device = builder.device
+        self.last_token = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self.build_s = self.execute_s = 0.0
+        self.saved_reads = 0  # keys of a layer group that were read once for several rows
+        self.host: HostStore | None = None
+
+    def move(self, moves: Moves) -> Copying:
+        """Begin copies between the pages and the host's memory. Steps that are launched from now on
+        come after those out; after those back, when these are `done`."""
+        assert self.host is not None
+        return self.host.move(moves, wait=False)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> InFlight:
+        started = self.clock()
+        batch = self._prepare(plan)
+        logits = self._forward(batch)
+        flight = self._sample(plan, batch, logits)
+        self.execute_s += self.clock() - started
+        return flight
+
+    def _prepare(self, plan: StepPlan) -> Batch:
+        """All that comes before the model: index tensors, then copies."""
+        cpu_started = self.cpu_clock()
+        batch = self.builder.build(plan)
+        self.saved_reads += sum(run.saved_keys for rows in batch.rows for run in rows.groups)
+        self.build_s += self.cpu_clock() - cpu_started
+        self._copy(plan.copies)
+        return batch
+
+    def _forward(self, batch: Batch) -> Tensor:
+        ids = batch.ids
+        ids = torch.where(ids < 0, self.last_token[(-1 - ids).clamp_(min=0)], ids)
+        return self.model.forward(
+            ids, batch.positions, batch.rows, batch.logits_at, batch.local, batch.sharded
+        )
+
+    def _sample(self, plan: StepPlan, batch: Batch, logits: Tensor) -> InFlight:
+        """What is wanted of the logits; the sampler is told what to do while the model runs."""
+        cpu_started = self.cpu_clock()
+        sampled_rows = [row for row in plan.rows if row.sampled]
+        self._seat(sampled_rows)
+        samples = [one for row in sampled_rows for one in _sample_rows(row)]
+        sample_plan = self.sampler.plan(samples)
+        self.build_s += self.cpu_clock() - cpu_started
+        scores = self._score(plan, batch, logits)
+        sampled = None
+        if sampled_rows:
+            end = batch.scored + len(samples)
+            sampled = self.sampler.sample(logits[batch.scored : end], sample_plan)
+            # After a row with guesses the host knows which of its tokens is the last.
+            self.last_token[batch.slots] = sampled.tokens
+        offers = self._offers(plan, logits[batch.scored + len(samples) :])
+        return InFlight(plan, sampled, scores, offers, plan.rows)
+
+    def collect(self, flight: InFlight) -> StepResult:
+        """Wait for the step and bring its results to the host."""
+        started = self.clock()
+        scores = _host_scores(flight)
+        tokens: list[int] = []
+        bad: list[bool] = []
+        logprobs: list[messages.TokenLogprob | None] = []
+        if flight.sampled is not None:
+            tokens, bad = flight.sampled.tokens.tolist(), flight.sampled.bad.tolist()
+            logprobs = _host_logprobs(flight)
+        offers = [offer for part in flight.offers for offer in _host_offers(part)]
+        self.execute_s += self.clock() - started
+        return StepResult(tokens, bad, logprobs, scores, offers)
+
+    def exchanged(self) -> dict[str, int]:
+        """What the ranks of a gang have sent each other inside steps, of all ranks together."""
+        return {"exchange_calls": 0, "exchange_bytes": 0}
+
+    def beat(self) -> None:
+        """Nobody waits for a word of this rank."""
+
+    def stop(self) -> None:
+        """Nobody waits for its end."""
+
+    def raise_if_dead(self, error: Exception) -> None:
+        """Raise EngineDead where the device itself failed, which no retry can mend."""
+        if isinstance(error, torch.AcceleratorError):
+            raise EngineDead(f"the device failed: {error}") from error
+
+    def _seat(self, rows: list[Row]) -> None:
+        """Tell the sampler about the tokens so far of sequences with penalties that (re)start."""
+        for row in rows:
+            sequence = row.sequence
+            if sequence.request.params.penalised and not sequence.seated:
+                tokens, prompt = sequence.tokens, sequence.prompt_tokens
+                self.sampler.state.seat(row.slot, tokens[:prompt], tokens[prompt:])
+                sequence.seated = True
+
+    def _copy(self, copies: Iterable[Copy]) -> None:
+        """Copy-on-write, one call per arena."""
+        store = self.model.store
+        pairs: dict[int, list[tuple[int, int]]] = {}
+        for copy in copies:
+            arena = store.layout.groups[copy.group].arena
+            pairs.setdefault(arena, []).append((copy.src, copy.dst))
+        for arena, moves in pairs.items():
+            both = torch.tensor(moves, dtype=torch.int64, device=store.device)
+            ops.copy(store.arenas[arena], both[:, 0], both[:, 1])
+
+    def _score(self, plan: StepPlan, batch: Batch, logits: Tensor) -> PromptLogprobs | None:
+        if not batch.scored:
+            return None
+        targets: list[int] = []
+        top = 0
+        for row in plan.rows:
+            if row.scored_from is not None:
+                first = row.scored_from + 1
+                targets += row.sequence.tokens[first : first + row.scored_count]
+                top = max(top, row.sequence.request.params.prompt_logprobs or 0)
+        on_device = torch.tensor(targets, dtype=torch.int64).to(logits.device)
+        rows = self.sampler.slice_rows
+        return prompt_logprobs(lambda a, b: logits[a:b], on_device, top, rows=rows)
+
+    def _offers(self, plan: StepPlan, logits: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """What the beams may go on with: parts of R rows with K token ids and log-probabilities
+        [R, K], best first, and which rows [R] have a logit that is not finite.
+
+        K depends on the row alone, so that among equals the same are taken whoever is beside it.
+        """
+        parts = []
+        start = 0
+        for most, same in groupby(row.candidates for row in plan.rows if row.candidates):
+            stop = start + len(list(same))
+            for at in range(start, stop, self.sampler.slice_rows):
+                x = widen(logits[at : min(stop, at + self.sampler.slice_rows)])
+                greatest, column = best(x)
+                _, ids, values = log_probabilities(x, greatest, column, most)
+                parts.append((ids, values, ~finite(x, greatest).squeeze(1)))
+            start = stop
+        return parts
+
+
+def _sample_rows(row: Row) -> list[SampleRow]:
+    params, first = row.sequence.params, row.start + row.known - row.sequence.prompt_tokens
+    return [SampleRow(row.slot, params, first + i) for i in range(row.samples)]
+
+
+def _host_offers(part: tuple[Tensor, Tensor, Tensor]) -> list[Offer | None]:
+    rows = zip(*(column.tolist() for column in part), strict=True)
+    return [None if bad else Offer(ids, logprobs) for ids, logprobs, bad in rows]
+
+
+def _host_logprobs(flight: InFlight) -> list[messages.TokenLogprob | None]:
+    sampled = flight.sampled
+    assert sampled is not None
+    rows = [row for row in flight.rows for _ in range(row.samples)]
+    if sampled.logprobs is None or sampled.top_ids is None or sampled.top_logprobs is None:
+        return [None] * len(rows)
+    chosen, ids = sampled.logprobs.tolist(), sampled.top_ids.tolist()
+    values = sampled.top_logprobs.tolist()
+    out: list[messages.TokenLogprob | None] = []
+    for i, row in enumerate(rows):
+        wanted = row.sequence.request.params.logprobs
+        if wanted is None:
+            out.append(None)
+        else:
+            top = list(zip(ids[i][:wanted], values[i][:wanted], strict=True))
+            out.append(messages.TokenLogprob(chosen[i], top))
+    return out
+
+
+def _host_scores(flight: InFlight) -> list[list[messages.PromptLogprob]]:
+    """One list per row that scores its prompt, in the plan's order."""
+    scores = flight.scores
+    if scores is None:
+        return [[] for row in flight.rows if row.scored_from is not None]
+    columns = (scores.logprobs, scores.ranks, scores.top_ids, scores.top_logprobs)
+    entries = zip(*(column.tolist() for column in columns), strict=True)
+    out = []
+    for row in flight.rows:
+        if row.scored_from is None:
+            continue
+        wanted = row.sequence.request.params.prompt_logprobs or 0
+        some = [next(entries) for _ in range(row.scored_count)]
+        out.append(
+            [
+                messages.PromptLogprob(
+                    lp, rank, list(zip(ids[:wanted], tops[:wanted], strict=True))
+                )
+                for lp, rank, ids, tops in some
+            ]
+        )
+    return out

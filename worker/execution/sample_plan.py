@@ -1,0 +1,290 @@
+"""What the host knows about the rows to sample, sorted by what they need, as index tensors.
+
+Made from counts and parameters alone, never from token values, so that a step can be planned while
+the one before it runs. Rows that need nothing but the greatest logit appear in no group.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from worker.execution.philox import Purpose, uniform
+from worker.params import SamplingParams
+
+FEW = 256
+"""Up to this many candidates `top_k` is found by selecting them, beyond it by histograms."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """One row of logits to sample.
+
+    slot: seat of the sequence in the device's state; position: of the token in the output, 0 for
+    the first; choice: index among the request's n; constrained: the row has an allow-mask.
+    """
+
+    slot: int
+    params: SamplingParams
+    position: int
+    choice: int = 0
+    constrained: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Some rows of a tensor, or all of them (None), which costs no copy."""
+
+    index: Tensor | None  # int64 [n]
+
+    def take(self, x: Tensor) -> Tensor:
+        return x if self.index is None else x.index_select(0, self.index)
+
+    def put(self, x: Tensor, values: Tensor) -> Tensor:
+        """x with these rows replaced; x itself is changed where some rows are not."""
+        return values if self.index is None else x.index_copy_(0, self.index, values)
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """Rows with penalties. Columns are float64 [P, 1], None when they change nothing."""
+
+    rows: Rows
+    slots: Tensor  # int64 [P]
+    positions: Tensor  # int64 [P]
+    repetition: Tensor | None
+    presence: Tensor | None
+    frequency: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Edits:
+    """Changes to logits before the choice. `at` is row * V + token: int64 [n]."""
+
+    bias_at: Tensor | None
+    bias: Tensor | None  # float64 [n]
+    penalties: Penalties | None
+    masked_at: Tensor | None
+    constrained: Rows | None
+    allow: Tensor | None  # int64, rows of the allow-mask that belong to `constrained`
+
+
+@dataclass(frozen=True, slots=True)
+class Few:
+    """Rows with a small top_k, and their top_p (2 where off, a sum that is never reached)."""
+
+    rows: Rows
+    most: int
+    k: Tensor  # int64 [n, 1]
+    p: Tensor  # float64 [n, 1]
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """Rows that use a random number. Columns are float64 [N, 1]."""
+
+    rows: Rows
+    temperature: Tensor | None  # None when all are 1
+    uniforms: Tensor
+    min_p: Tensor | None  # -log(min_p), infinite where off; None when no row filters anything
+    few: Few | None
+    many: Rows | None  # a top_k above FEW
+    many_k: Tensor | None
+    nucleus: Rows | None  # a top_p that is not in `few`
+    nucleus_p: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class SlicePlan:
+    """Rows start to stop of the batch. Indices in `edits` and `draws` count the rows of `work`."""
+
+    start: int
+    stop: int
+    work: Rows | None = None
+    edits: Edits | None = None
+    draws: Draws | None = None
+    report: Rows | None = None  # rows that want log-probabilities
+
+
+@dataclass(frozen=True, slots=True)
+class SamplePlan:
+    slices: tuple[SlicePlan, ...]
+    top: int | None  # the most alternatives any row wants; None when none wants log-probabilities
+
+
+@dataclass(frozen=True, slots=True)
+class _Fixed:
+    """What stays the same for a sequence, kept by slot so that no step builds it again."""
+
+    params: SamplingParams
+    bias_ids: Tensor
+    bias: Tensor
+    end_ids: Tensor
+
+
+class Planner:
+    """Makes a SamplePlan of slices of at most `slice_rows` rows, on `device`."""
+
+    def __init__(
+        self, vocab: int, end_token_ids: Sequence[int], slice_rows: int, device: torch.device
+    ) -> None:
+        self._vocab = vocab
+        self._end_token_ids = frozenset(end_token_ids)
+        self._slice_rows = slice_rows
+        self._device = device
+        self._fixed: dict[int, _Fixed] = {}
+
+    def plan(self, rows: Sequence[SampleRow]) -> SamplePlan:
+        numbers = _numbers(rows)
+        slices = []
+        used = 0
+        for start in range(0, max(len(rows), 1), self._slice_rows):
+            part = rows[start : start + self._slice_rows]
+            drawn = sum(not row.params.greedy for row in part)
+            slices.append(self._slice(part, start, numbers[used : used + drawn]))
+            used += drawn
+        wanted = [row.params.logprobs for row in rows if row.params.logprobs is not None]
+        return SamplePlan(tuple(slices), max(wanted, default=None))
+
+    def _slice(self, rows: Sequence[SampleRow], start: int, numbers: Tensor) -> SlicePlan:
+        stop = start + len(rows)
+        report = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+        reported = self._rows(report, len(rows)) if report else None
+        chosen = [i for i, row in enumerate(rows) if _edited(row) or not row.params.greedy]
+        if not chosen:
+            return SlicePlan(start, stop, report=reported)
+        work = [rows[i] for i in chosen]
+        return SlicePlan(
+            start,
+            stop,
+            self._rows(chosen, len(rows)),
+            self._edits(work, [start + i for i in chosen]),
+            self._draws(work, numbers),
+            reported,
+        )
+
+    def _edits(self, work: Sequence[SampleRow], sources: Sequence[int]) -> Edits | None:
+        edited = [(i, row) for i, row in enumerate(work) if _edited(row)]
+        if not edited:
+            return None
+        bias_at, bias, masked_at = [], [], []
+        for i, row in edited:
+            short = row.position < row.params.min_tokens
+            if not short and not row.params.logit_bias:
+                continue
+            fixed = self._fixed_of(row)
+            if row.params.logit_bias:
+                bias_at.append(fixed.bias_ids + i * self._vocab)
+                bias.append(fixed.bias)
+            if short:
+                masked_at.append(fixed.end_ids + i * self._vocab)
+        constrained = [i for i, row in edited if row.constrained]
+        return Edits(
+            bias_at=self._move(torch.cat(bias_at)) if bias_at else None,
+            bias=self._move(torch.cat(bias)) if bias else None,
+            penalties=self._penalties(edited, len(work)),
+            masked_at=self._move(torch.cat(masked_at)) if masked_at else None,
+            constrained=self._rows(constrained, len(work)) if constrained else None,
+            allow=self._whole([sources[i] for i in constrained]) if constrained else None,
+        )
+
+    def _fixed_of(self, row: SampleRow) -> _Fixed:
+        known = self._fixed.get(row.slot)
+        if known is not None and known.params is row.params:
+            return known
+        params = row.params
+        ends = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            ends |= self._end_token_ids
+        self._fixed[row.slot] = known = _Fixed(
+            params,
+            torch.tensor(list(params.logit_bias.keys()), dtype=torch.int64),
+            torch.tensor(list(params.logit_bias.values()), dtype=torch.float64),
+            torch.tensor(sorted(ends), dtype=torch.int64),
+        )
+        return known
+
+    def _penalties(self, edited: Sequence[tuple[int, SampleRow]], count: int) -> Penalties | None:
+        penalised = [(i, row) for i, row in edited if row.params.penalised]
+        if not penalised:
+            return None
+        return Penalties(
+            rows=self._rows([i for i, _ in penalised], count),
+            slots=self._whole([row.slot for _, row in penalised]),
+            positions=self._whole([row.position for _, row in penalised]),
+            repetition=self._active([row.params.repetition_penalty for _, row in penalised], 1.0),
+            presence=self._active([row.params.presence_penalty for _, row in penalised], 0.0),
+            frequency=self._active([row.params.frequency_penalty for _, row in penalised], 0.0),
+        )
+
+    def _draws(self, work: Sequence[SampleRow], numbers: Tensor) -> Draws | None:
+        drawn = [i for i, row in enumerate(work) if not row.params.greedy]
+        if not drawn:
+            return None
+        params = [work[i].params for i in drawn]
+        ks = [p.top_k if 0 < p.top_k < self._vocab else 0 for p in params]
+        few = [i for i, k in enumerate(ks) if 0 < k <= FEW]
+        many = [i for i, k in enumerate(ks) if k > FEW]
+        nucleus = [i for i, p in enumerate(params) if p.top_p < 1.0 and not 0 < ks[i] <= FEW]
+        filtered = few or many or nucleus or any(p.min_p > 0.0 for p in params)
+        near = [-math.log(p.min_p) if p.min_p > 0.0 else math.inf for p in params]
+        return Draws(
+            rows=self._rows(drawn, len(work)),
+            temperature=self._active([p.temperature for p in params], 1.0),
+            uniforms=self._move(numbers.unsqueeze(1)),
+            min_p=self._column(near) if filtered else None,
+            few=self._few(few, ks, params) if few else None,
+            many=self._rows(many, len(params)) if many else None,
+            many_k=self._column([float(ks[i]) for i in many]) if many else None,
+            nucleus=self._rows(nucleus, len(params)) if nucleus else None,
+            nucleus_p=self._column([params[i].top_p for i in nucleus]) if nucleus else None,
+        )
+
+    def _few(self, few: list[int], ks: list[int], params: Sequence[SamplingParams]) -> Few:
+        k = [ks[i] for i in few]
+        p = [params[i].top_p if params[i].top_p < 1.0 else 2.0 for i in few]
+        rows = self._rows(few, len(params))
+        return Few(rows, max(k), self._whole(k).unsqueeze(1), self._column(p))
+
+    def _rows(self, index: list[int], count: int) -> Rows:
+        return Rows(None if len(index) == count else self._whole(index))
+
+    def _whole(self, values: list[int]) -> Tensor:
+        return self._move(torch.tensor(values, dtype=torch.int64))
+
+    def _column(self, values: list[float]) -> Tensor:
+        return self._move(torch.tensor(values, dtype=torch.float64).unsqueeze(1))
+
+    def _active(self, values: list[float], off: float) -> Tensor | None:
+        return None if all(value == off for value in values) else self._column(values)
+
+    def _move(self, x: Tensor) -> Tensor:
+        # Pinned memory of this kind returns to torch's allocator only after the copy has ended.
+        if self._device.type == "cuda":
+            x = x.pin_memory()
+        return x.to(self._device, non_blocking=True)
+
+
+def _numbers(rows: Sequence[SampleRow]) -> Tensor:
+    """The uniform numbers of the rows that use one, in order: float64 [N]."""
+    drawn = [row for row in rows if not row.params.greedy]
+    if not drawn:
+        return torch.empty(0, dtype=torch.float64)
+    return uniform(
+        [row.params.seed for row in drawn],
+        [row.choice for row in drawn],
+        [row.position for row in drawn],
+        Purpose.TOKEN,
+    )
+
+
+def _edited(row: SampleRow) -> bool:
+    params = row.params
+    return (
+        row.constrained
+        or row.position < params.min_tokens
+        or bool(params.logit_bias)
+        or params.penalised
+    )

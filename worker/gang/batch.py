@@ -1,0 +1,122 @@
+"""A step's index tensors on one rank of a gang.
+
+The flat batch of a rank is its own rows, whose blocks are all there, then its share of the rows
+that lie on several ranks (`context_parallel.shard.tails`). Only a row's home wants its logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+
+from context_parallel import planning
+from context_parallel.planning import ShardedBatch, ShardedRows
+from context_parallel.shard import SHORT_TOKENS, Geometry, Tail, tails
+from context_parallel.tables import LocalTables
+from kvpaging.store import Layout
+from worker.execution.batch import Batch, BatchBuilder, Ints, tokens_of
+from worker.gang.protocol import Change
+from worker.scheduling.scheduler import Row, StepPlan
+
+
+class GangBuilder(BatchBuilder):
+    """The batch builder of `rank` among `ranks`; `per_rank[g]` is how many blocks each rank has for
+    layer group g. Table entries come with `apply`, before the step that reads them."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        rank: int,
+        ranks: int,
+        per_rank: Sequence[int],
+        geometries: Sequence[Geometry],
+        **sizes: Any,
+    ) -> None:
+        """One of `geometries` for each layer group; `sizes` are those of `BatchBuilder`."""
+        super().__init__(layout, **sizes)
+        self.rank, self.ranks, self.per_rank = rank, ranks, tuple(per_rank)
+        self.geometries = tuple(geometries)
+        self.local = LocalTables(
+            per_rank,
+            rank,
+            max_num_seqs=self.host.shape[1],
+            max_blocks=self.max_blocks,
+        )
+        self.host = self.local.host
+        if self.device.type == "cpu":
+            self.tables = torch.from_numpy(self.host)
+
+    def apply(self, changes: Iterable[Change]) -> int:
+        """Change the tables; gives their digest, which is the same on all ranks.
+
+        Raises ValueError where a change does not fit what is there.
+        """
+        changed: list[tuple[int, int, int]] = []
+        for slot, first, ids in changes:
+            self.local.change(slot, first, ids)
+            used = int(self.local.used[slot])
+            kept = int(np.searchsorted(self.local.logical[slot, :used], first))
+            changed.append((slot, kept, used))
+        if self.device.type != "cpu":
+            for slot, kept, used in changed:
+                new = torch.from_numpy(self.host[:, slot, kept:used].copy())
+                self.tables[:, slot, kept:used] = new.to(self.device)
+        return self.local.digest
+
+    def build(self, plan: StepPlan) -> Batch:
+        own = [row for row in plan.rows if not row.sharded and row.home == self.rank]
+        sharded = [row for row in plan.rows if row.sharded]
+        part = self._part(own)
+        ends = dict(zip((row.slot for row in own), part.ends.tolist(), strict=True))
+        if not sharded:
+            return self._batch(plan.step, part, ((row, ends[row.slot]) for row in own))
+        end = len(part.ids)
+        for row in sharded:
+            if row.count <= SHORT_TOKENS:
+                end += row.count
+                ends[row.slot] = end
+        wanted = (row for row in plan.rows if row.home == self.rank and row.slot in ends)
+        shares = tails([row.count for row in sharded], self.ranks)
+        ids, positions = _flat(sharded, shares[self.rank])
+        return self._batch(
+            plan.step,
+            part,
+            ((row, ends[row.slot]) for row in wanted),
+            ids,
+            positions,
+            self._sharded(sharded, shares),
+        )
+
+    def _sharded(self, rows: Sequence[Row], shares: Sequence[Tail]) -> tuple[ShardedBatch, ...]:
+        columns = zip(*((row.slot, row.start, row.count, row.stored) for row in rows), strict=True)
+        same = ShardedRows(*(np.array(column, np.int64) for column in columns))
+        return tuple(
+            planning.plan(
+                same,
+                shares,
+                self.local,
+                index,
+                block_size=self.layout.block_size,
+                geometry=geometry,
+                device=self.device,
+                window=group.shape.window,
+            )
+            for index, (group, geometry) in enumerate(
+                zip(self.layout.groups, self.geometries, strict=True)
+            )
+        )
+
+
+def _flat(rows: Sequence[Row], tail: Tail) -> tuple[Ints, Ints]:
+    """Ids and positions of a tail's tokens; those of padding are 0."""
+    counts = np.fromiter((row.count for row in rows), np.int64, len(rows))
+    starts = np.fromiter((row.start for row in rows), np.int64, len(rows))
+    ids = np.fromiter(chain.from_iterable(map(tokens_of, rows)), np.int64, int(counts.sum()))
+    real = tail.row >= 0
+    at = (counts.cumsum() - counts)[tail.row] + tail.offset
+    return np.where(real, ids[at], 0), np.where(real, starts[tail.row] + tail.offset, 0)

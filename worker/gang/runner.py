@@ -1,0 +1,399 @@
+"""One engine over several ranks: rank 0 plans and tells, every rank computes its share.
+
+Rank 0 broadcasts each step before it runs it and gathers one result of every rank after. Messages
+are in one order on all ranks: an answer that others are about to give is taken before the next word
+to them. An error before the exchanges of a step is reported, and the engine tries again as ever;
+one inside them, a rank that has other tables, and one that is gone end the gang.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from context_parallel.exchange import Exchange, ExchangeFailed
+from context_parallel.group import Channel
+from kvpaging.host_pool import Moves
+from kvpaging.host_store import Copying
+from kvpaging.table import Copy
+from worker.execution.batch import Batch
+from worker.execution.model import PagedModel
+from worker.execution.runner import EngineDead, InFlight, Runner, StepResult
+from worker.execution.sampler import Sampler
+from worker.gang import protocol
+from worker.gang.batch import GangBuilder
+from worker.gang.pages import Copied
+from worker.gang.protocol import BEAT, SETTLE, STEP, STOP, Listener, Result, Teller, WrongMessage
+from worker.scheduling.scheduler import Row, StepPlan
+
+NOTHING = StepResult([], [], [], [])
+
+LAST_WORD_S = 1.0
+"""How long rank 0 waits for the others to say why an exchange failed."""
+
+
+class GangBroken(RuntimeError):
+    """The ranks can do no step together any more; says which rank is at fault, when, and why."""
+
+
+class StepRefused(RuntimeError):
+    """A rank could not do its part of a step, and no rank did anything that cannot be repeated."""
+
+
+FATAL = (GangBroken, ExchangeFailed, WrongMessage, torch.AcceleratorError)
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """One rank's ends of what connects it to the others, in one epoch."""
+
+    exchange: Exchange
+    channel: Channel
+    epoch: int
+    copied: Copied = field(default_factory=Copied)
+
+    @property
+    def rank(self) -> int:
+        return self.exchange.rank
+
+    @property
+    def ranks(self) -> int:
+        return self.exchange.ranks
+
+    def abort(self, reason: str) -> None:
+        """End it for all ranks."""
+        self.exchange.abort(reason)
+        self.channel.abort(reason)
+
+
+class RankRunner(Runner):
+    """A rank's share of plans: its rows, its tokens of rows that span ranks, its copies; it samples
+    for the rows whose home it is."""
+
+    builder: GangBuilder
+
+    def __init__(
+        self,
+        gang: Ends,
+        model: PagedModel,
+        builder: GangBuilder,
+        sampler: Sampler,
+        *,
+        max_num_seqs: int,
+        clock: Callable[[], float],
+        cpu_clock: Callable[[], float],
+    ) -> None:
+        super().__init__(
+            model, builder, sampler, max_num_seqs=max_num_seqs, clock=clock, cpu_clock=cpu_clock
+        )
+        self.gang = gang
+        model.pages.exchange = gang.exchange
+
+    def exchanged(self) -> dict[str, int]:
+        exchange = self.gang.exchange
+        sent = exchange.bytes_sent * exchange.ranks  # all send equally much
+        return {"exchange_calls": exchange.calls, "exchange_bytes": sent}
+
+    def move(self, moves: Moves) -> Copying:
+        assert self.host is not None
+        return self.gang.copied.move(self.host, moves, self.gang.rank)
+
+    def launch(self, plan: StepPlan) -> InFlight:
+        self.gang.exchange.step = plan.step
+        return super().launch(plan)
+
+    def collect(self, flight: InFlight) -> StepResult:
+        if any(row.sharded for row in flight.plan.rows):
+            self.gang.exchange.settle(flight.plan.step)
+        return super().collect(flight)
+
+    def _prepare(self, plan: StepPlan) -> Batch:
+        sharded = [row for row in plan.rows if row.sharded]
+        try:
+            batch = super()._prepare(plan)
+        except Exception as error:
+            if sharded:
+                self._begin(plan.step, sharded, error)
+            raise
+        if sharded:
+            self._begin(plan.step, sharded, None)
+        return batch
+
+    def _begin(self, step: int, rows: Sequence[Row], error: Exception | None) -> None:
+        """The first exchange of a step with rows that span ranks: their last tokens, which only
+        their homes have, and whether all ranks are ready.
+
+        Raises StepRefused where another is not. On a GPU nobody waits to look, so there a rank that
+        is not ready ends the gang by a GangBroken.
+        """
+        if error is not None and self.last_token.is_cuda:
+            raise GangBroken(f"step {step}: rank {self.gang.rank}: {error}") from error
+        unknown = [row for row in rows if len(row.sequence.tokens) < row.start + row.known]
+        if self.last_token.is_cuda and not unknown:
+            return
+        slots, homes = (
+            torch.tensor(numbers, dtype=torch.int64).to(self.last_token.device)
+            for numbers in ([row.slot for row in unknown], [row.home for row in unknown])
+        )
+        failed = self.last_token.new_tensor([error is not None])
+        heard = self.gang.exchange.gather(torch.cat((self.last_token[slots], failed)))
+        self.last_token[slots] = heard[homes, torch.arange(len(unknown), device=heard.device)]
+        if error is None and not heard.is_cuda and bool(heard[:, -1].any()):
+            late = int(heard[:, -1].argmax())
+            raise StepRefused(f"step {step}: rank {late} could not begin it")
+
+    def _copy(self, copies: Iterable[Copy]) -> None:
+        super()._copy(
+            [
+                Copy(copy.group, copy.src % own, copy.dst % own)
+                for copy in copies
+                if copy.src // (own := self.builder.per_rank[copy.group]) == self.gang.rank
+            ]
+        )
+
+    def _forward(self, batch: Batch) -> Tensor:
+        if not len(batch.ids):  # a rank without rows in a step without exchanges
+            return self.last_token.new_zeros(0, 1)
+        try:
+            return super()._forward(batch)
+        except FATAL:
+            raise
+        except Exception as error:
+            if not batch.sharded:
+                raise
+            step, rank = self.gang.exchange.step, self.gang.rank
+            raise GangBroken(f"step {step}: rank {rank} left the others: {error}") from error
+
+    def _sample(self, plan: StepPlan, batch: Batch, logits: Tensor) -> InFlight:
+        mine = tuple(row for row in plan.rows if row.home == self.gang.rank)
+        flight = super()._sample(replace(plan, rows=mine), batch, logits)
+        return replace(flight, plan=plan)
+
+
+class GangRunner(RankRunner):
+    """Rank 0's runner: what an engine asks of it all ranks do."""
+
+    def __init__(self, gang: Ends, *parts: Any, depth: int, **options: Any) -> None:
+        """`depth` steps may be under way, as in the engine; the rest is of `RankRunner`."""
+        super().__init__(gang, *parts, **options)
+        self.depth = depth
+        self._teller = Teller(gang.epoch)
+        self._open: deque[int] = deque()  # steps that the others have not answered
+        self._due = 0  # of those, how many they answer before they listen again
+        self._answers: dict[int, list[Result]] = {}
+
+    def move(self, moves: Moves) -> Copying:
+        self._tell(protocol.moving(moves))
+        return super().move(moves)
+
+    def launch(self, plan: StepPlan) -> InFlight:
+        changes = protocol.changes_of(plan)
+        digest = self.builder.apply(changes)
+        self._tell(self._teller.step(plan, changes, digest))
+        self._open.append(plan.step)
+        self._due = max(self._due, len(self._open) - (self.depth - 1))
+        return super().launch(plan)
+
+    def collect(self, flight: InFlight) -> StepResult:
+        plan = flight.plan
+        try:
+            own = super().collect(flight)
+        finally:
+            self._forget_before(plan.step)
+        started = self.clock()
+        while plan.step not in self._answers:
+            self._ask()
+        answers = self._answers.pop(plan.step)
+        self.execute_s += self.clock() - started
+        for answer in answers:
+            if answer.error:
+                raise StepRefused(f"step {plan.step}: rank {answer.rank}: {answer.error}")
+        return _joined(plan, [own, *(answer.done for answer in answers)])
+
+    def beat(self) -> None:
+        """Say that rank 0 is alive: the others wait for its next word, but not for ever. Raises
+        EngineDead where one of them is gone."""
+        try:
+            self._tell(protocol.note(BEAT))
+        except FATAL as error:
+            self.raise_if_dead(error)
+
+    def stop(self) -> None:
+        """The others may leave."""
+        self._tell(protocol.note(STOP))
+
+    def raise_if_dead(self, error: Exception) -> None:
+        """Where it raises nothing, no rank is in a step any more: blocks may be given away."""
+        try:
+            while self._open and not isinstance(error, FATAL):
+                self._ask()
+        except FATAL as failure:
+            error = failure
+        if isinstance(error, FATAL):
+            reason = str(self._told(error))
+            self.gang.abort(reason)
+            raise EngineDead(f"the gang stopped: {reason}") from error
+
+    def _tell(self, message: bytes) -> None:
+        while self._due:
+            self._hear()
+        self.gang.channel.broadcast(message)
+
+    def _ask(self) -> None:
+        """Hear of one more step, of which the others speak when they are asked."""
+        if not self._due:
+            self._tell(protocol.note(SETTLE))
+            self._due += 1
+        self._hear()
+
+    def _hear(self, timeout_s: float | None = None) -> None:
+        """Take one answer of each rank, `timeout_s` in place of the channel's deadline. Raises
+        GangBroken where one has come to its end."""
+        heard = self.gang.channel.gather(b"", timeout_s)
+        assert heard is not None
+        answers = [protocol.unpack_result(message) for message in heard[1:]]
+        worst = max(answers, key=lambda answer: answer.fatal)
+        if worst.fatal:
+            raise GangBroken(worst.error)
+        step = self._open.popleft()
+        self._due -= 1
+        for answer in answers:
+            if (answer.epoch, answer.step) != (self.gang.epoch, step):
+                raise GangBroken(
+                    f"rank {answer.rank} answers step {answer.step} of epoch {answer.epoch}, "
+                    f"not step {step} of epoch {self.gang.epoch}"
+                )
+            self.saved_reads += answer.saved_reads
+        self._answers[step] = answers
+
+    def _forget_before(self, step: int) -> None:
+        for old in [known for known in self._answers if known < step]:
+            del self._answers[old]
+
+    def _told(self, error: Exception) -> Exception:
+        """What another rank says of an exchange that failed here, if it still can: its deadline
+        was the same one."""
+        if not isinstance(error, ExchangeFailed):
+            return error
+        try:
+            while self._open:
+                self._due = max(1, self._due)
+                self._hear(LAST_WORD_S)
+        except GangBroken as told:
+            return told
+        except ExchangeFailed as silence:
+            return silence if error.rank is None else error
+        except WrongMessage:
+            return error
+        return error
+
+
+class Follower:
+    """Serves rank 0 from another rank, until it says that this is over."""
+
+    def __init__(self, runner: RankRunner, *, depth: int) -> None:
+        self.runner, self.depth = runner, depth
+        self.gang = runner.gang
+        self._listener = Listener()
+        self._flying: deque[tuple[int, InFlight | Exception]] = deque()
+        self._last: int | None = None
+
+    def serve(self) -> None:
+        """Raises EngineDead where the gang has come to its end before rank 0 says so."""
+        step = -1
+        try:
+            while True:
+                kind, body = protocol.read(self.gang.channel.broadcast(None))
+                if kind == STEP:
+                    told = self._listener.step(body)
+                    step = told.step
+                    self._launch(told)
+                    while len(self._flying) >= self.depth:
+                        self._settle()
+                elif kind == SETTLE:
+                    self._settle()
+                elif kind == protocol.MOVE:
+                    self.runner.move(protocol.moved(body))
+                elif kind == STOP:
+                    return
+        except Exception as error:
+            self._end(step, error)
+            raise EngineDead(f"the gang stopped: {error}") from error
+
+    def _launch(self, told: protocol.Told) -> None:
+        self._check(told)
+        try:
+            self._flying.append((told.step, self.runner.launch(told.plan)))
+        except FATAL:
+            raise
+        except Exception as error:
+            self._flying.append((told.step, error))
+
+    def _check(self, told: protocol.Told) -> None:
+        """Raises GangBroken unless this rank is where rank 0 thinks it is."""
+        rank = self.gang.rank
+        if told.epoch != self.gang.epoch:
+            raise GangBroken(f"rank {rank} is in epoch {self.gang.epoch}, rank 0 in {told.epoch}")
+        if self._last is not None and told.step != self._last + 1:
+            raise GangBroken(f"rank {rank} was told step {told.step} after step {self._last}")
+        self._last = told.step
+        try:
+            digest = self.runner.builder.apply(told.changes)
+        except ValueError as error:
+            raise GangBroken(f"rank {rank} diverged at step {told.step}: {error}") from error
+        if digest != told.digest:
+            raise GangBroken(
+                f"rank {rank} diverged at step {told.step}: its block tables are not those that "
+                "the step was planned for"
+            )
+
+    def _settle(self) -> None:
+        step, flight = self._flying.popleft()
+        done, error = NOTHING, ""
+        if isinstance(flight, Exception):
+            error = f"{type(flight).__name__}: {flight}"
+        else:
+            try:
+                done = self.runner.collect(flight)
+            except FATAL:
+                raise
+            except Exception as failure:
+                error = f"{type(failure).__name__}: {failure}"
+        self._answer(step, done, error)
+
+    def _answer(self, step: int, done: StepResult, error: str, fatal: int = 0) -> None:
+        saved, self.runner.saved_reads = self.runner.saved_reads, 0
+        result = Result(self.gang.rank, self.gang.epoch, step, done, error, fatal, saved)
+        self.gang.channel.gather(protocol.pack_result(result))
+
+    def _end(self, step: int, error: Exception) -> None:
+        """Say why, where anybody still listens, and make the others' exchanges end."""
+        reason = str(error)
+        self.gang.exchange.abort(reason)
+        try:
+            self._answer(step, NOTHING, reason, 1 if isinstance(error, ExchangeFailed) else 2)
+        except ExchangeFailed:
+            return  # the channel is cut as well: rank 0 knows
+
+
+def _joined(plan: StepPlan, results: Sequence[StepResult]) -> StepResult:
+    """The ranks' results in the order of the plan's rows; a row's is at its home."""
+    sampled = [zip(r.tokens, r.bad, r.logprobs, strict=True) for r in results]
+    scores, offers = [iter(r.scores) for r in results], [iter(r.offers) for r in results]
+    joined = StepResult([], [], [], [], [])
+    for row in plan.rows:
+        if row.scored_from is not None:
+            joined.scores.append(next(scores[row.home]))
+        for token, bad, logprob in islice(sampled[row.home], row.samples):
+            joined.tokens.append(token)
+            joined.bad.append(bad)
+            joined.logprobs.append(logprob)
+        if row.candidates:
+            joined.offers.append(next(offers[row.home]))
+    return joined

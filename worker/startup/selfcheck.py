@@ -1,0 +1,168 @@
+"""The start-up check: a model over pages must say what it says through its own attention."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvpaging import quant
+from kvpaging.attention.ops import Rows
+from kvpaging.store import BlockStore, Layout, layout
+from worker.execution.fused import fuse
+from worker.execution.int8 import Int8Linear
+from worker.execution.model import ModelShape, PagedModel, UnsupportedModel
+
+# Root mean square of the logits' difference, in units of their own spread. Models take softmax,
+# norms and rotary tables in float32 whatever their dtype, hence no less for float64.
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
+TOLERANCE_16_BIT = 0.15
+# Logits that have nothing to do with each other differ by 1.41. Tiny random models, whose attention
+# is as loud as can be, differ by up to 0.34 in int8 and 0.39 in fp8; trained ones by far less. So
+# this sees numbers read with wrong scales and models that 8 bits ruin, and nothing finer.
+TOLERANCE_QUANTISED = 0.7
+CHECK_TOKENS_MAX = 1024
+
+
+def checked_model(hf: PreTrainedModel, store: BlockStore, shape: ModelShape) -> PagedModel:
+    """Take the model over if two prompts in one flat batch over pages, one of them in two chunks,
+    give the logits that each gives alone through the model's own attention.
+
+    Quantised pages differ by what they round, which is too much to see a fault of attention by. So
+    the model is first checked over a few pages in its own numbers, as strictly as any, and then
+    over the quantised ones.
+    """
+    room = store.slices * store.layout.block_size // 2 - store.layout.block_size
+    prompts = _prompts(shape, room, store.device)
+    expected = _alone(hf, prompts)
+    limit = _tolerance(hf)
+    if not getattr(hf, "is_quantized", False):  # packed by others: their weights cannot be joined
+        fuse(hf)
+    if store.layout.quantised:
+        _check_plain(hf, store.layout, shape, prompts, expected, limit)
+    model = PagedModel(hf, store)
+    if store.layout.quantised:
+        limit = TOLERANCE_QUANTISED
+    _compare(_paged_logits(model, prompts), expected, shape, store.dtype, limit)
+    return model
+
+
+def check_plain(hf: PreTrainedModel, pages: Layout, shape: ModelShape) -> None:
+    """The same over a few pages in the model's own numbers, before its weights are quantised: what
+    that rounds would hide a fault of attention."""
+    prompts = _prompts(shape, CHECK_TOKENS_MAX, hf.device)
+    _check_plain(hf, pages, shape, prompts, _alone(hf, prompts), _tolerance(hf))
+
+
+def _prompts(shape: ModelShape, room: int, device: torch.device) -> list[Tensor]:
+    """Two, longer than every window where `room` tokens of pages allow it."""
+    windows = [s.window for s in shape.layers if s.window is not None]
+    long = min([max([33, *(w + 9 for w in windows)]), CHECK_TOKENS_MAX, max(room, 2)])
+    return [
+        (torch.arange(n, device=device) * (7919 + 2 * i) + 13) % shape.vocab_size
+        for i, n in enumerate((long, min(17, long)))
+    ]
+
+
+def _alone(hf: PreTrainedModel, prompts: list[Tensor]) -> Tensor:
+    """Last logits of each prompt through the model's own attention."""
+    hf.set_attn_implementation("eager")
+    with torch.inference_mode():
+        alone = [
+            hf(input_ids=p[None], use_cache=False, logits_to_keep=1).logits[0, -1] for p in prompts
+        ]
+    return torch.stack(alone)
+
+
+def _check_plain(
+    hf: PreTrainedModel,
+    pages: Layout,
+    shape: ModelShape,
+    prompts: list[Tensor],
+    expected: Tensor,
+    limit: float,
+) -> None:
+    place = layout(shape.layers, pages.block_size, hf.dtype.itemsize)
+    slices = sum(-(-len(p) // pages.block_size) for p in prompts)
+    model = PagedModel(hf, BlockStore(place, slices, hf.dtype, hf.device))
+    try:
+        _compare(_paged_logits(model, prompts), expected, shape, hf.dtype, limit)
+    finally:
+        model.pages.close()
+
+
+def _tolerance(hf: PreTrainedModel) -> float:
+    """Of a model over pages in its own numbers. Where inputs of layers are rounded to 8 bits, what
+    float32 rounds otherwise may come out a whole step apart, and on from there."""
+    rounded = any(isinstance(module, Int8Linear) for module in hf.modules())
+    if rounded or getattr(hf, "is_quantized", False):
+        return TOLERANCE_QUANTISED
+    return TOLERANCE.get(hf.dtype, TOLERANCE_16_BIT)
+
+
+def _compare(
+    got: Tensor, expected: Tensor, shape: ModelShape, pages: torch.dtype, limit: float
+) -> None:
+    spread = expected.double().std()
+    error = float((got.double() - expected.double()).square().mean().sqrt() / spread)
+    if error <= limit:
+        return
+    if pages in quant.LARGEST:
+        raise UnsupportedModel(
+            f"{shape.family}: with kv.dtype={quant.NAMES[pages]} its logits differ by {error:.2g} "
+            f"of their spread from those without, at most {limit:g} is allowed: its keys or values "
+            "do not fit in 8 bits; use kv.dtype=auto"
+        )
+    raise UnsupportedModel(
+        f"{shape.family}: two prompts in one batch over pages give other logits than each alone "
+        f"through the model's own attention (difference {error:.2g} of their spread, at most "
+        f"{limit:g} is allowed): some of its attention does not go through the hook"
+    )
+
+
+def _paged_logits(model: PagedModel, prompts: list[Tensor]) -> Tensor:
+    """Last logits of two prompts: the first one's first half alone, then the rest of both."""
+    layout, size = model.store.layout, model.store.layout.block_size
+    device, half = model.store.device, len(prompts[0]) // 2
+    need = [-(-len(p) // size) for p in prompts]
+    tables = torch.zeros(len(layout.groups), 2, max(need), dtype=torch.int32, device=device)
+    at = {arena: model.store.blocks(arena) for arena in range(len(model.store.arenas))}
+    for g, group in enumerate(layout.groups):
+        for row, n in enumerate(need):
+            # Backwards, so that a table that is not looked at shows.
+            at[group.arena] -= n
+            blocks = torch.arange(at[group.arena], at[group.arena] + n, device=device)
+            tables[g, row, :n] = blocks.flip(0).int()
+
+    def run(spans: list[tuple[int, int, int]]) -> Tensor:
+        rows = tuple(rows_of(table, spans, size) for table in tables)
+        ids = torch.cat([prompts[r][a:b] for r, a, b in spans])
+        positions = torch.cat([torch.arange(a, b, device=device) for _, a, b in spans])
+        last = torch.tensor([b - a for _, a, b in spans], device=device).cumsum(0) - 1
+        return model.forward(ids, positions, rows, last)
+
+    if half:
+        run([(0, 0, half)])
+    return run([(0, half, len(prompts[0])), (1, 0, len(prompts[1]))])
+
+
+def rows_of(table: Tensor, spans: list[tuple[int, int, int]], size: int) -> Rows:
+    """Rows for tokens (row of the table, first position, end), blocks of `size` tokens."""
+    device = table.device
+    lens = tuple(b - a for _, a, b in spans)
+    firsts = tuple(a for _, a, _ in spans)
+    slots = []
+    for r, a, b in spans:
+        position = torch.arange(a, b, device=device)
+        slots.append(table[r, position // size].long() * size + position % size)
+    start = torch.tensor([0, *lens], device=device).cumsum(0).int()
+    return Rows(
+        query_start=start,
+        first=torch.tensor(firsts, dtype=torch.int32, device=device),
+        table=table[[r for r, _, _ in spans]],
+        blocks=torch.tensor([-(-b // size) for _, _, b in spans], dtype=torch.int32, device=device),
+        logical=None,
+        slots=torch.cat(slots),
+        lens=lens,
+        firsts=firsts,
+    )

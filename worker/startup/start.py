@@ -1,0 +1,372 @@
+"""From a configuration and a model directory to a running engine, cheapest refusal first.
+
+`resolve` reads the model's config, probes its attention without weights and plans the memory; this
+is all that `kvatlas check` does. `start` loads the weights, runs the start-up check and builds the
+engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, PretrainedConfig
+
+from configs.schema import Config
+from context_parallel import attention as sharded_attention
+from kvpaging import quant
+from kvpaging.attention import ops
+from kvpaging.store import BlockStore, Layout, layout
+from worker.engine.engine import Engine
+from worker.execution import int8
+from worker.execution.batch import BatchBuilder
+from worker.execution.model import ModelShape, PagedModel, UnsupportedModel, fix_rotary, probe
+from worker.execution.sampler import workspace_bytes
+from worker.gang.runner import Ends, Follower
+from worker.params import MAX_BEAM_WIDTH, MAX_GUESSES, ParamLimits, SamplingParams
+from worker.request import Request
+from worker.scheduling.prefix import Identity
+from worker.scheduling.scheduler import Limits
+from worker.startup.build import build_draft, build_engine, build_follower, geometries
+from worker.startup.device import choose_device, free_memory_bytes, has_fast_bfloat16, has_fp8
+from worker.startup.memory import DoesNotFit, plan_host, plan_memory, with_slices
+from worker.startup.selfcheck import check_plain, checked_model
+from worker.startup.spec import Draft, Launch, positions
+from worker.startup.weights import check_size, load_weights, plan_weights, refusing
+
+__all__ = [
+    "DoesNotFit",
+    "Launch",
+    "UnsupportedModel",
+    "agreed",
+    "build_engine",
+    "build_follower",
+    "resolve",
+    "start",
+    "start_follower",
+]
+
+
+def resolve(
+    config: Config, directory: Path, *, free_bytes: int | None = None, ranks: int = 1
+) -> Launch:
+    """Decide shapes and sizes, on each of the `ranks` of a gang for itself (see `agreed`).
+
+    Raises UnsupportedModel or DoesNotFit, both one message.
+    """
+    setting = f"model.path={config.model.path}"
+    hf_config = _read(directory, setting)
+    text = hf_config.get_text_config(decoder=True)
+    device = choose_device(config.model.device)
+    dtype = _dtype(config, text, device)
+    on_cpu = device.type == "cpu"
+    shape = probe(hf_config)
+    pages = _layout(config, shape, dtype, device)
+    limits, params = _limits(config, shape.vocab_size, on_cpu)
+    model_limit = positions(text)
+    asked = config.model.max_model_len
+    if asked is not None and asked > model_limit:
+        raise DoesNotFit(
+            f"model.max_model_len={asked} is more than the {model_limit} positions that "
+            f"{shape.family} model {config.model.path} was made for; lower it or leave it out"
+        )
+    weights = plan_weights(
+        config.model.weights, setting, directory, hf_config, shape, dtype, device
+    )
+    workspace = _workspace_bytes(
+        pages, shape, text, limits, params, asked or model_limit, dtype, device, ranks
+    )
+    draft = _draft(config, shape, limits, params, dtype, device)
+    memory = plan_memory(
+        pages,
+        free_bytes=free_memory_bytes(device) if free_bytes is None else free_bytes,
+        weight_bytes=weights.size_bytes + (0 if draft is None else draft.weights.loading_bytes),
+        workspace_bytes=workspace + (0 if draft is None else draft.workspace_bytes),
+        model_limit=model_limit,
+        max_model_len=asked,
+        chunk=limits.max_batch_tokens,
+        memory=None if config.kv.memory == "auto" else config.kv.memory,
+        memory_fraction=config.kv.memory_fraction,
+        blocks=config.kv.blocks,
+        on_cpu=on_cpu,
+        ranks=ranks,
+        draft_bytes=0 if draft is None else ranks * draft.layout.slice_bytes,
+        loading_bytes=weights.loading_bytes,
+    )
+    launch = Launch(
+        config,
+        directory,
+        hf_config,
+        shape,
+        pages,
+        memory,
+        limits,
+        params,
+        dtype,
+        device,
+        weights,
+        draft,
+    )
+    return replace(launch, host_slices=_host_slices(launch))
+
+
+def _limits(config: Config, vocab_size: int, on_cpu: bool) -> tuple[Limits, ParamLimits]:
+    """Of steps and of requests."""
+    seqs = config.scheduler.max_num_seqs or (64 if on_cpu else 256)
+    limits = Limits(
+        max_num_seqs=seqs,
+        max_batch_tokens=config.scheduler.max_batch_tokens or (512 if on_cpu else 8192),
+        max_logit_rows=seqs + max(seqs, MAX_GUESSES + 1),
+        max_waiting=config.scheduler.max_waiting,
+    )
+    params = ParamLimits(
+        vocab_size=vocab_size,
+        max_logprobs=config.limits.max_logprobs,
+        max_logit_bias=config.limits.max_logit_bias,
+        max_n=config.limits.max_n,
+        max_beam_width=min(MAX_BEAM_WIDTH, seqs, vocab_size),
+    )
+    return limits, params
+
+
+def _host_slices(launch: Launch) -> int:
+    """Room on the host below the pages. Raises DoesNotFit."""
+    memory, on_cpu = launch.memory, launch.device.type == "cpu"
+    pages = memory.kv_bytes + launch.draft_kv_bytes
+    taken = memory.weight_bytes + memory.workspace_bytes + pages
+    return plan_host(
+        launch.layout,
+        launch.config.kv.host_gib,
+        free_bytes=memory.free_bytes if on_cpu else free_memory_bytes(torch.device("cpu")),
+        taken_bytes=taken if on_cpu else 0,
+        on_cpu=on_cpu,
+    )
+
+
+def _read(directory: Path, setting: str) -> PretrainedConfig:
+    try:
+        found: PretrainedConfig = AutoConfig.from_pretrained(directory)
+    except (ValueError, OSError, KeyError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise UnsupportedModel(
+            f"{setting}: its config.json is not one that this transformers can read: {reason}"
+        ) from error
+    return found
+
+
+def _draft(
+    config: Config,
+    shape: ModelShape,
+    limits: Limits,
+    params: ParamLimits,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Draft | None:
+    """The draft model for a model of this shape, where one is configured."""
+    if config.speculation.draft_model is None:
+        return None
+    directory = Path(config.speculation.draft_model).expanduser()
+    setting = f"speculation.draft_model={config.speculation.draft_model}"
+    if not (directory / "config.json").is_file():
+        raise UnsupportedModel(f"{setting} is no directory of a model on this machine")
+    hf_config = _read(directory, setting)
+    text, small = hf_config.get_text_config(decoder=True), probe(hf_config)
+    if small.vocab_size != shape.vocab_size:
+        raise UnsupportedModel(
+            f"{setting} has a vocabulary of {small.vocab_size} tokens, {config.model.path} one of "
+            f"{shape.vocab_size}: a draft model needs the same"
+        )
+    small_pages = _layout(config, small, dtype, device)
+    workspace = _workspace_bytes(
+        small_pages, small, text, limits, params, positions(text), dtype, device, 1
+    )
+    weights = plan_weights(
+        config.model.weights, setting, directory, hf_config, small, dtype, device
+    )
+    return Draft(directory, hf_config, small, small_pages, weights, workspace)
+
+
+def agreed(launch: Launch, slices: Sequence[int]) -> Launch:
+    """What a gang starts with whose ranks have room for so many `memory.slices`: all take the
+    least. Raises DoesNotFit where a sequence of model.max_model_len is too long for that."""
+    asked = launch.config.model.max_model_len
+    memory = with_slices(launch.memory, launch.layout, min(slices), asked)
+    return replace(launch, memory=memory)
+
+
+def _layout(config: Config, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> Layout:
+    """The pages' layout. Raises UnsupportedModel where the device lacks their numbers."""
+    asked = config.kv.dtype
+    if asked == "fp8" and not has_fp8(device):
+        raise UnsupportedModel(
+            "kv.dtype=fp8 needs a GPU of compute capability 8.9 or more, and this one has "
+            f"{'.'.join(map(str, torch.cuda.get_device_capability(device)))}; use kv.dtype=int8, "
+            "which takes as little memory and runs on any, or kv.dtype=auto"
+        )
+    size = config.kv.block_size or (16 if device.type == "cpu" else 64)
+    stored = quant.FORMATS.get(asked, dtype)
+    return layout(shape.layers, size, stored.itemsize, quantised=asked in quant.FORMATS)
+
+
+def _dtype(config: Config, text: PretrainedConfig, device: torch.device) -> torch.dtype:
+    if config.model.dtype != "auto":
+        chosen: torch.dtype = getattr(torch, config.model.dtype)
+        return chosen
+    dtype = text.dtype if isinstance(text.dtype, torch.dtype) else torch.float32
+    if device.type == "cpu" and dtype.itemsize == 2 and not has_fast_bfloat16():
+        return torch.float32
+    return dtype
+
+
+def _workspace_bytes(
+    pages: Layout,
+    shape: ModelShape,
+    text: PretrainedConfig,
+    limits: Limits,
+    params: ParamLimits,
+    longest: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    ranks: int,
+) -> int:
+    """Bounds of what a step allocates beside weights and pages."""
+    hidden = int(text.hidden_size)
+    inner = int(getattr(text, "intermediate_size", None) or 4 * hidden)
+    widest = max(layer.v_dim for layer in shape.layers)
+    heads = max(call.heads for call in shape.calls)
+    partials = limits.max_batch_tokens * heads * (widest + 2) * 4 * 2
+    activations = limits.max_batch_tokens * (6 * hidden + 3 * inner) * 4
+    logits = limits.max_logit_rows * shape.vocab_size * 4
+    tables = BatchBuilder.workspace_bytes(
+        pages, limits.max_num_seqs, longest, limits.max_batch_tokens
+    )
+    sampler = workspace_bytes(
+        limits.max_num_seqs,
+        shape.vocab_size,
+        params.max_logprobs,
+        dtype,
+        max_logit_bias=params.max_logit_bias,
+        device=device,
+        samples=limits.max_logit_rows,
+    )
+    exchange = 0
+    if ranks > 1:
+        exchange = max(
+            sharded_attention.workspace_bytes(one, ranks, limits.max_batch_tokens, pages.block_size)
+            for one in geometries(pages, shape, dtype)
+        )
+    return partials + activations + logits + tables + sampler + exchange
+
+
+def start(
+    launch: Launch,
+    *,
+    clock: Callable[[], float],
+    cpu_clock: Callable[[], float] | None = None,
+    key: bytes = b"",
+    gang: Ends | None = None,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Engine:
+    """Load, check, build; rank 0 of a gang. Raises UnsupportedModel where the check fails."""
+    model, rotary = load(launch, clock, progress)
+    identity = Identity(
+        fingerprint(launch.directory, rotary, launch.weights.format), launch.kv_dtype, key
+    )
+    draft = None
+    if launch.draft is not None:
+        small = launch.drafting()
+        draft = build_draft(small, load(small, clock, progress)[0])
+    return build_engine(launch, model, clock, cpu_clock, identity=identity, gang=gang, draft=draft)
+
+
+def start_follower(
+    launch: Launch,
+    gang: Ends,
+    *,
+    clock: Callable[[], float],
+    cpu_clock: Callable[[], float] | None = None,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Follower:
+    """The same on another rank of a gang."""
+    model, _ = load(launch, clock, progress)
+    return build_follower(launch, model, gang, clock, cpu_clock)
+
+
+def load(
+    launch: Launch, clock: Callable[[], float], progress: Callable[[str], None] = lambda line: None
+) -> tuple[PagedModel, str]:
+    """The model, checked and warm, with its pages; and what was fixed of its rotary embedding."""
+    progress(f"loading {launch.name} weights")
+    hf = load_weights(
+        launch.directory, launch.hf_config, launch.weights, launch.dtype, launch.device
+    )
+    if launch.dtype == torch.float64:
+        hf.set_experts_implementation("batched_mm")  # grouped_mm, the default, has no float64
+    rotary = fix_rotary(hf, launch.memory.max_model_len)
+    if launch.weights.int8:
+        check_plain(hf, launch.layout, launch.shape)
+        progress("quantising weights")
+        int8.quantise(hf)
+    check_size(hf, launch.weights)
+    store = BlockStore(launch.layout, launch.memory.slices, launch.page_dtype, launch.device)
+    progress("checking paged attention against the model's own")
+    with refusing(launch.weights, launch.device):
+        model = checked_model(hf, store, launch.shape)
+    warm_up(store, launch.shape, launch.dtype, partials=launch.memory.ranks > 1)
+    if launch.config.model.compile:
+        progress("compiling the model")
+        model.compile(fullgraph=True, dynamic=True)
+        _run_alone_and_together(build_engine(replace(launch, host_slices=0), model, clock))
+    return model, rotary
+
+
+def _run_alone_and_together(engine: Engine) -> None:
+    """Take every way through a compiled forward: torch makes graphs of their own for one token and
+    for one row, whatever is said about dynamic shapes."""
+
+    def stop(error: BaseException, retried: bool) -> None:
+        raise error
+
+    engine.on_step_error = stop
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    for names in (("alone",), ("one", "two")):
+        for name in names:
+            engine.submit(Request(name, [0, 0, 0], params))
+        while not engine.idle:
+            engine.step(0.0)
+
+
+def warm_up(
+    store: BlockStore, shape: ModelShape, dtype: torch.dtype, *, partials: bool = False
+) -> None:
+    """Compile and run every attention kernel that this model, computing in `dtype`, can reach, so
+    that no request waits; with `partials` those of sequences that span ranks too."""
+    kinds = list(zip(shape.layers, shape.calls, strict=True))
+    for stored, call in set(kinds):
+        layer = kinds.index((stored, call))
+        for some in {False, partials}:
+            ops.warm_up(
+                store.k(layer),
+                store.v(layer),
+                call.heads,
+                dtype,
+                window=stored.window,
+                softcap=call.softcap,
+                sink=torch.zeros(call.heads, device=store.device) if call.sink else None,
+                scales=store.scales(layer),
+                partials=some,
+            )
+
+
+def fingerprint(directory: Path, rotary: str, weights: str) -> bytes:
+    """What makes two copies of a model the same to a cached block: config, weight files, rotary,
+    and in which numbers the weights are kept."""
+    digest = hashlib.blake2b(digest_size=16, person=b"kvatlas-model")
+    digest.update((directory / "config.json").read_bytes())
+    for file in sorted(directory.glob("*.safetensors")):
+        digest.update(f"{file.name}:{file.stat().st_size};".encode())
+    digest.update(f"{rotary};{weights}".encode())
+    return digest.digest()

@@ -1,0 +1,233 @@
+"""In which numbers a model's weights are kept: decided, or refused by name, before any is loaded.
+
+A checkpoint that is quantised already is loaded by transformers with the package of its method.
+One that is not can be quantised while it is loaded (`model.weights`, `worker/execution/int8.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.quantizers.auto import AutoHfQuantizer
+
+from worker.execution import int8
+from worker.execution.model import ModelShape, UnsupportedModel
+from worker.startup.memory import DoesNotFit, gib
+
+INT8 = "int8"
+ON_GPUS_ONLY = ("fp8", "mxfp8")  # unpacked where the model computes on a CPU
+MORE = 1.1  # of what was planned; a few small layers are kept in float32
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """`format` tells one way to keep the same weights from another and is part of the model's
+    fingerprint; `loading_bytes` is the most that they take while they are loaded; `packed` says
+    that they stay as the checkpoint has them."""
+
+    format: str
+    size_bytes: int
+    loading_bytes: int
+    packed: bool = False
+
+    @property
+    def int8(self) -> bool:
+        return self.format.startswith(INT8) and not self.packed
+
+
+def plan_weights(
+    asked: str,
+    setting: str,
+    directory: Path,
+    hf_config: PretrainedConfig,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Weights:
+    """What `model.weights` asked for, or what the checkpoint's own quantisation allows here.
+
+    Raises UnsupportedModel, which names the method, what is missing and what is possible.
+    """
+    name = str(dtype).removeprefix("torch.")
+    plain_bytes = shape.weight_count * dtype.itemsize
+    own = own_quantisation(hf_config)
+    if own is not None:
+        return _own(own, asked, setting, directory, hf_config, plain_bytes, dtype, device)
+    if asked != INT8:
+        return Weights(name, plain_bytes, plain_bytes)
+    if device.type != "cpu":
+        raise UnsupportedModel(
+            f"model.weights=int8 is for models on a CPU, and this one is on {device.type}; use "
+            "model.weights=auto, with a checkpoint that is quantised where memory is short, or "
+            "model.device=cpu"
+        )
+    if int8.ENGINE not in torch.backends.quantized.supported_engines:
+        raise UnsupportedModel(
+            "model.weights=int8 needs torch's FBGEMM kernels, which are for x86 CPUs with AVX2; "
+            "use model.weights=auto"
+        )
+    if dtype == torch.float64:
+        raise UnsupportedModel(
+            "model.weights=int8 computes in float32 at most, model.dtype=float64 was asked for; "
+            "use model.dtype=float32, or model.weights=auto"
+        )
+    if not shape.linears.prevail:
+        raise UnsupportedModel(
+            f"{shape.family}: model.weights=int8 packs linear layers, and most weights of this "
+            "model are in others, such as experts; use model.weights=auto"
+        )
+    format = INT8 if int8.input_levels() == int8.LEVELS else f"{INT8}, inputs of 7 bits"
+    return Weights(format, shape.linears.size_bytes(dtype.itemsize), plain_bytes)
+
+
+def own_quantisation(hf_config: PretrainedConfig) -> dict[str, Any] | None:
+    """The checkpoint's `quantization_config`, with the name of a method in it."""
+    text = hf_config.get_text_config(decoder=True)
+    found = getattr(hf_config, "quantization_config", None)
+    found = found or getattr(text, "quantization_config", None)
+    if found is None:
+        return None
+    own: dict[str, Any] = dict(found if isinstance(found, dict) else found.to_dict())
+    if own.get("load_in_8bit") or own.get("load_in_4bit"):
+        own["quant_method"] = "bitsandbytes"
+    return own | {"quant_method": own.get("quant_method") or "no method that it names"}
+
+
+def _own(
+    own: dict[str, Any],
+    asked: str,
+    setting: str,
+    directory: Path,
+    hf_config: PretrainedConfig,
+    plain_bytes: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Weights:
+    method = str(own["quant_method"])
+    if asked == INT8:
+        raise UnsupportedModel(
+            f"model.weights=int8: {setting} is quantised already, by {method}; use "
+            "model.weights=auto, or a copy of the model that is not quantised"
+        )
+    if device.type == "cpu" and method in ON_GPUS_ONLY:
+        own = own | {"dequantize": True}
+        hf_config.quantization_config = own  # or it is not unpacked where there is a GPU too
+    try:
+        if method == "gguf":
+            raise ValueError("GGUF blocks are not read, convert them to safetensors first")
+        quantizer: Any = AutoHfQuantizer.from_config(dict(own), pre_quantized=True)
+        quantizer.validate_environment(device_map={"": str(device)}, weights_only=True)
+        needed = quantizer.update_dtype(dtype)
+    except Exception as error:
+        raise refusal(f"{setting}: its weights", method, device, error) from error
+    if getattr(quantizer.quantization_config, "dequantize", False):
+        return Weights(f"{method}, unpacked", plain_bytes, plain_bytes)
+    if needed != dtype or dtype == torch.float64:
+        names = [str(x).removeprefix("torch.") for x in (dtype, needed)]
+        possible = "float32, bfloat16 or float16" if needed == dtype else names[1]
+        raise UnsupportedModel(
+            f"{setting}: its weights are quantised by {method}, which does not compute in "
+            f"model.dtype={names[0]} here; use model.dtype={possible}"
+        )
+    size_bytes = tensor_bytes(directory)
+    return Weights(method, size_bytes, size_bytes, packed=True)
+
+
+def refusal(what: str, method: str, device: torch.device, error: BaseException) -> UnsupportedModel:
+    """One message for whatever a package, or its absence, says."""
+    reason = " ".join(str(error).split()) or type(error).__name__
+    if len(reason) > 400:
+        reason = f"{reason[:400]} ..."
+    instead = "; on a CPU model.weights=int8 then packs it" if device.type == "cpu" else ""
+    return UnsupportedModel(
+        f"{what} are quantised by {method}, which cannot be served on this {device.type}: "
+        f"{reason}. Install what is missing, or give a copy of the model that is not quantised"
+        + instead
+    )
+
+
+def tensor_bytes(directory: Path) -> int:
+    """Bytes of all tensors in the safetensors files of a model, as they are stored."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        files = [directory / name for name in names]
+    else:
+        files = sorted(directory.glob("*.safetensors"))
+    total = 0
+    for path in files:
+        with path.open("rb") as file:
+            header = int.from_bytes(file.read(8), "little")
+        total += path.stat().st_size - 8 - header
+    return total
+
+
+def load_weights(
+    directory: Path,
+    hf_config: PretrainedConfig,
+    weights: Weights,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Any:
+    """The model on its device, its weights as the files have them or as its method unpacks them."""
+    # What is packed is put in place by its quantizer; some forbid to move it.
+    where = {"device_map": {"": str(device)}} if weights.packed else {}
+    with refusing(weights, device):
+        hf: Any = AutoModelForCausalLM.from_pretrained(
+            directory, config=hf_config, dtype=dtype, **where
+        ).eval()
+    if not weights.packed:
+        hf = hf.to(device)
+    return hf
+
+
+def check_size(hf: nn.Module, weights: Weights) -> None:
+    """Raises DoesNotFit where weights take more than was planned."""
+    held = held_bytes(hf)
+    if held > MORE * weights.size_bytes + (1 << 20):
+        raise DoesNotFit(
+            f"the weights ({weights.format}) take {gib(held)} once they are loaded and "
+            f"{gib(weights.size_bytes)} were planned: this transformers unpacked them. Give a copy "
+            "of the model that is not quantised, whose size is known before"
+        )
+
+
+@contextmanager
+def refusing(weights: Weights, device: torch.device) -> Iterator[None]:
+    """Whatever fails with packed weights is a refusal that names their method."""
+    try:
+        yield
+    except (UnsupportedModel, DoesNotFit):
+        raise
+    except Exception as error:
+        if not weights.packed:
+            raise
+        raise refusal("the weights", weights.format, device, error) from error
+
+
+def held_bytes(model: nn.Module) -> int:
+    """What parameters, buffers and packed layers take; memory that is shared counts once."""
+    found: dict[int, int] = {}
+
+    def add(tensor: Tensor) -> None:
+        if is_traceable_wrapper_subclass(tensor):
+            for name in tensor.__tensor_flatten__()[0]:
+                add(getattr(tensor, name))
+        else:
+            found[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+
+    for tensor in (*model.parameters(), *model.buffers()):
+        add(tensor)
+    packed = {x.packed.handle: x.packed for x in model.modules() if isinstance(x, int8.Int8Linear)}
+    return sum(found.values()) + sum(
+        one.outputs * (one.inputs + int8.ROW_BYTES) for one in packed.values()
+    )
