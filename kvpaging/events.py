@@ -11,14 +11,14 @@ from now on, and a block that only the host has counts backwards in the XOR.
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from collections import deque
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated, Any
 
-import msgpack  # type: ignore[import-untyped]
-
+from kvpaging.codec import ROW, Bound, Codec, at_least, little_endian, one_of
 from kvpaging.hashing import IDENTITY_BYTES
 from kvpaging.host_pool import GPU, HOST, TIERS
-from kvpaging.ring import RING_BYTES, Ring
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -28,6 +28,16 @@ if TYPE_CHECKING:
 
 VERSION = 2
 STORED, REMOVED, CLEARED = EVENTS = ("stored", "removed", "cleared")
+RING_BYTES = 1 << 18
+
+_Count = Annotated[int, at_least(0)]
+_Ids = Annotated[
+    bytes,
+    Bound(f"bytes, {IDENTITY_BYTES} for each identity", lambda ids: not len(ids) % IDENTITY_BYTES),
+]
+_Parent = Annotated[
+    bytes, Bound(f"0 or {IDENTITY_BYTES} bytes", lambda ids: len(ids) in (0, IDENTITY_BYTES))
+]
 
 
 class EventError(ValueError):
@@ -38,8 +48,8 @@ class EventError(ValueError):
 class Digest:
     """A set of identities in two numbers; equal sets have equal digests."""
 
-    count: int = 0
-    xor: int = 0
+    count: _Count = 0
+    xor: Annotated[int, little_endian(IDENTITY_BYTES)] = 0
 
     def shown(self) -> dict[str, Any]:
         """For people, who never see an identity whole: the XOR of one is that one."""
@@ -80,10 +90,10 @@ class Event:
     """`ids` are identities end to end. Stored ones are a chain: each is the parent of the next,
     `parent` (empty for none) that of the first. Clearing names no identities."""
 
-    kind: str
-    ids: bytes = b""
-    parent: bytes = b""
-    tier: str = GPU
+    kind: Annotated[str, one_of(EVENTS)]
+    ids: _Ids = b""
+    parent: _Parent = b""
+    tier: Annotated[str, one_of(TIERS)] = GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +102,13 @@ class Batch:
 
     model: str
     gang: str
-    epoch: int
-    seq: int
-    number: int
-    capacity: int
-    digest: Digest
-    load: Load
-    events: tuple[Event, ...] = ()
+    epoch: _Count
+    seq: _Count
+    number: _Count
+    capacity: _Count
+    digest: Annotated[Digest, ROW]
+    load: Annotated[Load, ROW]
+    events: tuple[Annotated[Event, ROW], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +117,12 @@ class Dump:
 
     model: str
     gang: str
-    epoch: int
-    seq: int
-    capacity: int
-    digest: Digest
-    ids: bytes
-    hosted: bytes = b""
+    epoch: _Count
+    seq: _Count
+    capacity: _Count
+    digest: Annotated[Digest, ROW]
+    ids: _Ids
+    hosted: _Ids = b""
 
 
 def split(ids: bytes) -> list[bytes]:
@@ -133,119 +143,43 @@ def xor_of(ids: bytes, tier: str = GPU) -> int:
     return total
 
 
-def encode(message: Batch | Dump) -> bytes:
-    """Pack a message: a msgpack map with a version and a kind."""
-    body: dict[str, Any] = {name: getattr(message, name) for name in _NAMES[type(message)]}
-    body["v"] = VERSION
-    body["kind"] = _KIND_OF[type(message)]
-    digest = message.digest
-    body["digest"] = (digest.count, digest.xor.to_bytes(IDENTITY_BYTES, "little"))
-    if isinstance(message, Batch):
-        body["load"] = astuple(message.load)
-        body["events"] = [(e.kind, e.ids, e.parent, e.tier) for e in message.events]
-    packed: bytes = msgpack.packb(body)
-    return packed
+_CODEC: Codec[Batch | Dump] = Codec(VERSION, {"batch": Batch, "dump": Dump}, EventError)
+encode = _CODEC.encode
 
 
 def decode(data: bytes) -> Batch | Dump:
-    """Unpack a message; raises EventError unless every field is there, known and of its type."""
-    try:
-        body = msgpack.unpackb(data)
-    except (ValueError, msgpack.UnpackException) as error:
-        raise EventError(f"not a msgpack message: {error}") from None
-    if type(body) is not dict:
-        raise EventError(f"a message is a map, not {type(body).__name__}")
-    version, kind = body.pop("v", None), body.pop("kind", None)
-    if version != VERSION:
-        raise EventError(f"message version {version!r}, this side speaks {VERSION}")
-    cls = _KINDS.get(kind) if isinstance(kind, str) else None
-    if cls is None:
-        raise EventError(f"unknown kind {kind!r}, known are {', '.join(_KINDS)}")
-    if body.keys() != _FIELDS[cls]:
-        missing = ", ".join(sorted(map(str, _FIELDS[cls] - body.keys()))) or "none"
-        unknown = ", ".join(sorted(map(str, body.keys() - _FIELDS[cls]))) or "none"
-        raise EventError(f"{kind}: missing fields: {missing}; unknown fields: {unknown}")
-    for name in ("epoch", "seq", "number", "capacity"):
-        if name in body:
-            _count(body[name], name)
-    for name in ("model", "gang"):
-        _typed(body[name], str, name)
-    digest = body["digest"] = _digest(body["digest"])
-    if digest.count > body["capacity"]:
-        raise _wrong(digest.count, "digest.count", f"at most the capacity of {body['capacity']}")
-    if cls is Dump:
-        _ids(body["ids"])
-        _ids(body["hosted"])
-    else:
-        body["load"] = _load(body["load"])
-        body["events"] = tuple([_event(e) for e in _typed(body["events"], list, "events")])
-    message: Batch | Dump = cls(**body)
+    """Unpack a message; raises EventError unless every field is there, known and as declared."""
+    message = _CODEC.decode(data)
+    if message.digest.count > message.capacity:
+        wanted = f"at most the capacity of {message.capacity}"
+        raise EventError(f"digest.count must be {wanted}, got {message.digest.count}")
     return message
 
 
-_KINDS: dict[str, type[Any]] = {"batch": Batch, "dump": Dump}
-_KIND_OF = {cls: kind for kind, cls in _KINDS.items()}
-_NAMES = {cls: tuple(f.name for f in fields(cls)) for cls in _KINDS.values()}
-_FIELDS = {cls: set(names) for cls, names in _NAMES.items()}
-_LOAD_TYPES = [type(value) for value in astuple(Load())]
+class Ring:
+    """The latest encoded batches of one gang's epoch, at most `most_bytes` of them, at least 1.
 
+    Batch `seq = base + 1` is the oldest kept; none before it can be given.
+    """
 
-def _wrong(value: Any, where: str, wanted: str) -> EventError:
-    return EventError(f"{where} must be {wanted}, got {repr(value)[:80]}")
+    def __init__(self, base: int = 0, most_bytes: int = RING_BYTES) -> None:
+        self.base, self.most_bytes = base, most_bytes
+        self._batches: deque[bytes] = deque()
+        self._bytes = 0
 
+    def append(self, batch: bytes) -> None:
+        """Keep the batch after the last one."""
+        self._batches.append(batch)
+        self._bytes += len(batch)
+        while self._bytes > self.most_bytes and len(self._batches) > 1:
+            self._bytes -= len(self._batches.popleft())
+            self.base += 1
 
-def _typed(value: Any, kind: type[Any], where: str) -> Any:
-    if type(value) is not kind:
-        raise _wrong(value, where, kind.__name__)
-    return value
-
-
-def _count(value: Any, where: str) -> None:
-    if type(value) is not int or value < 0:
-        raise _wrong(value, where, "an int from 0 on")
-
-
-def _one_of(value: Any, words: tuple[str, ...], where: str) -> None:
-    if value not in words:
-        raise _wrong(value, where, f"one of {', '.join(words)}")
-
-
-def _ids(value: Any) -> None:
-    if type(value) is not bytes or len(value) % IDENTITY_BYTES:
-        raise _wrong(value, "ids", f"bytes, {IDENTITY_BYTES} for each identity")
-
-
-def _digest(value: Any) -> Digest:
-    if type(value) is not list or len(value) != 2:
-        raise _wrong(value, "digest", "a list of 2")
-    count, xor = value
-    _count(count, "digest.count")
-    if type(xor) is not bytes or len(xor) != IDENTITY_BYTES:
-        raise _wrong(xor, "digest.xor", f"{IDENTITY_BYTES} bytes")
-    return Digest(count, int.from_bytes(xor, "little"))
-
-
-def _load(value: Any) -> Load:
-    # A float may travel as an int.
-    if (
-        type(value) is not list
-        or len(value) != len(_LOAD_TYPES)
-        or not all(type(v) in (kind, int) for v, kind in zip(value, _LOAD_TYPES, strict=True))
-    ):
-        raise _wrong(value, "load", f"a list of {len(_LOAD_TYPES)} ints and floats")
-    return Load(*[kind(v) for v, kind in zip(value, _LOAD_TYPES, strict=True)])
-
-
-def _event(value: Any) -> Event:
-    if type(value) is not list or len(value) != 4:
-        raise _wrong(value, "event", "a list of 4")
-    kind, ids, parent, tier = value
-    _one_of(kind, EVENTS, "event.kind")
-    _one_of(tier, TIERS, "event.tier")
-    _ids(ids)
-    if type(parent) is not bytes or len(parent) not in (0, IDENTITY_BYTES):
-        raise _wrong(parent, "event.parent", f"0 or {IDENTITY_BYTES} bytes")
-    return Event(kind, ids, parent, tier)
+    def since(self, seq: int) -> list[bytes] | None:
+        """The batches after `seq`, oldest first; None where some of them are gone."""
+        if seq < self.base:
+            return None
+        return list(islice(self._batches, seq - self.base, None))
 
 
 class Announcer:

@@ -20,18 +20,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpaging.events import (
     CLEARED,
+    RING_BYTES,
     STORED,
     Batch,
     Digest,
     Dump,
     Load,
+    Ring,
     decode,
     encode,
     split,
     xor_of,
 )
 from kvpaging.host_pool import GPU, HOST
-from kvpaging.ring import RING_BYTES, Ring
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpaging import events
-from kvpaging.events import Announcer, Batch, Digest, Dump, Event, EventError, Load
+from kvpaging.events import Announcer, Batch, Digest, Dump, Event, EventError, Load, Ring
 from kvpaging.pool import BlockPool
-from kvpaging.ring import Ring
 from tests.kvpaging.caching import Cache, documents, findable, parents_of
 from tests.kvpaging.helpers import chained, names
 
@@ -77,14 +76,14 @@ def changed(message: Batch | Dump, **fields: Any) -> bytes:
         (changed(BATCH, digest=[1, b"x"]), "digest.xor must be 16 bytes"),
         (changed(BATCH, digest=[9, A]), "digest.count must be at most the capacity of 8"),
         (changed(BATCH, load=[1]), "load must be a list of 14"),
-        (changed(BATCH, load=["1", *[0] * 13]), "load must be a list of 14"),
-        (changed(BATCH, load=[1.5, *[0] * 13]), "load must be a list of 14"),
-        (changed(BATCH, events={}), "events must be list"),
-        (changed(BATCH, events=[["stored", A, b""]]), "event must be a list of 4"),
-        (changed(BATCH, events=[["swapped", A, b"", "gpu"]]), "event.kind must be one of stored"),
+        (changed(BATCH, load=["1", *[0] * 13]), "load.queued_tokens must be int"),
+        (changed(BATCH, load=[1.5, *[0] * 13]), "load.queued_tokens must be int"),
+        (changed(BATCH, events={}), "events must be a list"),
+        (changed(BATCH, events=[["stored", A, b""]]), "events must be a list of 4"),
+        (changed(BATCH, events=[["swapped", A, b"", "gpu"]]), "events.kind must be one of stored"),
         (changed(BATCH, events=[["stored", A[:9], b"", "gpu"]]), "16 for each identity"),
-        (changed(BATCH, events=[["stored", A, b"x", "gpu"]]), "event.parent must be 0 or 16"),
-        (changed(BATCH, events=[["stored", A, b"", "disk"]]), "event.tier must be one of gpu"),
+        (changed(BATCH, events=[["stored", A, b"x", "gpu"]]), "events.parent must be 0 or 16"),
+        (changed(BATCH, events=[["stored", A, b"", "disk"]]), "events.tier must be one of gpu"),
         (changed(DUMP, hosted=b"short"), "16 for each identity"),
         (changed(DUMP, ids=A[:15]), "16 for each identity"),
     ],

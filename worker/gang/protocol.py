@@ -7,25 +7,20 @@ the same changes to the same tables, and the digest in a step says whether it ha
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Mapping
-from dataclasses import fields
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Annotated, Any, NamedTuple
 
-import msgpack  # type: ignore[import-untyped]
-
-from kvpaging.host_pool import Move, Moves
+from kvpaging import codec
+from kvpaging.codec import ROW, Int32s, Refused
+from kvpaging.host_pool import Moves
 from kvpaging.table import Copy
-from worker import messages
-from worker.decoding.beam import Offer
 from worker.execution.runner import StepResult
 from worker.params import SamplingParams
 from worker.request import Request, Sequence
 from worker.scheduling.scheduler import Row, StepPlan
 
 VERSION = 3
-STEP, SETTLE, BEAT, STOP, RESULT, MOVE = range(6)
-_PARAMETERS = tuple(field.name for field in fields(SamplingParams))
+STEP, SETTLE, BEAT, STOP, RESULT, MOVE = KINDS = range(6)
 
 
 class WrongMessage(RuntimeError):
@@ -37,7 +32,42 @@ class Change(NamedTuple):
 
     slot: int
     first: int
-    ids: tuple[list[int], ...]
+    ids: tuple[Int32s, ...]
+
+
+class Start(NamedTuple):
+    """With the first row of a sequence in its slot: how many of its tokens are the prompt."""
+
+    prompt_tokens: int
+    params: SamplingParams
+
+
+class RowMessage(NamedTuple):
+    """A row of a plan, with the `tokens` of its sequence that are new to the others."""
+
+    slot: int
+    start: int
+    length: int
+    sampled: bool
+    stored: int
+    scored_from: int | None
+    candidates: int
+    home: int
+    sharded: bool
+    drafts: Int32s
+    tokens: Int32s
+    first: Start | None
+
+
+class StepMessage(NamedTuple):
+    """A plan as it travels, and what changes in the block tables before it."""
+
+    epoch: int
+    step: int
+    digest: int
+    changes: list[Change]
+    copies: tuple[Annotated[Copy, ROW], ...]
+    rows: list[RowMessage]
 
 
 class Told(NamedTuple):
@@ -58,10 +88,13 @@ class Result(NamedTuple):
     rank: int
     epoch: int
     step: int
-    done: StepResult
+    done: Annotated[StepResult, ROW]
     error: str = ""
     fatal: int = 0
     saved_reads: int = 0
+
+
+_STEP, _RESULT, _MOVES = map(codec.plan, (StepMessage, Result, Moves))
 
 
 def changes_of(plan: StepPlan) -> list[Change]:
@@ -85,18 +118,17 @@ class Teller:
 
     def step(self, plan: StepPlan, changes: Iterable[Change], digest: int) -> bytes:
         """The message for a plan, `digest` being that of the tables after the changes."""
-        packed = [(c.slot, c.first, [_pack_ints(ids) for ids in c.ids]) for c in changes]
-        copies = [(copy.group, copy.src, copy.dst) for copy in plan.copies]
         rows = [self._row(row) for row in plan.rows]
-        return _packed(STEP, self.epoch, plan.step, digest, packed, copies, rows)
+        message = StepMessage(self.epoch, plan.step, digest, [*changes], plan.copies, rows)
+        return _packed(STEP, _STEP.written(message))
 
-    def _row(self, row: Row) -> tuple[Any, ...]:
+    def _row(self, row: Row) -> RowMessage:
         sequence = row.sequence
         known, epoch, told = self._told.get(row.slot, (None, 0, 0))
         first = known is not sequence or epoch != sequence.epoch
         told = 0 if first else told
         self._told[row.slot] = (sequence, sequence.epoch, len(sequence.tokens))
-        return (
+        return RowMessage(
             row.slot,
             row.start,
             row.count,
@@ -106,9 +138,9 @@ class Teller:
             row.candidates,
             row.home,
             row.sharded,
-            _pack_ints(row.drafts),
-            _pack_ints(sequence.tokens[told:]),
-            (sequence.prompt_tokens, _parameters(sequence.params)) if first else None,
+            [*row.drafts],
+            sequence.tokens[told:],
+            Start(sequence.prompt_tokens, sequence.params) if first else None,
         )
 
 
@@ -122,34 +154,18 @@ class Listener:
     def step(self, body: list[Any]) -> Told:
         """What `read` gave for a message of rank 0. Raises WrongMessage."""
         try:
-            epoch, step, digest, packed, copies, rows = body
-            changes = [Change(slot, at, tuple(map(_ints, ids))) for slot, at, ids in packed]
-            made = tuple(Copy(*copy) for copy in copies)
-            plan = StepPlan(step, tuple(self._row(*row) for row in rows), made)
-        except (TypeError, ValueError, KeyError) as error:
+            told = _STEP.read(body)
+            rows = tuple([self._row(row) for row in told.rows])
+        except (Refused, KeyError) as error:
             raise WrongMessage(f"a step that cannot be read: {error}") from error
-        return Told(epoch, step, digest, plan, changes)
+        plan = StepPlan(told.step, rows, told.copies)
+        return Told(told.epoch, told.step, told.digest, plan, told.changes)
 
-    def _row(
-        self,
-        slot: int,
-        start: int,
-        count: int,
-        sampled: bool,
-        stored: int,
-        scored_from: int | None,
-        candidates: int,
-        home: int,
-        sharded: bool,
-        drafts: bytes,
-        tokens: bytes,
-        first: tuple[int, Mapping[str, Any]] | None,
-    ) -> Row:
-        known = _ints(tokens)
-        if first is not None:
-            prompt_tokens, parameters = first
-            stops = tuple(parameters["stop_token_ids"])
-            params = SamplingParams(**{**parameters, "stop_token_ids": stops})
+    def _row(self, told: RowMessage) -> Row:
+        """Raises KeyError where a slot has no sequence yet."""
+        slot, known = told.slot, told.tokens
+        if told.first is not None:
+            prompt_tokens, params = told.first
             request = Request(str(slot), known[:prompt_tokens], params)
             self._seated[slot] = Sequence(request, 0, known[prompt_tokens:])
         else:
@@ -158,57 +174,49 @@ class Listener:
             self._seated[slot],
             slot,
             epoch=0,
-            start=start,
-            count=count,
-            sampled=sampled,
+            start=told.start,
+            count=told.length,
+            sampled=told.sampled,
             admitted=False,
             changed_from=0,
-            stored=stored,
-            scored_from=scored_from,
-            candidates=candidates,
-            home=home,
-            sharded=sharded,
-            drafts=tuple(_ints(drafts)),
+            stored=told.stored,
+            scored_from=told.scored_from,
+            candidates=told.candidates,
+            home=told.home,
+            sharded=told.sharded,
+            drafts=tuple(told.drafts),
         )
 
 
 def pack_result(result: Result) -> bytes:
     """A follower's answer."""
-    return _packed(RESULT, *result._replace(done=_fields(result.done)))  # type: ignore[arg-type]
+    return _packed(RESULT, _RESULT.written(result))
 
 
 def unpack_result(message: bytes) -> Result:
     """Raises WrongMessage."""
     kind, body = read(message)
-    if kind != RESULT or len(body) != len(Result._fields):
+    if kind != RESULT:
         raise WrongMessage(f"a message of kind {kind} came in place of a result")
-    result = Result(*body)
-    tokens, bad, logprobs, scores, offers = body[Result._fields.index("done")]
-    done = StepResult(
-        tokens,
-        bad,
-        [None if one is None else messages.TokenLogprob(one[0], _top(one[1])) for one in logprobs],
-        [
-            [messages.PromptLogprob(lp, rank, _top(top)) for lp, rank, top in some]
-            for some in scores
-        ],
-        [None if one is None else Offer(*one) for one in offers],
-    )
-    return result._replace(done=done)
+    try:
+        result: Result = _RESULT.read(body)
+    except Refused as error:
+        raise WrongMessage(f"a result that cannot be read: {error}") from error
+    return result
 
 
 def moving(moves: Moves) -> bytes:
     """What every rank is to copy of its blocks and slots, before the next step."""
-    return _packed(MOVE, *moves)
+    return _packed(MOVE, _MOVES.written(moves))
 
 
 def moved(body: list[Any]) -> Moves:
     """What `read` gave for such a message. Raises WrongMessage."""
     try:
-        out, back = (tuple(Move(*move) for move in some) for some in body)
-    except (TypeError, ValueError) as error:
+        moves: Moves = _MOVES.read(body)
+    except Refused as error:
         raise WrongMessage(f"copies that cannot be read: {error}") from error
-    return Moves(out, back)
+    return moves
 
 
 def note(kind: int) -> bytes:
@@ -219,34 +227,19 @@ def note(kind: int) -> bytes:
 def read(message: bytes) -> tuple[int, list[Any]]:
     """The kind of a message and what it says. Raises WrongMessage."""
     try:
-        version, kind, *body = msgpack.unpackb(message, strict_map_key=False)
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        parts = codec.unpack(message)
+    except Refused as error:
         raise WrongMessage(f"a message that cannot be read: {error}") from error
+    if type(parts) is not list or len(parts) < 2:
+        raise WrongMessage(f"a message that cannot be read: {codec.shown(parts)}")
+    version, kind, *body = parts
     if version != VERSION:
-        raise WrongMessage(f"a message of version {version}, this rank speaks {VERSION}")
+        shown = codec.shown(version)
+        raise WrongMessage(f"a message of version {shown}, this rank speaks {VERSION}")
+    if type(kind) is not int or kind not in KINDS:
+        raise WrongMessage(f"a message of unknown kind {codec.shown(kind)}")
     return kind, body
 
 
-def _packed(kind: int, *body: Any) -> bytes:
-    data: bytes = msgpack.packb((VERSION, kind, *body))
-    return data
-
-
-def _fields(result: StepResult) -> tuple[Any, ...]:
-    return (result.tokens, result.bad, result.logprobs, result.scores, result.offers)
-
-
-def _parameters(params: SamplingParams) -> dict[str, Any]:
-    return {name: getattr(params, name) for name in _PARAMETERS}
-
-
-def _top(pairs: list[list[Any]]) -> list[tuple[int, float]]:
-    return [(token, logprob) for token, logprob in pairs]
-
-
-def _pack_ints(numbers: Iterable[int]) -> bytes:
-    return array("i", numbers).tobytes()
-
-
-def _ints(data: bytes) -> list[int]:
-    return array("i", data).tolist()
+def _packed(kind: int, body: Iterable[Any] = ()) -> bytes:
+    return codec.pack((VERSION, kind, *body))
