@@ -1,7 +1,15 @@
 """What a request may ask of the sampler, and the limits that keep every option's memory bounded.
 
-This module imports no torch: the ingress checks with it before the first byte of an answer, and the
-worker again at admission.
+`check` takes the options of one request (`SamplingParams`) and what this server serves
+(`ParamLimits`). It changes nothing and raises `ParamError` for the first option that is not served,
+with what is allowed and the setting that changes it. `row_bytes` says what the limits cost.
+No torch here: the ingress checks before the first byte of an answer, the worker at admission.
+
+Words: *greedy* takes the likeliest token, without a random number. *Penalties* lower the logits of
+tokens that occurred before; *logit bias* is added to those of chosen tokens. *Logprobs* are natural
+logarithms of the probabilities of generated tokens, *prompt logprobs* those of prompt tokens.
+*Beam search* keeps the `beam_width` likeliest continuations. *Speculation* guesses tokens, which
+one step of the model then verifies.
 """
 
 from collections.abc import Mapping, Sequence
