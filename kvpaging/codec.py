@@ -18,7 +18,7 @@ import types
 import typing
 from array import array
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
@@ -45,16 +45,14 @@ class Refused(ValueError):
         return Refused(self.problem, f"{name}.{self.path}" if self.path else name)
 
 
-@dataclass(frozen=True, slots=True)
-class Bound:
+class Bound(NamedTuple):
     """What more a field's value must hold than its type; `wanted` says both in words."""
 
     wanted: str
     holds: Callable[[Any], bool]
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
+class Form(NamedTuple):
     """A field that travels as something else: `read` gives it back or raises Refused."""
 
     write: _Change
@@ -136,11 +134,6 @@ def shown(value: Any) -> str:
 def wrong(wanted: str, value: Any) -> Refused:
     """What to raise of a value that should have been something else."""
     return Refused(f" must be {wanted}, got {shown(value)}")
-
-
-def at_least(low: int) -> Bound:
-    """Of an int."""
-    return Bound(f"an int from {low} on", low.__le__)
 
 
 def one_of(words: Iterable[str]) -> Bound:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
 
-from kvpaging.codec import ROW, Bound, Codec, at_least, little_endian, one_of
+from kvpaging.codec import ROW, Bound, Codec, little_endian, one_of
 from kvpaging.hashing import IDENTITY_BYTES
 from kvpaging.host_pool import GPU, HOST, TIERS
 
@@ -30,7 +30,7 @@ VERSION = 2
 STORED, REMOVED, CLEARED = EVENTS = ("stored", "removed", "cleared")
 RING_BYTES = 1 << 18
 
-_Count = Annotated[int, at_least(0)]
+_Count = Annotated[int, Bound("an int from 0 on", (0).__le__)]
 _Ids = Annotated[
     bytes,
     Bound(f"bytes, {IDENTITY_BYTES} for each identity", lambda ids: not len(ids) % IDENTITY_BYTES),

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpaging import codec
-from kvpaging.codec import ROW, Bound, Codec, Int32s, at_least, little_endian, one_of
+from kvpaging.codec import ROW, Bound, Codec, Int32s, little_endian, one_of
 
 SHORT = Bound("a str, at most 8 long", lambda word: len(word) <= 8)
 FEW = Bound("a list of ints, at most 5", lambda numbers: len(numbers) <= 5)
@@ -34,7 +34,7 @@ class Wide(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    rank: Annotated[int, at_least(0)]
+    rank: Annotated[int, Bound("an int from 0 on", lambda rank: rank >= 0)]
     tier: Annotated[str, one_of(("gpu", "host"))]
 
 
