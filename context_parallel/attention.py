@@ -25,6 +25,7 @@ from context_parallel.planning import (
 )
 from context_parallel.shard import HISTORY_BYTES_MAX, Geometry
 from kvpaging.attention import ops
+from kvpaging.attention.inputs import Rows
 from kvpaging.attention.ops import Partial
 from kvpaging.quant import Scales
 
@@ -88,7 +89,7 @@ class _Layer:
     def options(self) -> dict[str, Any]:
         return {"scale": self.scale, "window": self.window, "softcap": self.softcap}
 
-    def packed(self, q: Tensor, rows: ops.Rows) -> Tensor:
+    def packed(self, q: Tensor, rows: Rows) -> Tensor:
         """This rank's partial, acc, m and l side by side: `[T, Hq, Dv + 2]`."""
         partial = ops.attend(
             q, self.k_pages, self.v_pages, rows, **self.options, scales=self.scales

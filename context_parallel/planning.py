@@ -12,7 +12,7 @@ from torch import Tensor
 
 from context_parallel.shard import Geometry, Tail, moves_history
 from context_parallel.tables import LocalTables
-from kvpaging.attention.ops import Rows
+from kvpaging.attention.inputs import Rows
 
 Ints = NDArray[np.int64]
 SLICE_ROWS = 1024  # queries whose partials are made and sent together

@@ -10,7 +10,7 @@ import logging
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from kvpaging.states import FREE, IDLE, LEASED, NONE, OWNED, QUARANTINED, STATES
+from kvpaging.pool import FREE, IDLE, LEASED, NONE, OWNED, QUARANTINED, STATES
 from kvpaging.windows import GONE
 
 if TYPE_CHECKING:
@@ -26,6 +26,11 @@ WINDOW = 1024
 Problem = tuple[int, str]
 
 
+def check(pool: BlockPool, tables: Iterable[BlockTable]) -> list[str]:
+    """All that is wrong, given every table that draws from the pool; empty means sound."""
+    return [text for _, text in problems(pool, tables)]
+
+
 def problems(pool: BlockPool, tables: Iterable[BlockTable]) -> list[Problem]:
     """All that is wrong as (block, text), NONE where no single block is; O(blocks + entries)."""
     tables = list(tables)
@@ -35,7 +40,8 @@ def problems(pool: BlockPool, tables: Iterable[BlockTable]) -> list[Problem]:
 
 
 def repair(pool: BlockPool, tables: Iterable[BlockTable]) -> list[str]:
-    """Quarantines blocks whose record is wrong, makes the rest follow from the facts again.
+    """`check` for every so many steps in production; quarantines blocks whose record is wrong and
+    makes the rest follow from the facts again. Counts, logs and returns what was wrong.
 
     Where more than a reference is wrong, all identities go too: a pool that miscounts cannot be
     believed about contents.
@@ -67,9 +73,9 @@ def _seems_sound(pool: BlockPool, entries: list[int]) -> bool:
 
     The lists are walked each time the turn has gone round.
     """
-    start = pool._audited
+    start = pool.audited
     end = min(start + WINDOW, pool.blocks)
-    pool._audited = end % pool.blocks
+    pool.audited = end % pool.blocks
     return (
         entries == pool._refs
         and not _of_totals(pool)

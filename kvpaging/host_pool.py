@@ -15,12 +15,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvpaging.states import NONE
+from kvpaging.pool import NONE, BlockPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kvpaging.pool import BlockPool
 
 GPU, HOST = TIERS = ("gpu", "host")
 

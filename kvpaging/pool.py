@@ -1,54 +1,196 @@
-"""The blocks of one arena on all ranks: who uses them, which may be hit again, which are free.
+"""The allocator of KV blocks: which are in use, which are cached, which are free. No tensor here.
 
-A block has *references* (table entries) and *holds* (transfers, copy sources). One whose last
-reference goes while a step may still touch it waits for that step. Its state is derived, first
-match wins: quarantined, owned (references), leased (held or waiting), idle (has an identity),
-free. Every operation is O(1), or O(1) per block it moves, and fails before it changes anything.
+A pool has `per_rank` blocks on each of `ranks` ranks; block `rank * per_rank + i` is block i of
+that rank, so a table of such numbers says where everything is. Layer groups whose blocks have the
+same size draw from one pool.
 
-Identities form a forest: a block published under a parent is found only while that parent is.
-Losing an identity therefore withdraws all identities below it in the same call, deepest first.
-Eviction avoids this cost: tables give blocks back tail first, so a chain's tail is older than its
-head, and where a hold or a late step broke that order, idle children go before their parent.
+What keeps a block: *references* (entries of block tables), *holds* (transfers, sources of copies)
+and the last step that may still touch it. Its state follows, the first that matches:
+
+  quarantined  out of use: a transfer whose end nobody confirmed, or a failed audit
+  owned        has references
+  leased       has holds, or waits for its last step to end
+  idle         findable by its identity, so a prompt may hit it; evicted when no block is free
+  free         nothing of the above
+
+The *identity* of a full block is the hash of its tokens and of all tokens before them. Identities
+form a forest: a block published under a parent is found only while that parent is. Losing an
+identity withdraws all identities below it in the same call, deepest first. Eviction avoids this
+cost: tables give blocks back tail first, so a chain's tail is older than its head, and where a hold
+or a late step broke that order, idle children go before their parent.
+
+Every operation is O(1), or O(1) per block it moves, and raises before anything has changed.
+`kvpaging.audit` proves a pool sound and repairs it.
 """
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvpaging import audit
-from kvpaging.ledger import Ledger
-from kvpaging.states import FREE, IDLE, LEASED, NONE, OWNED, QUARANTINED, Counts, OutOfBlocks, Stats
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from kvpaging.table import BlockTable
-
-__all__ = ["BlockPool", "Counts", "OutOfBlocks", "Stats"]
+    from collections.abc import Callable
 
 log = logging.getLogger(__name__)
 
-WHOLE = 1 << 62
+QUARANTINED, OWNED, LEASED, IDLE, FREE = range(5)
+STATES = ("quarantined", "owned", "leased", "idle", "free")
+NONE = -1
+WHOLE = 1 << 62  # tokens of a hold on all of a block
 
 
-class BlockPool(Ledger):
-    """References, holds, identities and states of `blocks_per_rank` blocks on each of `ranks`.
+class OutOfBlocks(Exception):
+    """Fewer blocks can be handed out than were asked for; nothing has changed."""
 
-    Steps are numbered upwards from 0. `on_change(kind, identity, parent)`, where set, hears each
-    identity that becomes findable ("stored", unless published `quiet`) and each that no longer is
-    ("removed", the quiet ones too): set transitions, a parent before its children going in and
-    after them going out; "cleared" when a repair dropped all. `on_evict(block)` hears of a block
-    whose content is about to be given up, with all below it, while it is still there. Neither may
-    change the pool nor raise.
+    def __init__(self, asked: int, available: int, ranks: tuple[int, ...] = (0,)) -> None:
+        """`ranks`: where more blocks would help."""
+        super().__init__(
+            f"{asked} KV blocks asked, {available} available (free or idle); "
+            "kv.memory or kv.blocks sets how many there are"
+        )
+        self.asked = asked
+        self.available = available
+        self.ranks = ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Blocks by state; the five add up to all blocks of the pool, or of one of its ranks."""
+
+    quarantined: int
+    owned: int
+    leased: int
+    idle: int
+    free: int
+
+
+@dataclass(slots=True)
+class Stats:
+    """Running totals since the pool was made."""
+
+    allocated: int = 0
+    evictions: int = 0
+    published: int = 0
+    duplicates: int = 0
+    orphans: int = 0
+    withdrawn: int = 0
+    violations: int = 0
+
+
+class BlockPool:
+    """References, holds, identities and states of `per_rank` blocks on each of `ranks`.
+
+    Steps are numbered upwards from 0. Two callbacks may be set; neither may change the pool or
+    raise. `on_change(kind, identity, parent)` is called for each identity that becomes findable
+    ("stored", unless published `quiet`; parents first) or no longer is ("removed", quiet ones too;
+    children first), and with "cleared" when a repair dropped all. `on_evict(block)` is called while
+    the content of a block about to be evicted, and of all below it, is still there.
     """
 
-    def __init__(self, blocks_per_rank: int, ranks: int = 1) -> None:
-        super().__init__(blocks_per_rank, ranks)
+    def __init__(self, per_rank: int, ranks: int = 1) -> None:
+        if per_rank < 1 or ranks < 1:
+            asked = f"{ranks} ranks of {per_rank} blocks" if ranks != 1 else f"{per_rank} blocks"
+            raise ValueError(f"a pool of {asked} was asked for; it needs at least 1")
+        blocks = per_rank * ranks
+        self.per_rank, self.ranks, self.blocks = per_rank, ranks, blocks
+        self.quarantined: dict[int, str] = {}
+        self.passed: set[int] = set()  # given back from behind a window, and in no table since
         self.stats = Stats()
         self.on_change: Callable[[str, bytes, bytes | None], None] | None = None
         self.on_evict: Callable[[int], None] | None = None
-        self.passed: set[int] = set()  # given back from behind a window, and in no table since
+        self._refs = [0] * blocks
+        self._holds = [0] * blocks
+        self._kept = [0] * blocks  # tokens that holds keep as they are
+        self._last = [NONE] * blocks  # last step that may touch the block
+        self._ended = NONE  # all steps up to this one have
+        self._state = bytearray([FREE]) * blocks
+        self._counts = [[0, 0, 0, 0, per_rank] for _ in range(ranks)]
+        # By block, what belongs to its rank: the counts, the heads of its free and idle lists.
+        self._tally = [counts for counts in self._counts for _ in range(per_rank)]
+        self._free = [blocks + 2 * rank for rank in range(ranks) for _ in range(per_rank)]
+        self._idle = [blocks + 2 * rank + 1 for rank in range(ranks) for _ in range(per_rank)]
+        self._waiting: dict[int, int] = {}  # step -> head of the list of blocks that wait for it
+        self._spare: list[int] = []  # heads of such lists to be used again
+        # Doubly linked rings: free and idle blocks, oldest idle first, each with a head for each
+        # rank behind the blocks' own places, and blocks that wait for a step.
+        self._next: list[int] = [*range(1, blocks + 1), *range(blocks, blocks + 2 * ranks)]
+        self._prev: list[int] = [*range(-1, blocks - 1), *range(blocks, blocks + 2 * ranks)]
+        for first in range(0, blocks, per_rank):
+            head, last = self._free[first], first + per_rank - 1
+            self._next[head] = first
+            self._next[last] = self._prev[first] = head
+            self._prev[head] = last
+        self._identity: list[bytes | None] = [None] * blocks
+        self._found: dict[bytes, int] = {}
+        # The forest: each block's parent and first child, and its siblings on both sides.
+        self._parent = [NONE] * blocks
+        self._child = [NONE] * blocks
+        self._elder = [NONE] * blocks
+        self._younger = [NONE] * blocks
+        self.audited = 0  # where the next audit goes on
+
+    @property
+    def available(self) -> int:
+        """Blocks that can be handed out now, on all ranks: free and idle ones."""
+        return sum(map(self.available_on, range(self.ranks)))
+
+    def available_on(self, rank: int) -> int:
+        """Blocks of one rank that `allocate` can hand out now."""
+        counts = self._counts[rank]
+        return counts[FREE] + counts[IDLE]
+
+    def counts(self, rank: int | None = None) -> Counts:
+        """Of one rank, or of all."""
+        if rank is not None:
+            return Counts(*self._counts[rank])
+        return Counts(*map(sum, zip(*self._counts, strict=True)))
+
+    def rank_of(self, block: int) -> int:
+        return block // self.per_rank
+
+    def references(self, block: int) -> int:
+        return self._refs[block]
+
+    def holds(self, block: int) -> int:
+        return self._holds[block]
+
+    def state(self, block: int) -> str:
+        """One of the words in `STATES`."""
+        return STATES[self._state[block]]
+
+    def identity(self, block: int) -> bytes | None:
+        return self._identity[block]
+
+    def parent(self, block: int) -> bytes | None:
+        """The identity that a findable block is found after."""
+        above = self._parent[block]
+        return None if above == NONE else self._identity[above]
+
+    def lookup(self, identity: bytes) -> int | None:
+        """The block that holds `identity`; valid until the next call that may evict."""
+        return self._found.get(identity)
+
+    def writable(self, block: int, offset: int) -> bool:
+        """Whether a table that has `block` may write it in place from `offset` on.
+
+        Steps that still read the block for a table that is gone are no obstacle: a device runs
+        its steps in order, so their reads come before the write.
+        """
+        return self._refs[block] == 1 and offset >= self._kept[block]
+
+    def private(self, block: int) -> bool:
+        """Whether one table has `block` and nobody else may read any of it."""
+        return self.writable(block, 0) and self._identity[block] is None
+
+    def usable(self, block: int) -> bool:
+        """Whether a table entry or a hold may be added: the block is not free nor out of use."""
+        return self._refs[block] > 0 or self._state[block] in (LEASED, IDLE)
+
+    def describe(self, block: int) -> str:
+        """A block's state in words, for messages."""
+        name = self.state(block)
+        return f"{name} with {self._refs[block]} references and {self._holds[block]} holds"
 
     def allocate(self, n: int, rank: int = 0) -> list[int]:
         """`n` blocks of `rank`, one reference each; free ones first, then idle ones, oldest first.
@@ -196,14 +338,6 @@ class BlockPool(Ledger):
         if self.quarantined.pop(block, None) is None:
             raise ValueError(f"block {block} is {self.describe(block)}: not quarantined")
         self._place(block)
-
-    def check(self, tables: Iterable[BlockTable]) -> list[str]:
-        """All that is wrong, given every table that draws from this pool; empty means sound."""
-        return [text for _, text in audit.problems(self, tables)]
-
-    def audit(self, tables: Iterable[BlockTable]) -> list[str]:
-        """`check` for every so many steps in production: quarantines, counts, logs, returns it."""
-        return audit.repair(self, tables)
 
     def _set(self, block: int, state: int) -> None:
         counts = self._tally[block]

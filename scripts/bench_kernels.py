@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvpaging.attention import ops
-from kvpaging.attention.ops import Rows
+from kvpaging.attention.inputs import Rows
 
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 64
 DTYPE = torch.bfloat16

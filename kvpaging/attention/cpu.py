@@ -13,18 +13,15 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from kvpaging.attention.inputs import Rows
 from kvpaging.attention.page_view import Planes
 from kvpaging.attention.page_view import write as write
 from kvpaging.attention.partials import Partial, finish_reference, merge_reference
 from kvpaging.quant import Scales
-
-if TYPE_CHECKING:
-    from kvpaging.attention.ops import Rows
 
 SCORE_BYTES_MAX = 64 << 20
 SLICE_BYTES = 4 << 20  # of keys and values gathered at a time, for each thread

@@ -8,7 +8,6 @@ Partial sums are float32, or float64 for float64 queries; exponentials are base 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,34 +15,12 @@ from torch import Tensor
 
 from kvpaging import quant
 from kvpaging.attention import cpu, page_view
+from kvpaging.attention.inputs import Rows
 from kvpaging.attention.partials import Partial as Partial
 from kvpaging.attention.partials import finish_reference as finish_reference
 from kvpaging.attention.partials import finite_maximum
 from kvpaging.attention.partials import merge_reference as merge_reference
-from kvpaging.attention.shared_prefix import Run
 from kvpaging.quant import Scales
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """One layer group's ragged batch.
-
-    Row r owns the queries `query_start[r]:query_start[r+1]`, at positions `first[r]`, `first[r]+1`,
-    and so on, and reads the keys in the first `blocks[r]` entries of `table[r]`.
-    """
-
-    query_start: Tensor  # int32 [R+1]
-    first: Tensor  # int32 [R], position of the row's first query
-    table: Tensor  # int32 [R, W], physical blocks of this rank, in ascending logical order
-    blocks: Tensor  # int32 [R], entries of the table in use
-    logical: Tensor | None  # int32 [R, W], logical index of each entry; None means 0, 1, 2, ...
-    slots: Tensor  # int64 [T], block * B + offset that receives token t's K and V; -1 for none
-    lens: tuple[int, ...]  # host copy of the rows' lengths
-    firsts: tuple[int, ...]  # host copy of `first`
-    groups: tuple[Run, ...] = ()  # keys that several rows read from the same blocks
-    held: tuple[int, ...] = ()  # host copy of `blocks`, needed where `logical` is given
-    shards: int = 1  # ranks that a row's keys are spread over: splits are as much shorter
-    cache: dict[Any, Any] = field(default_factory=dict)  # what a backend plans once for all layers
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

@@ -7,12 +7,12 @@ on the host, once per step and layer group.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvpaging.attention.inputs import Run
 from kvpaging.attention.tiling import SHORTEST_SPLIT, SPLITS
 
 if TYPE_CHECKING:
@@ -30,35 +30,6 @@ if TYPE_CHECKING:
 SAVED_KEYS_MIN = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Keys `start` to `stop` of each of `rows`: they lie in the same blocks, and every query of
-    the rows sees all of them. They are `splits` splits of `length` keys from `split` on."""
-
-    rows: tuple[int, ...]  # ascending
-    split: int
-    splits: int
-    length: int
-
-    @property
-    def end(self) -> int:
-        """The split after the last."""
-        return self.split + self.splits
-
-    @property
-    def start(self) -> int:
-        return self.split * self.length
-
-    @property
-    def stop(self) -> int:
-        return self.end * self.length
-
-    @property
-    def saved_keys(self) -> int:
-        """Keys that need not be read again for another row."""
-        return (len(self.rows) - 1) * self.splits * self.length
-
-
 def find(
     tables: NDArray[np.int32],
     slots: Ints,
@@ -67,7 +38,7 @@ def find(
     block_size: int,
     window: int | None,
     saved_keys_min: int = SAVED_KEYS_MIN,
-    whole: NDArray[np.int32] | None = None,
+    full_tables: NDArray[np.int32] | None = None,
 ) -> tuple[Run, ...]:
     """The runs of a step that save at least `saved_keys_min`, in ascending order of splits.
 
@@ -76,18 +47,18 @@ def find(
     each row; else it is sorting the rows that do.
 
     Entries behind the window lead nowhere. Rows that share what they see of a prefix are found by
-    `whole`, the tables of a group of the same sequences without a window.
+    `full_tables`, those of a group of the same sequences without a window.
     """
-    own, tables = tables, tables if whole is None else whole
-    heads = tables[slots, 0]
+    searched = tables if full_tables is None else full_tables
+    heads = searched[slots, 0]
     if len(set(heads.tolist())) == len(heads):
         return ()
     length = _split_lengths(firsts)
     # Every query of a row must be cut at the same places and see the whole of a split.
-    whole = np.where(_split_lengths(firsts + lens - 1) == length, (firsts + 1) // length, 0)
+    end = np.where(_split_lengths(firsts + lens - 1) == length, (firsts + 1) // length, 0)
     hidden = np.zeros_like(firsts) if window is None else (firsts + lens - window).clip(0)
     begin = -(-hidden // length)
-    members = np.flatnonzero(whole > begin)
+    members = np.flatnonzero(end > begin)
     _, kind, counts = np.unique(
         length[members] << 32 | heads[members], return_inverse=True, return_counts=True
     )
@@ -95,19 +66,12 @@ def find(
     found: list[Run] = []
     for each in np.unique(length[members]).tolist():
         some = members[length[members] == each]
-        tree = _Tree(tables[slots[some]], some, whole[some], begin[some], each, each // block_size)
+        tree = _Tree(searched[slots[some]], some, begin[some], end[some], each // block_size, each)
         found += tree.runs()
-    return tuple(
-        sorted(
-            (
-                run
-                for run in _joined(found)
-                if run.saved_keys >= saved_keys_min
-                and (whole is None or _same(own, slots, run, block_size))
-            ),
-            key=lambda run: (run.split, run.rows),
-        )
-    )
+    kept = [run for run in _joined(found) if run.saved_keys >= saved_keys_min]
+    if full_tables is not None:
+        kept = [run for run in kept if _same(tables, slots, run, block_size)]
+    return tuple(sorted(kept, key=lambda run: (run.split, run.rows)))
 
 
 def _same(tables: NDArray[np.int32], slots: Ints, run: Run, block_size: int) -> bool:
@@ -118,7 +82,7 @@ def _same(tables: NDArray[np.int32], slots: Ints, run: Run, block_size: int) -> 
 
 
 def _split_lengths(positions: Ints) -> Ints:
-    """`work.split_length` of each position."""
+    """`tiling.split_length` of each position."""
     needed = positions // SPLITS + 1
     powers = 1 << np.arange(SHORTEST_SPLIT.bit_length() - 1, 63, dtype=np.int64)
     return powers[np.searchsorted(powers, needed)]
@@ -131,22 +95,22 @@ class _Tree:
         self,
         tables: NDArray[np.int32],
         rows: Ints,
-        whole: Ints,
         begin: Ints,
-        length: int,
+        end: Ints,
         blocks: int,
+        length: int,
     ) -> None:
-        """tables `[n, W]` of `rows` [n], of which the splits `begin[i]` to `whole[i]`, of `blocks`
-        blocks each, are wholly visible."""
-        width = int(whole.max()) * blocks
-        kept = np.where(np.arange(width) < whole[:, None] * blocks, tables[:, :width], -1)
+        """tables `[n, W]` of `rows` [n], of which the splits from `begin[i]` up to `end[i]` are
+        wholly visible, each of `blocks` blocks and `length` keys."""
+        width = int(end.max()) * blocks
+        kept = np.where(np.arange(width) < end[:, None] * blocks, tables[:, :width], -1)
         keys = [row.tobytes() for row in kept]
         order = sorted(range(len(keys)), key=keys.__getitem__)
         self.rows, self.begin, self.length = rows[order], begin[order], length
-        kept, whole = kept[order], whole[order]
+        kept, end = kept[order], end[order]
         differ = np.pad(kept[1:] != kept[:-1], ((0, 0), (0, 1)), constant_values=True)
-        # Splits that neighbours have in common; a whole interval shares the least of its own.
-        self.common = np.minimum(differ.argmax(1) // blocks, whole[1:]).tolist()
+        # Splits that neighbours have in common; an interval has in common the least of its own.
+        self.common = np.minimum(differ.argmax(1) // blocks, end[1:]).tolist()
 
     def runs(self) -> Iterator[Run]:
         """The intervals of rows with their common splits below those of the interval around."""

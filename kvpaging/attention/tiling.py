@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from kvpaging.attention.shared_prefix import Run
+    from kvpaging.attention.inputs import Run
 
 SPLITS = 32  # of a query, at most
 SHORTEST_SPLIT = 256  # keys

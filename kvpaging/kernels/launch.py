@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpaging.attention import tiling
-from kvpaging.attention.ops import Rows
+from kvpaging.attention.inputs import Rows
 from kvpaging.kernels.attend import attend_kernel
 from kvpaging.kernels.merge import merge_kernel
 from kvpaging.kernels.pages import copy_kernel, write_kernel

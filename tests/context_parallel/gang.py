@@ -18,7 +18,7 @@ from context_parallel.shard import Geometry, tails
 from context_parallel.tables import LocalTables
 from kvpaging import quant
 from kvpaging.attention import ops
-from kvpaging.attention.ops import Rows
+from kvpaging.attention.inputs import Rows
 from kvpaging.store import BlockStore, LayerShape, layout
 
 PER_RANK = 96

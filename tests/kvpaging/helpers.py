@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import astuple
 from typing import TYPE_CHECKING
 
-from kvpaging.states import STATES
+from kvpaging.pool import STATES
 from kvpaging.table import BlockTable
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpaging import quant
-from kvpaging.attention.ops import Rows
+from kvpaging.attention.inputs import Rows
 from kvpaging.quant import Scales
 from kvpaging.store import BlockStore, LayerShape, layout
 

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvpaging import audit
 from kvpaging.audit import WINDOW
-from kvpaging.pool import BlockPool
-from kvpaging.states import FREE, IDLE
+from kvpaging.pool import FREE, IDLE, BlockPool
 from kvpaging.table import BlockTable
 from tests.kvpaging.helpers import counted, names, table_of
 
@@ -96,7 +96,7 @@ def lived_in() -> tuple[BlockPool, list[BlockTable]]:
     table.truncate(8, step=2)
     table.truncate(4)
     assert counted(pool) == {"owned": 1, "leased": 1, "idle": 1, "free": 3}
-    assert pool.check([table]) == []
+    assert audit.check(pool, [table]) == []
     return pool, [table]
 
 
@@ -109,18 +109,18 @@ def test_check_tells_and_audit_repairs(
 ) -> None:
     pool, tables = lived_in()
     corrupt(pool)
-    assert any(text in problem for problem in pool.check(tables))
-    found = pool.audit(tables)
+    assert any(text in problem for problem in audit.check(pool, tables))
+    found = audit.repair(pool, tables)
     assert any(text in problem for problem in found)
     assert text in caplog.text
     assert pool.stats.violations == len(found)
     assert bool(pool.quarantined) == blamed
-    assert pool.check(tables) == []
-    assert pool.audit(tables) == []
+    assert audit.check(pool, tables) == []
+    assert audit.repair(pool, tables) == []
     tables[0].release()
     pool.step_ended(2)
     pool.flush()
-    assert pool.check([]) == []
+    assert audit.check(pool, []) == []
     assert pool.counts().free + len(pool.quarantined) == 6
     assert len(pool.allocate(pool.available)) == pool.counts().owned
 
@@ -129,9 +129,9 @@ def test_audit_looks_at_every_block_in_turn() -> None:
     pool = BlockPool(3 * WINDOW)
     block = 2 * WINDOW + 5
     pool._parent[block] = 7
-    assert [len(pool.audit([])) for _ in range(3)] == [0, 0, 1]
+    assert [len(audit.repair(pool, [])) for _ in range(3)] == [0, 0, 1]
     assert pool.quarantined.keys() == {block}
-    assert pool.audit([]) == []
+    assert audit.repair(pool, []) == []
 
 
 def test_audit_keeps_the_cache_where_only_a_reference_is_wrong() -> None:
@@ -140,7 +140,7 @@ def test_audit_keeps_the_cache_where_only_a_reference_is_wrong() -> None:
     pool.unref(pool.allocate(1)[0], step=2)
     table = table_of(pool, 4)
     pool.publish(table.blocks[0][0], b"other", None)
-    assert pool.audit([*tables, table]) == ["block 0: 2 references, 1 table entries"]
+    assert audit.repair(pool, [*tables, table]) == ["block 0: 2 references, 1 table entries"]
     assert pool.lookup(b"other") == table.blocks[0][0]
     assert pool.lookup(names(1)[0]) is None
 
@@ -150,7 +150,7 @@ def test_audit_tells_listeners_that_all_identities_are_gone() -> None:
     heard: list[Any] = []
     pool.on_change = lambda *change: heard.append(change)
     miscount(pool)
-    pool.audit(tables)
+    audit.repair(pool, tables)
     assert heard == [("cleared", b"", None)]
     assert [pool.lookup(name) for name in names(2)] == [None, None]
 
@@ -182,9 +182,9 @@ def test_check_notices_blocks_on_ranks_where_they_may_not_be(
     pools = [BlockPool(4, 2), BlockPool(6, 2)]
     table = BlockTable(pools, 4, (0, 1))
     table.append(12)
-    assert pools[0].check([table]) == []
+    assert audit.check(pools[0], [table]) == []
     corrupt(table)
-    [problem] = pools[0].check([table])
+    [problem] = audit.check(pools[0], [table])
     assert re.search(text, problem)
 
 
@@ -194,10 +194,10 @@ def test_audit_repairs_every_rank(rank: int, caplog: pytest.LogCaptureFixture) -
     table = table_of(pool, 12, ranks=(0, 1, 2))
     pool._counts[rank][FREE] += 1
     pool._unlink(pool._next[pool._free[3 * rank]])
-    found = pool.check([table])
-    assert pool.audit([table]) == found
+    found = audit.check(pool, [table])
+    assert audit.repair(pool, [table]) == found
     assert f"on rank {rank}" in caplog.text
-    assert pool.check([table]) == []
+    assert audit.check(pool, [table]) == []
     table.release()
     for each in range(3):
         assert len(pool.allocate(3, each)) == 3
@@ -206,4 +206,4 @@ def test_audit_repairs_every_rank(rank: int, caplog: pytest.LogCaptureFixture) -
 def test_check_notices_a_table_of_the_wrong_size() -> None:
     pool, [table] = lived_in()
     table.length = 5
-    assert pool.check([table]) == ["a table of 5 tokens has [1] blocks"]
+    assert audit.check(pool, [table]) == ["a table of 5 tokens has [1] blocks"]

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpaging import audit
 from kvpaging.pool import BlockPool, OutOfBlocks
 from kvpaging.table import BlockTable
 from tests.kvpaging.helpers import names, table_of
@@ -45,7 +46,7 @@ def test_a_cold_sequence_is_even_within_one_block(
         assert owners == [order[i % ranks] for i in range(len(owners))]
         loads = [owners.count(rank) for rank in range(ranks)]
         assert max(loads) - min(loads) <= 1
-    assert pool.check([table]) == []
+    assert audit.check(pool, [table]) == []
 
 
 @given(ranks=st.sampled_from([2, 4, 8]), first=st.integers(1, 60), more=st.integers(1, 400))
@@ -62,7 +63,7 @@ def test_growing_goes_on_where_the_table_has_least(ranks: int, first: int, more:
     fair = -(-len(table.blocks[0]) // ranks)
     assert loads[1] == max(first, loads[1])
     assert max(loads) <= max(first, fair)
-    assert pool.check([table]) == []
+    assert audit.check(pool, [table]) == []
 
 
 def test_a_degree_of_n_has_room_n_times_longer() -> None:
@@ -117,7 +118,7 @@ def test_a_copy_stays_on_the_rank_of_its_source() -> None:
     assert pool.available_on(0) == 1
     full.release()
     assert pool.rank_of(third.append(1)[0].dst) == 1
-    assert pool.check([table, twin, third]) == []
+    assert audit.check(pool, [table, twin, third]) == []
 
 
 def test_evicting_on_a_rank_frees_it_there_and_what_hangs_below_everywhere() -> None:
@@ -163,7 +164,7 @@ def test_cached_blocks_are_attached_only_where_they_may_be() -> None:
     with pytest.raises(ValueError, match="different ranks: not swapped"):
         narrow.swap(0, 0, first[0])
     narrow.swap(0, 0, first[3])
-    assert pools[0].check([table, narrow]) == []
+    assert audit.check(pools[0], [table, narrow]) == []
 
 
 @pytest.mark.parametrize(("blocks", "ranks"), [(0, 1), (0, 2), (3, 0)])

@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvpaging import audit
 from kvpaging.pool import BlockPool, OutOfBlocks
 from kvpaging.table import BlockTable, Copy
 from tests.kvpaging.helpers import chained, counted, names, table_of
@@ -88,7 +89,7 @@ def test_a_lack_in_one_pool_changes_nothing_in_any(layout: tuple[int, ...]) -> N
         twin.append(2)
     assert (error.value.asked, error.value.available) == (2, 0)
     assert ([list(b) for b in twin.blocks], twin.length, [p.counts() for p in pools]) == before
-    assert all(pool.check([table, twin]) == [] for pool in pools)
+    assert all(audit.check(pool, [table, twin]) == [] for pool in pools)
 
 
 def test_groups_that_share_a_pool_ask_it_together() -> None:
@@ -113,7 +114,7 @@ def test_a_fork_shares_all_blocks_and_copies_only_the_partial_one() -> None:
     assert table.append(1) == [], "the last one to have the block writes behind what is copied"
     assert table.blocks[0][1] == shared
     pool.unhold(shared)
-    assert pool.check([table, twin]) == []
+    assert audit.check(pool, [table, twin]) == []
 
 
 def test_a_copy_source_is_held_until_the_step_commits() -> None:
@@ -141,7 +142,7 @@ def test_n_tables_need_one_copy_less_whoever_writes_first(
     copies = [copy for i in order for copy in tables[i].append(1)]
     assert [copy.src for copy in copies] == [first.blocks[0][0]] * 2
     assert len({table.blocks[0][0] for table in tables}) == 3
-    assert pool.check(tables) == []
+    assert audit.check(pool, tables) == []
 
 
 def test_the_last_twin_keeps_what_its_parent_gave_up() -> None:
@@ -279,7 +280,7 @@ def test_attaches_in_all_groups_or_none(
     with pytest.raises(ValueError, match=message):
         table.attach(blocks)
     assert (table.length, counted(pool)) == (tokens, {"owned": 2, "free": 6})
-    assert pool.check([table]) == []
+    assert audit.check(pool, [table]) == []
 
 
 def test_swaps_a_duplicate_for_its_canonical_block() -> None:
@@ -365,7 +366,7 @@ class Tables(RuleBasedStateMachine):
 
     @invariant()
     def each_token_is_where_it_was_put(self) -> None:
-        assert self.pool.check([table for table, _ in self.tables]) == []
+        assert audit.check(self.pool, [table for table, _ in self.tables]) == []
         for table, tokens in self.tables:
             assert table.length == len(tokens)
             assert 0 <= table.wasted_slots < 4

@@ -16,6 +16,7 @@ from functools import lru_cache
 from zlib import crc32
 
 from context_parallel.policy import ShardPolicy
+from kvpaging import audit
 from kvpaging.host_pool import HostPool, Moves
 from kvpaging.pool import BlockPool
 from kvpaging.windows import GONE
@@ -352,7 +353,7 @@ def check(engine: Engine) -> None:
     """Conservation, after every step."""
     tables = engine.scheduler.tables()
     for pool in engine.scheduler.pools:
-        problems = pool.check(t for t in tables)
+        problems = audit.check(pool, tables)
         assert not problems, problems
     tier = engine.scheduler.tier
     for host in tier.arenas if tier is not None else ():

@@ -8,6 +8,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from configs.loading import load
+from kvpaging import audit
 from kvpaging.store import BlockStore
 from tests.families import MAX_MODEL_LEN, NEW_TOKENS, build, prompts
 from worker.execution.model import PagedModel
@@ -177,4 +178,4 @@ def submit(engine: Engine, index: int) -> None:
 def prove_sound(engine: Engine) -> None:
     tables = engine.scheduler.tables()
     for pool in set(engine.scheduler.pools):
-        assert pool.check(tables) == []
+        assert audit.check(pool, tables) == []

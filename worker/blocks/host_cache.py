@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kvpaging.host_pool import HostPool, Move, Moves, Union, below
-from kvpaging.states import IDLE, STATES
+from kvpaging.pool import IDLE, STATES
 from worker.blocks.swap import Swaps
 from worker.blocks.transfer import Rate
 from worker.scheduling import admission

@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from kvpaging import audit
 from worker import messages
 from worker.blocks.transfer import PrefillRate
 from worker.engine.engine import Engine, Output
@@ -294,7 +295,7 @@ class EngineLoop:
         tables = self.engine.scheduler.tables()
         found = 0
         for pool in dict.fromkeys(self.engine.scheduler.pools):
-            found += len(pool.audit(tables))
+            found += len(audit.repair(pool, tables))
         self.violations += found
         if found:
             self._send(self.engine.end_quarantined())

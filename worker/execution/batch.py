@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from context_parallel.attention import ShardedBatch
-from kvpaging.attention.ops import Rows
-from kvpaging.attention.shared_prefix import Run, find
+from kvpaging.attention.inputs import Rows, Run
+from kvpaging.attention.shared_prefix import find
 from kvpaging.store import Layout
 from worker.scheduling.scheduler import Row, StepPlan
 
@@ -191,9 +191,9 @@ class BatchBuilder:
     def _shared(self, part: _Part, group: int) -> tuple[Run, ...]:
         """What the rows of a part have in common in a layer group."""
         window, full = self.layout.groups[group].shape.window, self.layout.indexed
-        whole = None if window is None or full is None else self.host[full]
+        searched = None if window is None or full is None else self.host[full]
         where = (part.slots, part.counts, part.starts, self.layout.block_size)
-        return find(self.host[group], *where, window, whole=whole)
+        return find(self.host[group], *where, window, full_tables=searched)
 
     def _apply_changes(self, plan: StepPlan) -> None:
         changed: list[tuple[int, int, int, int]] = []

@@ -23,7 +23,7 @@ from context_parallel import attention as sharded_attention
 from context_parallel.attention import ShardedBatch
 from context_parallel.exchange import Exchange
 from kvpaging.attention import ops
-from kvpaging.attention.ops import Rows
+from kvpaging.attention.inputs import Rows
 from kvpaging.store import BlockStore, LayerShape
 from worker.execution.int8 import Linears, linears
 

@@ -32,7 +32,7 @@ from worker.scheduling.scheduler import Scheduler
 from worker.startup.memory import GIB, DoesNotFit
 
 if TYPE_CHECKING:
-    from worker.startup.start import Launch
+    from worker.startup.spec import Launch
 
 UNNAMED = Identity(b"", "")  # of an engine that shares no blocks with others
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvpaging import quant
-from kvpaging.attention.ops import Rows
+from kvpaging.attention.inputs import Rows
 from kvpaging.store import BlockStore, Layout, layout
 from worker.execution.fused import fuse
 from worker.execution.int8 import Int8Linear

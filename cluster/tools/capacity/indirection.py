@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvpaging.attention import ops
-from kvpaging.attention.ops import Rows
+from kvpaging.attention.inputs import Rows
 from kvpaging.store import BlockStore, LayerShape, layout
 
 BLOCK_SIZES = tuple(1 << i for i in range(3, 9))  # what the kernels take

@@ -25,7 +25,7 @@ from context_parallel.policy import share
 from context_parallel.shard import SHORT_TOKENS, Geometry, moves_history, tails
 from context_parallel.tables import LocalTables
 from kvpaging.attention import ops
-from kvpaging.attention.ops import Rows
+from kvpaging.attention.inputs import Rows
 
 Clock = Callable[[], float]
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from kvpaging import quant
 from kvpaging.attention import cpu
+from kvpaging.attention.inputs import Rows
 from kvpaging.attention.ops import (
     Partial,
-    Rows,
     attend_reference,
     finish_reference,
     write_reference,

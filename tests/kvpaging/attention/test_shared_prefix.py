@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpaging.attention import cpu, page_view, shared_prefix, tiling
+from kvpaging.attention.inputs import Run
 from kvpaging.attention.ops import Partial, attend_reference, finish_reference
-from kvpaging.attention.shared_prefix import SAVED_KEYS_MIN, Run
+from kvpaging.attention.shared_prefix import SAVED_KEYS_MIN
 from tests.kvpaging.forest import Sprout, alone, find, forest, pages, sprouts, table_of
 
 windows = st.none() | st.sampled_from([1, 255, 257, 600, 1000]) | st.integers(1, 3000)
@@ -65,11 +66,11 @@ def test_what_was_given_back_behind_a_window_hides_no_run(rows, size, window):
     for row, first in enumerate(firsts):
         own[row, : max(0, first - window + 1) // size] = 1_000_000 + row
     where = (slots, np.array(lens), np.array(firsts), size, window, 1)
-    assert shared_prefix.find(own, *where, whole=table) == runs
+    assert shared_prefix.find(own, *where, full_tables=table) == runs
     one = next((run for run in runs if run.splits), None)
     if one is not None:
         own[one.rows[-1], one.stop // size - 1] += 1  # swapped for a twin in this group alone
-        assert one not in shared_prefix.find(own, *where, whole=table)
+        assert one not in shared_prefix.find(own, *where, full_tables=table)
 
 
 def test_a_tree_is_a_list_of_runs():

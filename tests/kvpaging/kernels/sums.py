@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from kvpaging.attention import shared_prefix, tiling
-from kvpaging.attention.ops import Partial, Rows, attend_reference, finish_reference
+from kvpaging.attention.inputs import Rows
+from kvpaging.attention.ops import Partial, attend_reference, finish_reference
 from kvpaging.kernels import launch
 from tests.kvpaging.forest import alone, forest, pages, tree
 from tests.kvpaging.ragged import Batch, quantised, ragged

@@ -15,6 +15,7 @@ from cluster.tools.replay.report import ideal, summary
 from cluster.tools.replay.simulation import Outcome, Replay, Settings
 from cluster.tools.replay.worker import Engine
 from cluster.tools.traces import Arrival
+from kvpaging import audit
 from tests.cluster import tracing
 
 ENGINE = Engine(blocks=2048, block_size=64)
@@ -33,7 +34,7 @@ def run(arrivals: Sequence[Arrival], settings: Settings, **changes: Any) -> dict
 def replay(arrivals: Sequence[Arrival], settings: Settings) -> Outcome:
     outcome = Replay(arrivals, settings).run()
     for worker in outcome.workers:
-        assert worker.pool.check([]) == []
+        assert audit.check(worker.pool, []) == []
         assert worker.pool.counts().owned == worker.pool.counts().leased == 0
     return outcome
 

@@ -8,6 +8,7 @@ import pytest
 
 from cluster.tools.replay.worker import Cost, Engine, Task, Worker, adopt, export, leading
 from cluster.tools.traces import Arrival
+from kvpaging import audit
 from kvpaging.pool import BlockPool
 from tests.cluster import tracing
 
@@ -44,7 +45,7 @@ def test_times_are_those_of_the_formulas() -> None:
     assert second.end_s == second.first_s
     assert first.end_s == pytest.approx(first.first_s + 2 * 0.005)
     assert (worker.due_s, worker.computed_tokens) == (math.inf, 3000)
-    assert worker.pool.check([]) == []
+    assert audit.check(worker.pool, []) == []
 
 
 def test_a_load_says_what_waits_runs_and_is_promised() -> None:
@@ -80,7 +81,7 @@ def test_jumping_over_quiet_stretches_equals_stepping(seed: int) -> None:
         worker = Worker(0, engine, lambda number: None)
         tasks = [task(one) for one in arrivals]
         serve(worker, tasks, step_s)
-        assert worker.pool.check([]) == []
+        assert audit.check(worker.pool, []) == []
         worker.pool.allocate(blocks)
         removed = [identity for stored, identity in worker.changes if not stored]
         found.append(
@@ -127,7 +128,7 @@ def test_a_pull_copies_what_is_there() -> None:
     assert len(held) == 6
     assert source.counts().leased == 6
     adopt(mine, 64, CHAIN[: len(held)])
-    assert (leading(mine, CHAIN), mine.counts().idle, mine.check([])) == (6, 6, [])
+    assert (leading(mine, CHAIN), mine.counts().idle, audit.check(mine, [])) == (6, 6, [])
     for block in reversed(held):
         source.unhold(block)
     source.allocate(11)
@@ -137,4 +138,4 @@ def test_a_pull_copies_what_is_there() -> None:
 def test_a_pull_without_room_changes_nothing() -> None:
     mine = filled(4, CHAIN[:2])
     adopt(mine, 64, CHAIN)
-    assert (leading(mine, CHAIN), mine.counts().idle, mine.check([])) == (2, 2, [])
+    assert (leading(mine, CHAIN), mine.counts().idle, audit.check(mine, [])) == (2, 2, [])

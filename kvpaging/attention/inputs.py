@@ -1,0 +1,62 @@
+"""What attention over pages is called with: a leaf that every backend shares.
+
+Letters for shapes as in `kvpaging.attention.ops`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Keys `start` to `stop` of each of `rows`: they lie in the same blocks, and every query of
+    the rows sees all of them. They are `splits` splits of `length` keys from `split` on."""
+
+    rows: tuple[int, ...]  # ascending
+    split: int
+    splits: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        """The split after the last."""
+        return self.split + self.splits
+
+    @property
+    def start(self) -> int:
+        return self.split * self.length
+
+    @property
+    def stop(self) -> int:
+        return self.end * self.length
+
+    @property
+    def saved_keys(self) -> int:
+        """Keys that need not be read again for another row."""
+        return (len(self.rows) - 1) * self.splits * self.length
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """One layer group's ragged batch.
+
+    Row r owns the queries `query_start[r]:query_start[r+1]`, at positions `first[r]`, `first[r]+1`,
+    and so on, and reads the keys in the first `blocks[r]` entries of `table[r]`.
+    """
+
+    query_start: Tensor  # int32 [R+1]
+    first: Tensor  # int32 [R], position of the row's first query
+    table: Tensor  # int32 [R, W], physical blocks of this rank, in ascending logical order
+    blocks: Tensor  # int32 [R], entries of the table in use
+    logical: Tensor | None  # int32 [R, W], logical index of each entry; None means 0, 1, 2, ...
+    slots: Tensor  # int64 [T], block * B + offset that receives token t's K and V; -1 for none
+    lens: tuple[int, ...]  # host copy of the rows' lengths
+    firsts: tuple[int, ...]  # host copy of `first`
+    groups: tuple[Run, ...] = ()  # keys that several rows read from the same blocks
+    held: tuple[int, ...] = ()  # host copy of `blocks`, needed where `logical` is given
+    shards: int = 1  # ranks that a row's keys are spread over: splits are as much shorter
+    cache: dict[Any, Any] = field(default_factory=dict)  # what a backend plans once for all layers
