@@ -8,7 +8,6 @@ way), or the history's blocks are fetched into temporary pages (the history way)
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,12 +24,9 @@ from context_parallel.planning import (
 )
 from context_parallel.shard import HISTORY_BYTES_MAX, Geometry
 from kvpaging.attention import ops
-from kvpaging.attention.inputs import Rows
+from kvpaging.attention.inputs import AttentionOptions, Rows
 from kvpaging.attention.ops import Partial
 from kvpaging.quant import Scales
-
-if TYPE_CHECKING:
-    from typing import Any
 
 __all__ = ["ShardedBatch", "ShardedRows", "attend", "plan", "workspace_bytes"]
 
@@ -43,11 +39,7 @@ def attend(
     v_pages: Tensor,
     batch: ShardedBatch,
     exchange: Exchange,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sink: Tensor | None = None,
+    options: AttentionOptions,
     scales: Scales | None = None,
 ) -> Tensor:
     """Store what this rank owns and attend: `[n, Hq, Dv]` in q's dtype.
@@ -56,8 +48,8 @@ def attend(
     padding gives zeros. Pages and options are those of `kvpaging.attention.ops`. All ranks of the
     gang call this with batches of one step. Raises ExchangeFailed.
     """
-    assert batch.window == window
-    layer = _Layer(k_pages, v_pages, scales, exchange, scale, window, softcap, sink)
+    assert batch.window == options.window
+    layer = _Layer(k_pages, v_pages, scales, exchange, options)
     out = q.new_zeros(len(q), q.shape[1], v.shape[2])
     if batch.short:
         stop = batch.short_tokens
@@ -80,26 +72,17 @@ class _Layer:
     v_pages: Tensor
     scales: Scales | None
     exchange: Exchange
-    scale: float
-    window: int | None
-    softcap: float | None
-    sink: Tensor | None
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"scale": self.scale, "window": self.window, "softcap": self.softcap}
+    options: AttentionOptions
 
     def packed(self, q: Tensor, rows: Rows) -> Tensor:
         """This rank's partial, acc, m and l side by side: `[T, Hq, Dv + 2]`."""
-        partial = ops.attend(
-            q, self.k_pages, self.v_pages, rows, **self.options, scales=self.scales
-        )
+        partial = ops.attend(q, self.k_pages, self.v_pages, rows, self.options, self.scales)
         return torch.cat([partial.acc, partial.m[..., None], partial.l[..., None]], 2)
 
     def finished(self, parts: Tensor, dtype: torch.dtype) -> Tensor:
         """Output `[T, Hq, Dv]` of everybody's packed partials `[ranks, T, Hq, Dv + 2]`."""
         whole = ops.merge(Partial(parts[..., :-2], parts[..., -2], parts[..., -1]))
-        return ops.finish(whole, self.sink, dtype)
+        return ops.finish(whole, self.options.sink, dtype)
 
     def long(self, q: Tensor, k: Tensor, v: Tensor, plan: Long) -> Tensor:
         """Output of the rank's dealt tokens without padding."""
@@ -143,9 +126,7 @@ class _Layer:
         ops.write(k, v, k_pages, v_pages, way.slots, scales)
         if way.rows is None:
             return q.new_zeros(0, q.shape[1], v.shape[2])
-        return ops.attend_finish(
-            q, k_pages, v_pages, way.rows, **self.options, sink=self.sink, scales=scales
-        )
+        return ops.attend_finish(q, k_pages, v_pages, way.rows, self.options, scales)
 
     @property
     def _planes(self) -> tuple[Tensor, ...]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kvpaging.attention import ops, shared_prefix
-from kvpaging.attention.inputs import Rows, Run
+from kvpaging.attention.inputs import AttentionOptions, Rows, Run
 from kvpaging.store import BlockStore, LayerShape, layout
 
 GEOMETRIES = {"smollm2-135m": (9, 3, 64), "llama-8b": (32, 8, 128)}  # heads, KV heads, head size
@@ -104,11 +104,11 @@ def measure(load: Load, seconds: float, progress: Callable[[int], None]) -> Time
     )
     packed = q.view(load.rows, load.kv_heads, -1, load.dim)
     sdpa = torch.nn.functional.scaled_dot_product_attention
-    scale = load.dim**-0.5
+    options = AttentionOptions(load.dim**-0.5)
     table = rows.table.cpu().numpy()
     ways: list[Callable[[], object]] = [
-        lambda: ops.attend_finish(q, k_pages, v_pages, rows, scale=scale),
-        lambda: ops.attend_finish(q, k_pages, v_pages, apart, scale=scale),
+        lambda: ops.attend_finish(q, k_pages, v_pages, rows, options),
+        lambda: ops.attend_finish(q, k_pages, v_pages, apart, options),
         lambda: sdpa(packed, k, v),
         lambda: sdpa(q[:, :, None], k, v, enable_gqa=True),
         lambda: find(load, table),
@@ -160,7 +160,7 @@ def geometry(text: str) -> tuple[int, int, int]:
     return heads, kv_heads, dim
 
 
-def options(argv: Sequence[str] | None) -> argparse.Namespace:
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--geometry", type=geometry, action="append", metavar="NAME|H/KV/D")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], action="append")
@@ -180,7 +180,7 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    asked = options(argv)
+    asked = arguments(argv)
     device = torch.device(asked.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     print(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvpaging.attention import ops
-from kvpaging.attention.inputs import Rows
+from kvpaging.attention.inputs import AttentionOptions, Rows
 
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 64
 DTYPE = torch.bfloat16
@@ -104,7 +104,7 @@ def compare(load: Load) -> dict[str, float]:
         mask = seen.tril(load.context - load.queries)
 
     def ours() -> Tensor:
-        return ops.attend_finish(q, k_pages, v_pages, rows, scale=DIM**-0.5)
+        return ops.attend_finish(q, k_pages, v_pages, rows, AttentionOptions(DIM**-0.5))
 
     def torchs() -> Tensor:
         return torch.nn.functional.scaled_dot_product_attention(

@@ -17,7 +17,7 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from kvpaging.attention.inputs import Rows
+from kvpaging.attention.inputs import AttentionOptions, Rows
 from kvpaging.attention.page_view import Planes
 from kvpaging.attention.page_view import write as write
 from kvpaging.attention.partials import Partial, finish_reference, merge_reference
@@ -167,10 +167,7 @@ def attend(
     k_pages: Tensor,
     v_pages: Tensor,
     rows: Rows,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    options: AttentionOptions,
     scales: Scales | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The partial of q [T, Hq, Dk] over the pages of `rows`, already normalised: l is 1.
@@ -178,7 +175,7 @@ def attend(
     Returns acc [T, Hq, Dv], m [T, Hq], l [T, Hq] in float32 (float64 for float64 q); (0, -inf, 0)
     where no key is visible.
     """
-    out, lse = _attend(q, k_pages, v_pages, rows, scale, window, softcap, scales)
+    out, lse = _attend(q, Planes(k_pages, v_pages, scales), rows, options)
     return out, lse, (lse > float("-inf")).to(lse.dtype)
 
 
@@ -187,53 +184,40 @@ def attend_finish(
     k_pages: Tensor,
     v_pages: Tensor,
     rows: Rows,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sink: Tensor | None,
+    options: AttentionOptions,
     scales: Scales | None = None,
 ) -> Tensor:
     """`finish(attend(...))` without the partial in between: [T, Hq, Dv] in q's dtype.
 
     A sink takes `e^sink / (e^lse + e^sink)` of the weight, so the rest keeps `sigmoid(lse - sink)`.
     """
-    out, lse = _attend(q, k_pages, v_pages, rows, scale, window, softcap, scales, narrow=True)
-    if sink is not None:
-        out = out * torch.sigmoid(lse - sink.to(lse.dtype)).unsqueeze(2).to(out.dtype)
+    out, lse = _attend(q, Planes(k_pages, v_pages, scales), rows, options, narrow=True)
+    if options.sink is not None:
+        out = out * torch.sigmoid(lse - options.sink.to(lse.dtype)).unsqueeze(2).to(out.dtype)
     return out.to(q.dtype)
 
 
 def _attend(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    rows: Rows,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    scales: Scales | None,
-    narrow: bool = False,
+    q: Tensor, pages: Planes, rows: Rows, options: AttentionOptions, narrow: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Normalised output [T, Hq, Dv] and log-sum-exp [T, Hq] of every query.
 
     `narrow` outputs may be rounded to q's dtype on the way.
     """
-    key = (k_pages.shape[2], window)
+    key = block_size, window = pages.k.shape[2], options.window
     buckets: list[Bucket] | None = rows.cache.get(key)
     if buckets is None:
-        buckets = rows.cache[key] = plan(rows, k_pages.shape[2], window)
+        buckets = rows.cache[key] = plan(rows, block_size, window)
     values_dtype = q.dtype if narrow else torch.float32
     q = q.to(torch.promote_types(q.dtype, torch.float32))
-    pages = Planes(k_pages, v_pages, scales)
     if len(buckets) == 1 and buckets[0].tokens is None:
-        return _attend_bucket(q, pages, buckets[0], scale, softcap, values_dtype)
-    out = q.new_zeros(*q.shape[:2], v_pages.shape[3])
+        return _attend_bucket(q, pages, buckets[0], options, values_dtype)
+    out = q.new_zeros(*q.shape[:2], pages.v.shape[3])
     lse = q.new_full(q.shape[:2], float("-inf"))
     for bucket in buckets:
         tokens = bucket.tokens
         some = q if tokens is None else q[tokens]
-        parts = _attend_bucket(some, pages, bucket, scale, softcap, values_dtype)
+        parts = _attend_bucket(some, pages, bucket, options, values_dtype)
         if bucket.keep is not None and tokens is not None:
             tokens = tokens[bucket.keep]
             parts = (parts[0][bucket.keep], parts[1][bucket.keep])
@@ -256,8 +240,7 @@ def _attend_bucket(
     q: Tensor,
     pages: Planes,
     bucket: Bucket,
-    scale: float,
-    softcap: float | None,
+    options: AttentionOptions,
     values_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """q [S*Q, Hq, Dk] -> output [S*Q, Hq, Dv] and log-sum-exp [S*Q, Hq].
@@ -269,7 +252,7 @@ def _attend_bucket(
     packed = q.view(bucket.rows, count, kv_heads, group, -1)
     packed = packed.permute(0, 2, 3, 1, 4).reshape(bucket.rows, kv_heads, group * count, -1)
     singles = count == 1 and bucket.rows > 1 and not bucket.blind
-    narrow = singles and softcap is None and values_dtype.itemsize == 2
+    narrow = singles and options.softcap is None and values_dtype.itemsize == 2
     bias = bucket.bias_for(1 if narrow else group, q.dtype)
 
     def some(rows: slice, some_heads: slice) -> tuple[Tensor, Tensor]:
@@ -277,11 +260,11 @@ def _attend_bucket(
         hide = None if bias is None else bias[rows]
         k, v = pages.gather(some_heads, table, q.dtype, values_dtype if narrow else q.dtype)
         if narrow:
-            return _singles(query, k, v, hide, scale)
-        if softcap is None and k.shape[3] == v.shape[3]:
-            out, lse = _flash(query, k, v, 0.0, False, attn_mask=hide, scale=scale)
+            return _singles(query, k, v, hide, options.scale)
+        if options.softcap is None and k.shape[3] == v.shape[3]:
+            out, lse = _flash(query, k, v, 0.0, False, attn_mask=hide, scale=options.scale)
             return out, lse
-        return _plain(query, k, v, hide, scale, softcap)
+        return _plain(query, k, v, hide, options)
 
     keys = bucket.table.shape[1] * pages.k.shape[2]
     slices = _slices(
@@ -330,15 +313,15 @@ def _singles(
 
 
 def _plain(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, softcap: float | None
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
     """The formula itself, a bounded slice of queries at a time."""
     size = max(1, SCORE_BYTES_MAX // (q.shape[0] * q.shape[1] * k.shape[2] * q.element_size()))
     out, lse = [], []
     for at in range(0, q.shape[2], size):
-        scores = torch.matmul(q[:, :, at : at + size], k.transpose(2, 3)).mul_(scale)
-        if softcap is not None:
-            scores.div_(softcap).tanh_().mul_(softcap)
+        scores = torch.matmul(q[:, :, at : at + size], k.transpose(2, 3)).mul_(options.scale)
+        if options.softcap is not None:
+            scores.div_(options.softcap).tanh_().mul_(options.softcap)
         if bias is not None:
             scores.add_(bias[:, :, at : at + size])
         out.append(torch.matmul(scores.softmax(3), v))

@@ -12,6 +12,22 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """How a layer attends.
+
+    The logit of key k is `x = scale * q.k`, with a soft cap c it is `c * tanh(x / c)`. A key at
+    position p is visible to a query at position t iff `p <= t` and, given a window, also
+    `t - p < window`. A sink is one more logit per head that has no value; it enters where partials
+    become an output, so `attend` leaves it to `finish`.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sink: Tensor | None = None  # [Hq]
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """Keys `start` to `stop` of each of `rows`: they lie in the same blocks, and every query of
     the rows sees all of them. They are `splits` splits of `length` keys from `split` on."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvpaging import quant
 from kvpaging.attention import cpu, page_view
-from kvpaging.attention.inputs import Rows
+from kvpaging.attention.inputs import AttentionOptions, Rows
 from kvpaging.attention.partials import Partial as Partial
 from kvpaging.attention.partials import finish_reference as finish_reference
 from kvpaging.attention.partials import finite_maximum
@@ -54,21 +54,15 @@ def attend(
     k_pages: Tensor,
     v_pages: Tensor,
     rows: Rows,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
+    options: AttentionOptions,
     scales: Scales | None = None,
 ) -> Partial:
-    """Attend with q `[T, Hq, Dk]` over the rows' blocks; Partial of `[T, Hq, Dv]`.
+    """Attend with q `[T, Hq, Dk]` over the rows' blocks; Partial of `[T, Hq, Dv]`, sink left out.
 
-    The logit of key k is `x = scale * q.k`, with a soft cap c it is `c * tanh(x / c)`.  A key at
-    position p is visible to a query at position t iff `p <= t` and, given a window, also
-    `t - p < window`.  Query head h reads KV head `h // G`.
+    Query head h reads KV head `h // G`.
     """
     backend = _kernels() if q.is_cuda else cpu
-    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
-    return Partial(*backend.attend(q, k_pages, v_pages, rows, **options, scales=scales))
+    return Partial(*backend.attend(q, k_pages, v_pages, rows, options, scales))
 
 
 def attend_finish(
@@ -76,19 +70,12 @@ def attend_finish(
     k_pages: Tensor,
     v_pages: Tensor,
     rows: Rows,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sink: Tensor | None = None,
+    options: AttentionOptions,
     scales: Scales | None = None,
 ) -> Tensor:
-    """`finish(attend(q, ...), sink, q.dtype)` where all keys are here: no partial is written."""
+    """`finish(attend(q, ...), options.sink, q.dtype)` of rows whose keys are all here."""
     backend = _kernels() if q.is_cuda else cpu
-    out: Tensor = backend.attend_finish(
-        q, k_pages, v_pages, rows, scale=scale, window=window, softcap=softcap, sink=sink,
-        scales=scales,
-    )  # fmt: skip
+    out: Tensor = backend.attend_finish(q, k_pages, v_pages, rows, options, scales)
     return out
 
 
@@ -127,22 +114,19 @@ def warm_up(
     heads: int,
     dtype: torch.dtype,
     *,
-    window: int | None = None,
-    softcap: float | None = None,
-    sink: Tensor | None = None,
+    options: AttentionOptions,
     scales: Scales | None = None,
     partials: bool = False,
 ) -> None:
     """Compile and run every kernel that a layer's pages can reach; nothing is stored.
 
-    `heads` query heads of `dtype`; the options are those of attend and finish.  `partials` prepares
-    attend, merge and finish over some of the blocks, otherwise attend_finish over all of them.
+    The layer has `heads` query heads of `dtype`. `partials` prepares attend, merge and finish over
+    some of the blocks, otherwise attend_finish over all of them.
     """
     if k_pages.is_cuda:
         _kernels().warm_up(
-            k_pages, v_pages, heads, dtype, window=window, softcap=softcap, sink=sink,
-            scales=scales, partials=partials,
-        )  # fmt: skip
+            k_pages, v_pages, heads, dtype, options=options, scales=scales, partials=partials
+        )
 
 
 def _kernels() -> Any:
@@ -177,10 +161,7 @@ def attend_reference(
     k_pages: Tensor,
     v_pages: Tensor,
     rows: Rows,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
+    options: AttentionOptions,
     scales: Scales | None = None,
 ) -> Partial:
     """The formula of `attend`, a row at a time, all keys at once."""
@@ -195,7 +176,9 @@ def attend_reference(
         logical = torch.arange(used, device=q.device) if rows.logical is None else rows.logical[r]
         keys = logical[:used, None] * size + torch.arange(size, device=q.device)
         ahead = first + torch.arange(len(query), device=q.device)[:, None] - keys.flatten()
-        visible = (ahead >= 0) if window is None else (ahead >= 0) & (ahead < window)
+        visible = ahead >= 0
+        if options.window is not None:
+            visible &= ahead < options.window
         k, v = (
             (pages[entries].to(dtype) if some is None else _read(pages, some, entries, dtype))
             .transpose(1, 2)
@@ -203,9 +186,9 @@ def attend_reference(
             for pages, some in zip((k_pages, v_pages), scales or (None, None), strict=True)
         )
         v = torch.where(visible.any(0)[:, None, None], v, 0)  # unwritten slots may hold NaN
-        x = torch.einsum("thgd,khd->thgk", query, k) * scale
-        if softcap is not None:
-            x = softcap * torch.tanh(x / softcap)
+        x = torch.einsum("thgd,khd->thgk", query, k) * options.scale
+        if options.softcap is not None:
+            x = options.softcap * torch.tanh(x / options.softcap)
         x = x.masked_fill(~visible[:, None, None, :], -torch.inf)
         x = torch.cat([x, x.new_full((*x.shape[:-1], 1), -torch.inf)], -1)  # a row without keys
         m = x.amax(-1)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvpaging.attention import tiling
-from kvpaging.attention.inputs import Rows
+from kvpaging.attention.inputs import AttentionOptions, Rows
 from kvpaging.kernels.attend import attend_kernel
 from kvpaging.kernels.merge import merge_kernel
 from kvpaging.kernels.pages import copy_kernel, write_kernel
@@ -88,17 +87,14 @@ def attend(
     k_pages: Tensor,
     v_pages: Tensor,
     rows: Rows,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    options: AttentionOptions,
     scales: Scales | None = None,
 ) -> State:
     tokens, heads, _ = q.shape
-    sweep = plan(q, k_pages, v_pages, rows, window)
+    sweep = plan(q, k_pages, v_pages, rows, options.window)
     every = _rows(tokens + sweep.scratch, heads, v_pages.shape[3], q.device)
     pages = k_pages, v_pages, scales
-    _attend(q, pages, rows, sweep, None, None, every, scale, softcap, window, tokens)
+    _attend(q, pages, rows, sweep, options, parts=every, scratch=tokens)
     whole = _slice(every, 0, tokens)
     if sweep.scratch:
         _merge(_slice(every, tokens, None), sweep, None, None, whole)
@@ -110,21 +106,17 @@ def attend_finish(
     k_pages: Tensor,
     v_pages: Tensor,
     rows: Rows,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sink: Tensor | None,
+    options: AttentionOptions,
     scales: Scales | None = None,
 ) -> Tensor:
     tokens, heads, _ = q.shape
-    sweep = plan(q, k_pages, v_pages, rows, window)
+    sweep = plan(q, k_pages, v_pages, rows, options.window)
     out = torch.empty(tokens, heads, v_pages.shape[3], dtype=q.dtype, device=q.device)
     parts = _rows(sweep.scratch, heads, v_pages.shape[3], q.device)
     pages = k_pages, v_pages, scales
-    _attend(q, pages, rows, sweep, sink, out, parts, scale, softcap, window, 0)
+    _attend(q, pages, rows, sweep, options, parts=parts, out=out)
     if sweep.scratch:
-        _merge(parts, sweep, sink, out, None)
+        _merge(parts, sweep, options.sink, out, None)
     return out
 
 
@@ -134,9 +126,7 @@ def warm_up(
     heads: int,
     dtype: torch.dtype,
     *,
-    window: int | None,
-    softcap: float | None,
-    sink: Tensor | None,
+    options: AttentionOptions,
     scales: Scales | None = None,
     partials: bool,
 ) -> None:
@@ -162,17 +152,11 @@ def warm_up(
     q = torch.zeros(sum(lens), heads, k_dim, dtype=dtype, device=device)
     v = torch.zeros(sum(lens), kv_heads, v_pages.shape[3], dtype=dtype, device=device)
     write(q[:, :kv_heads], v, k_pages, v_pages, rows.slots, scales)
-    options: dict[str, Any] = {
-        "scale": 1.0,
-        "window": window,
-        "softcap": softcap,
-        "scales": scales,
-    }
     if partials:
-        acc, m, total = attend(q, k_pages, v_pages, rows, **options)
-        finish(*merge(acc[None], m[None], total[None]), sink, dtype)
+        acc, m, total = attend(q, k_pages, v_pages, rows, options, scales)
+        finish(*merge(acc[None], m[None], total[None]), options.sink, dtype)
     else:
-        attend_finish(q, k_pages, v_pages, rows, **options, sink=sink)
+        attend_finish(q, k_pages, v_pages, rows, options, scales)
 
 
 def plan(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: Rows, window: int | None) -> Sweep:
@@ -220,20 +204,22 @@ def _attend(
     pages: tuple[Tensor, Tensor, Scales | None],
     rows: Rows,
     sweep: Sweep,
-    sink: Tensor | None,
-    out: Tensor | None,
+    options: AttentionOptions,
+    *,
     parts: State,
-    scale: float,
-    softcap: float | None,
-    window: int | None,
-    scratch: int,
+    out: Tensor | None = None,
+    scratch: int = 0,
 ) -> None:
+    """Sum into `out`, with the sink, or where there is none into `parts`, whose rows from `scratch`
+    on take what is merged later."""
     k_pages, v_pages, scales = pages
     heads, (_, kv_heads, block, k_dim) = q.shape[1], k_pages.shape
     bits = _bits(scales, k_pages, v_pages)
     group = heads // kv_heads
     assert q.stride(2) == rows.table.stride(1) == rows.blocks.stride(0) == 1
     assert rows.logical is None or rows.logical.stride() == rows.table.stride()
+    sink = None if out is None else options.sink
+    softcap = None if options.softcap is None else float(options.softcap)
     for items, shape in zip((sweep.narrow, sweep.wide), sweep.shapes, strict=True):
         if len(items) == 0:
             continue
@@ -241,7 +227,7 @@ def _attend(
         attend_kernel[len(items), kv_heads * -(-group // fixed["HEADS"])](
             q, k_pages, v_pages, *bits, rows.table, rows.logical, rows.blocks, items,
             sweep.stacked, sink, out,
-            *parts, float(scale), None if softcap is None else float(softcap), window,
+            *parts, float(options.scale), softcap, options.window,
             q.stride(0), q.stride(1), _block_stride(k_pages), _block_stride(v_pages),
             rows.table.stride(0), scratch, heads,
             **fixed, num_warps=shape.warps, num_stages=shape.stages, enable_fp_fusion=True,

@@ -18,7 +18,7 @@ from context_parallel.shard import Geometry, tails
 from context_parallel.tables import LocalTables
 from kvpaging import quant
 from kvpaging.attention import ops
-from kvpaging.attention.inputs import Rows
+from kvpaging.attention.inputs import AttentionOptions, Rows
 from kvpaging.store import BlockStore, LayerShape, layout
 
 PER_RANK = 96
@@ -81,13 +81,8 @@ class Case:
         return torch.linspace(-1, 1, self.heads).to(self.dtype) if self.sink else None
 
     @property
-    def options(self) -> dict[str, Any]:
-        return {
-            "scale": self.k_dim**-0.5,
-            "window": self.window,
-            "softcap": self.softcap,
-            "sink": self.sinks,
-        }
+    def options(self) -> AttentionOptions:
+        return AttentionOptions(self.k_dim**-0.5, self.window, self.softcap, self.sinks)
 
     @property
     def geometry(self) -> Geometry:
@@ -157,7 +152,7 @@ class Case:
         )
         pages, scales = (store.k(0), store.v(0)), store.scales(0)
         ops.write(k, v, *pages, rows.slots, scales)
-        out = ops.attend_finish(q, *pages, rows, **self.options, scales=scales)
+        out = ops.attend_finish(q, *pages, rows, self.options, scales)
         return list(out.split(lens))
 
     def run(self, exchange: Exchange, history: bool | None = None) -> list[tuple[int, int, Tensor]]:
@@ -194,8 +189,7 @@ class Case:
         )
         store = self.pages(rank)
         out = attend(
-            q, k, v, store.k(0), store.v(0), batch, exchange, **self.options,
-            scales=store.scales(0),
+            q, k, v, store.k(0), store.v(0), batch, exchange, self.options, store.scales(0)
         )  # fmt: skip
         self.check(rank, store)
         assert not out[torch.from_numpy(tail.row < 0)].any()

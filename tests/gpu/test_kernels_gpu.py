@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvpaging import quant
 from kvpaging.attention import ops, tiling
-from kvpaging.attention.inputs import Rows
+from kvpaging.attention.inputs import AttentionOptions, Rows
 from kvpaging.attention.ops import Partial, attend_reference, finish_reference
 from kvpaging.store import BlockStore, LayerShape, layout
 from tests.kvpaging.forest import TREE, alone, forest, pages
@@ -40,9 +40,9 @@ def there(batch: Batch) -> Batch:
     return Batch(q, k_pages, v_pages, replace(batch.rows, **rows, cache={}), batch.keys)
 
 
-def exact(batch: Batch, **options: Any) -> Partial:
+def exact(batch: Batch, options: AttentionOptions) -> Partial:
     pages = (x.double() for x in (batch.q, batch.k_pages, batch.v_pages))
-    return attend_reference(*pages, batch.rows, **options)
+    return attend_reference(*pages, batch.rows, options)
 
 
 def error(got: Tensor, want: Tensor) -> float:
@@ -58,22 +58,23 @@ def test_attend_equals_the_formula(case: dict[str, Any], dtype: str) -> None:
         lens, firsts, size=case["block"], heads=2, group=case["group"], k_dim=int(k_dim),
         v_dim=int(v_dim or k_dim), dtype=DTYPES[dtype], ranks=1 + (case["keys"] == "logical"),
     )  # fmt: skip
-    options = {
-        "scale": int(k_dim) ** -0.5,
-        "window": 40 if case["window"] else None,
-        "softcap": 5.0 if case["softcap"] else None,
-    }
+    options = AttentionOptions(
+        int(k_dim) ** -0.5, 40 if case["window"] else None, 5.0 if case["softcap"] else None
+    )
     sink = torch.linspace(-1, 1, batch.q.shape[1]) if case["sink"] else None
     if case["pages"] == "fp8" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU has no fp8")
     gpu = there(batch)
-    *stored, options["scales"] = quantised(gpu.k_pages, gpu.v_pages, case["pages"])
-    sums = attend_reference(gpu.q.double(), *stored, gpu.rows, **options)
+    *stored, scales = quantised(gpu.k_pages, gpu.v_pages, case["pages"])
+    sums = attend_reference(gpu.q.double(), *stored, gpu.rows, options, scales)
     sink = None if sink is None else sink.cuda()
     want = finish_reference(sums, sink, torch.float64).cpu()
     pages = (gpu.q, *stored, gpu.rows)
-    assert error(ops.attend_finish(*pages, **options, sink=sink), want) < TOLERANCE[dtype]
-    partial = ops.attend(*pages, **options)
+    assert (
+        error(ops.attend_finish(*pages, replace(options, sink=sink), scales), want)
+        < TOLERANCE[dtype]
+    )
+    partial = ops.attend(*pages, options, scales)
     both = Partial(
         *(torch.stack([x, y]) for x, y in zip(fields(partial), nothing(partial), strict=True))
     )

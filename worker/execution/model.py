@@ -12,7 +12,7 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from context_parallel import attention as sharded_attention
 from context_parallel.attention import ShardedBatch
 from context_parallel.exchange import Exchange
 from kvpaging.attention import ops
-from kvpaging.attention.inputs import Rows
+from kvpaging.attention.inputs import AttentionOptions, Rows
 from kvpaging.store import BlockStore, LayerShape
 from worker.execution.int8 import Linears, linears
 
@@ -64,40 +64,26 @@ class Pages:
         _PAGES.pop(self.handle, None)
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer: int,
-        scale: float,
-        softcap: float | None,
-        sink: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, layer: int, options: AttentionOptions
     ) -> Tensor:
         """Write k, v [T, Hkv, D*] to their slots, then attend q [T, Hq, Dk] over all pages of its
-        row. Returns [T, Hq, Dv] in q's dtype."""
+        row. Returns [T, Hq, Dv] in q's dtype. The window is the layer's, whatever `options` say."""
         group = self.group_of[layer]
         k_pages, v_pages = self.store.k(layer), self.store.v(layer)
         scales = self.store.scales(layer)
-        window = self.store.layout.groups[group].shape.window
-        options: dict[str, Any] = {
-            "scale": scale,
-            "window": window,
-            "softcap": softcap,
-            "sink": sink,
-            "scales": scales,
-        }
+        options = replace(options, window=self.store.layout.groups[group].shape.window)
 
         def local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             rows = self.rows[group]
             ops.write(k, v, k_pages, v_pages, rows.slots, scales)
-            return ops.attend_finish(q, k_pages, v_pages, rows, **options)
+            return ops.attend_finish(q, k_pages, v_pages, rows, options, scales)
 
         if not self.sharded:
             return local(q, k, v)
         assert self.exchange is not None
         n, batch = self.local, self.sharded[group]
         rest = sharded_attention.attend(
-            q[n:], k[n:], v[n:], k_pages, v_pages, batch, self.exchange, **options
+            q[n:], k[n:], v[n:], k_pages, v_pages, batch, self.exchange, options, scales
         )
         return torch.cat((local(q[:n], k[:n], v[:n]), rest)) if n else rest
 
@@ -123,7 +109,8 @@ def _attend_op(
     softcap: float | None,
     sink: Tensor | None,
 ) -> Tensor:
-    return _PAGES[pages].attend(q, k, v, layer, scale, softcap, sink).contiguous()
+    options = AttentionOptions(scale, softcap=softcap, sink=sink)
+    return _PAGES[pages].attend(q, k, v, layer, options).contiguous()
 
 
 def _attend_shape(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
@@ -155,7 +142,7 @@ def _paged_attention(
         arena = pages.store.arenas[pages.store.layout.groups[pages.group_of[layer]].arena]
         out = torch.ops.kvatlas.attend(q, k, v, arena, pages.handle, layer, scale, softcap, s_aux)
     else:
-        out = pages.attend(q, k, v, layer, scale, softcap, s_aux)
+        out = pages.attend(q, k, v, layer, AttentionOptions(scale, softcap=softcap, sink=s_aux))
     return out.unsqueeze(0), None
 
 

@@ -19,6 +19,7 @@ from configs.schema import Config
 from context_parallel import attention as sharded_attention
 from kvpaging import quant
 from kvpaging.attention import ops
+from kvpaging.attention.inputs import AttentionOptions
 from kvpaging.store import BlockStore, Layout, layout
 from worker.engine.engine import Engine
 from worker.execution import int8
@@ -347,15 +348,14 @@ def warm_up(
     kinds = list(zip(shape.layers, shape.calls, strict=True))
     for stored, call in set(kinds):
         layer = kinds.index((stored, call))
+        sink = torch.zeros(call.heads, device=store.device) if call.sink else None
         for some in {False, partials}:
             ops.warm_up(
                 store.k(layer),
                 store.v(layer),
                 call.heads,
                 dtype,
-                window=stored.window,
-                softcap=call.softcap,
-                sink=torch.zeros(call.heads, device=store.device) if call.sink else None,
+                options=AttentionOptions(1.0, stored.window, call.softcap, sink),
                 scales=store.scales(layer),
                 partials=some,
             )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvpaging.attention import ops
-from kvpaging.attention.inputs import Rows
+from kvpaging.attention.inputs import AttentionOptions, Rows
 from kvpaging.store import BlockStore, LayerShape, layout
 
 BLOCK_SIZES = tuple(1 << i for i in range(3, 9))  # what the kernels take
@@ -124,7 +124,7 @@ def _paged(
         firsts=firsts,
     )
     scale = step.shape.k_dim**-0.5
-    return lambda: ops.attend_finish(q, store.k(0), store.v(0), rows, scale=scale)
+    return lambda: ops.attend_finish(q, store.k(0), store.v(0), rows, AttentionOptions(scale))
 
 
 def _one_by_one(step: Step, packed: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:

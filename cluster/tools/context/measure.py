@@ -25,7 +25,7 @@ from context_parallel.policy import share
 from context_parallel.shard import SHORT_TOKENS, Geometry, moves_history, tails
 from context_parallel.tables import LocalTables
 from kvpaging.attention import ops
-from kvpaging.attention.inputs import Rows
+from kvpaging.attention.inputs import AttentionOptions, Rows
 
 Clock = Callable[[], float]
 
@@ -46,6 +46,10 @@ class Layer:
     def geometry(self) -> Geometry:
         size, sums = self.dtype.itemsize, ops.accumulator(self.dtype).itemsize
         return Geometry(self.heads, self.kv_heads, self.k_dim, self.v_dim, size, size, sums)
+
+    @property
+    def options(self) -> AttentionOptions:
+        return AttentionOptions(self.k_dim**-0.5)
 
     def tokens(self, context: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of `context` tokens, the same for every degree."""
@@ -171,10 +175,9 @@ def one_step(
     at = torch.from_numpy(np.where(tail.row < 0, 0, start + tail.offset)).to(layer.device)
     q, k, v = (x[at] for x in tokens)
     real = torch.from_numpy(tail.row >= 0).to(layer.device)
-    scale = layer.k_dim**-0.5
 
     def run() -> tuple[Tensor, Tensor]:
-        out = attend(q, k, v, stripe.k_pages, stripe.v_pages, batch, exchange, scale=scale)
+        out = attend(q, k, v, stripe.k_pages, stripe.v_pages, batch, exchange, layer.options)
         return at[real] - start, out[real]
 
     return run
@@ -257,7 +260,7 @@ def alone(
             synchronise()
             since = clock()
             ops.write(k[start:], v[start:], *pages, rows.slots)
-            out = ops.attend_finish(q[start:], *pages, rows, scale=layer.k_dim**-0.5)
+            out = ops.attend_finish(q[start:], *pages, rows, layer.options)
             synchronise()
             times.append(clock() - since)
     return Cost((min(times[1:]),), 0, 0, (), out)

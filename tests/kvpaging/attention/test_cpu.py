@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvpaging import quant
 from kvpaging.attention import cpu
-from kvpaging.attention.inputs import Rows
+from kvpaging.attention.inputs import AttentionOptions, Rows
 from kvpaging.attention.ops import (
     Partial,
     attend_reference,
@@ -71,9 +73,9 @@ def quantised_store(size, shape, blocks, kind) -> BlockStore:
 
 
 def compare(q, store, rows, *, window, softcap, tolerance=1e-12):
-    options = {"scale": 0.3, "window": window, "softcap": softcap, "scales": store.scales(1)}
-    got = Partial(*cpu.attend(q, store.k(1), store.v(1), rows, **options))
-    want = attend_reference(q, store.k(1), store.v(1), rows, **options)
+    options, scales = AttentionOptions(0.3, window, softcap), store.scales(1)
+    got = Partial(*cpu.attend(q, store.k(1), store.v(1), rows, options, scales))
+    want = attend_reference(q, store.k(1), store.v(1), rows, options, scales)
     seen = want.m > -torch.inf
     assert torch.equal(got.m > -torch.inf, seen)
     for side in (got, want):
@@ -106,17 +108,17 @@ def test_quantised_pages_are_read_as_what_they_stand_for(kind, window, softcap):
     store = quantised_store(16, shape, 60, kind)
     q = torch.randn(sum(lens), 6, 24, dtype=torch.float64)
     compare(q, store, rows, window=window, softcap=softcap)
-    options = {"scale": 0.3, "window": window, "softcap": softcap}
+    options = AttentionOptions(0.3, window, softcap)
     plain = [
         quant.dequantise(pages, scales, torch.float64)
         for pages, scales in zip((store.k(1), store.v(1)), store.scales(1), strict=True)
     ]
-    got = attend_reference(q, store.k(1), store.v(1), rows, **options, scales=store.scales(1))
-    want = attend_reference(q, *plain, rows, **options)
+    got = attend_reference(q, store.k(1), store.v(1), rows, options, store.scales(1))
+    want = attend_reference(q, *plain, rows, options)
     assert torch.equal(got.acc, want.acc)
     sink = torch.randn(6, dtype=torch.float64)
     out = cpu.attend_finish(
-        q, store.k(1), store.v(1), rows, **options, sink=sink, scales=store.scales(1)
+        q, store.k(1), store.v(1), rows, replace(options, sink=sink), store.scales(1)
     )
     assert torch.allclose(out, finish_reference(want, sink, torch.float64), atol=1e-12)
 
@@ -182,7 +184,7 @@ def test_low_precision_sums_in_float32():
     store = make_store(16, LayerShape(2, 64, 64), 30, torch.bfloat16)
     rows = make_rows([1, 20, 1], [100, 0, 3], 16, 30)
     q = torch.randn(22, 6, 64, dtype=torch.bfloat16)
-    state = cpu.attend(q, store.k(0), store.v(0), rows, scale=0.125, window=None, softcap=None)
+    state = cpu.attend(q, store.k(0), store.v(0), rows, AttentionOptions(0.125))
     assert {part.dtype for part in state} == {torch.float32}
     compare(q, store, rows, window=None, softcap=None, tolerance=2e-2)
 
@@ -192,10 +194,10 @@ def test_many_single_tokens_in_16_bit_are_right_within_16_bit(sink):
     store = make_store(16, LayerShape(2, 64, 32), 60, torch.bfloat16)
     rows = make_rows([1] * 9 + [4], [100, 0, 3, 16, 15, 70, 99, 101, 1, 30], 16, 60)
     q = torch.randn(13, 6, 64, dtype=torch.bfloat16)
-    options = {"scale": 0.125, "window": None, "softcap": None}
-    got = cpu.attend_finish(q, store.k(0), store.v(0), rows, **options, sink=sink)
+    options = AttentionOptions(0.125)
+    got = cpu.attend_finish(q, store.k(0), store.v(0), rows, replace(options, sink=sink))
     assert got.dtype == torch.bfloat16
-    want = attend_reference(q, store.k(0), store.v(0), rows, **options)
+    want = attend_reference(q, store.k(0), store.v(0), rows, options)
     want = finish_reference(want, sink, torch.float32)
     assert (got.float() - want).abs().max() < 2e-2
 
@@ -235,9 +237,9 @@ def test_the_short_way_to_the_output_is_the_long_one(sink, softcap):
     for lens, firsts in (([1, 1, 1], [5, 30, 0]), ([9, 1, 20], [3, 50, 0])):
         rows = make_rows(lens, firsts, 8, 60)
         q = torch.randn(sum(lens), 4, 8, dtype=torch.float64)
-        options = {"scale": 0.3, "window": None, "softcap": softcap}
-        got = cpu.attend_finish(q, store.k(0), store.v(0), rows, **options, sink=sink)
-        want = attend_reference(q, store.k(0), store.v(0), rows, **options)
+        options = AttentionOptions(0.3, softcap=softcap)
+        got = cpu.attend_finish(q, store.k(0), store.v(0), rows, replace(options, sink=sink))
+        want = attend_reference(q, store.k(0), store.v(0), rows, options)
         assert torch.allclose(got, finish_reference(want, sink, torch.float64), atol=1e-12)
 
 
@@ -269,7 +271,5 @@ def test_what_is_not_finite_never_reaches_the_next_owner_of_a_block():
     q = torch.randn(1, 1, 8, dtype=torch.float64)
     new = torch.randn(1, 1, 8, dtype=torch.float64)
     cpu.write(new, new, store.k(0), store.v(0), rows.slots)
-    acc, _, total = cpu.attend(
-        q, store.k(0), store.v(0), rows, scale=1.0, window=None, softcap=None
-    )
+    acc, _, total = cpu.attend(q, store.k(0), store.v(0), rows, AttentionOptions(1.0))
     assert torch.allclose(acc[0] / total[0, :, None], new[0])

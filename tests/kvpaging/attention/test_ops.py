@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvpaging.attention import ops
+from kvpaging.attention.inputs import AttentionOptions
 from kvpaging.attention.ops import Partial
 from tests.kvpaging.ragged import Batch, ragged
 
@@ -57,7 +58,7 @@ def test_attend_is_softmax_attention(
     sink = torch.linspace(-2, 2, 6, dtype=torch.float64) if sinks else None
     partial = attend(
         batch.q, batch.k_pages.nan_to_num(), batch.v_pages.nan_to_num(), batch.rows,
-        scale=0.3, window=window, softcap=softcap,
+        AttentionOptions(0.3, window, softcap),
     )  # fmt: skip
     got = ops.finish(partial, sink, torch.float64)
     want = softmax_attention(batch, 0.3, window, softcap, sink)
@@ -66,7 +67,9 @@ def test_attend_is_softmax_attention(
 
 def test_the_formula_never_reads_what_nobody_wrote() -> None:
     batch = ragged(LENS, FIRSTS)
-    partial = ops.attend_reference(batch.q, batch.k_pages, batch.v_pages, batch.rows, scale=0.3)
+    partial = ops.attend_reference(
+        batch.q, batch.k_pages, batch.v_pages, batch.rows, AttentionOptions(0.3)
+    )
     assert partial.acc.isfinite().all()
 
 
@@ -74,9 +77,10 @@ def test_attend_finish_is_attend_then_finish() -> None:
     batch = ragged(LENS, FIRSTS, dtype=torch.float32)
     k_pages, v_pages = batch.k_pages.nan_to_num(), batch.v_pages.nan_to_num()
     sink = torch.randn(4)
-    got = ops.attend_finish(batch.q, k_pages, v_pages, batch.rows, scale=0.3, window=7, sink=sink)
+    options = AttentionOptions(0.3, 7, sink=sink)
+    got = ops.attend_finish(batch.q, k_pages, v_pages, batch.rows, options)
     partial = ops.attend_reference(
-        batch.q.double(), k_pages.double(), v_pages.double(), batch.rows, scale=0.3, window=7
+        batch.q.double(), k_pages.double(), v_pages.double(), batch.rows, options
     )
     want = ops.finish(partial, sink.double(), torch.float64)
     assert got.dtype == torch.float32
@@ -87,7 +91,7 @@ def test_attend_finish_is_attend_then_finish() -> None:
 def test_ranks_merge_to_the_whole(window: int | None) -> None:
     shards = [ragged(LENS, FIRSTS, size=8, ranks=3, rank=rank) for rank in range(3)]
     parts = [
-        ops.attend_reference(s.q, s.k_pages, s.v_pages, s.rows, scale=0.3, window=window)
+        ops.attend_reference(s.q, s.k_pages, s.v_pages, s.rows, AttentionOptions(0.3, window))
         for s in shards
     ]
     assert any((part.m == -torch.inf).any() for part in parts)
@@ -104,7 +108,9 @@ def test_ranks_merge_to_the_whole(window: int | None) -> None:
 def test_a_row_without_blocks_gives_the_empty_partial_and_zeros() -> None:
     batch = ragged((1, 2), (3, 5))
     rows = replace(batch.rows, blocks=torch.zeros_like(batch.rows.blocks))
-    partial = ops.attend_reference(batch.q, batch.k_pages, batch.v_pages, rows, scale=1.0)
+    partial = ops.attend_reference(
+        batch.q, batch.k_pages, batch.v_pages, rows, AttentionOptions(1.0)
+    )
     assert not partial.acc.any()
     assert not partial.l.any()
     assert (partial.m == -torch.inf).all()

@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from kvpaging.attention.inputs import AttentionOptions
 from kvpaging.kernels import launch
 from kvpaging.quant import Scales
 from tests.kvpaging.ragged import Batch, quantised, ragged
@@ -69,12 +70,12 @@ def steps(
     q, k, v = qkv[:, :9], qkv[:, 9:12], qkv[:, 12:]
     launch.write(k, v, *stored, rows.slots, scales)
     pages = (q, *stored, rows)
+    options = AttentionOptions(scale=1, softcap=30)
     if partials:
-        acc, m, total = launch.attend(*pages, scale=1, window=None, softcap=30, scales=scales)
+        acc, m, total = launch.attend(*pages, options, scales)
         launch.finish(*launch.merge(acc[None], m[None], total[None]), None, torch.float16)
     else:
-        options: dict[str, Any] = {"window": None, "softcap": 30, "sink": None}
-        launch.attend_finish(*pages, scale=1, **options, scales=scales)
+        launch.attend_finish(*pages, options, scales)
 
 
 def asked_for(
@@ -86,7 +87,7 @@ def asked_for(
         *stored, scales = quantised(batch.k_pages, batch.v_pages, kind)
         launch.warm_up(
             *stored, 9, torch.float16,
-            window=None, softcap=30.0, sink=None, scales=scales, partials=partials,
+            options=AttentionOptions(1.0, softcap=30.0), scales=scales, partials=partials,
         )  # fmt: skip
     with recorded() as later:
         for lens, firsts in (

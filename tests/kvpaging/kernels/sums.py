@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvpaging.attention import shared_prefix, tiling
-from kvpaging.attention.inputs import Rows
+from kvpaging.attention.inputs import AttentionOptions, Rows
 from kvpaging.attention.ops import Partial, attend_reference, finish_reference
 from kvpaging.kernels import launch
 from tests.kvpaging.forest import alone, forest, pages, tree
@@ -69,12 +69,10 @@ def batch_of(case: dict[str, Any]) -> Batch:
     )
 
 
-def options_of(case: dict[str, Any], k_dim: int) -> dict[str, Any]:
-    return {
-        "scale": k_dim**-0.5,
-        "window": WINDOW if case["window"] else None,
-        "softcap": SOFTCAP if case["softcap"] else None,
-    }
+def options_of(case: dict[str, Any], k_dim: int) -> AttentionOptions:
+    return AttentionOptions(
+        k_dim**-0.5, WINDOW if case["window"] else None, SOFTCAP if case["softcap"] else None
+    )
 
 
 def worst(case: dict[str, Any]) -> float:
@@ -84,7 +82,7 @@ def worst(case: dict[str, Any]) -> float:
     options = options_of(case, batch.q.shape[2])
     sink = torch.linspace(-1, 1, heads).to(batch.q.dtype) if case["sink"] else None
     *pages, scales = quantised(batch.k_pages, batch.v_pages, case["pages"])
-    exact = attend_reference(batch.q.double(), *pages, batch.rows, **options, scales=scales)
+    exact = attend_reference(batch.q.double(), *pages, batch.rows, options, scales)
     want = finish_reference(exact, None if sink is None else sink.double(), torch.float64)
     with (
         mock.patch.object(launch, "chip", return_value=case["chip"]),
@@ -92,9 +90,9 @@ def worst(case: dict[str, Any]) -> float:
     ):
         given = (batch.q, *pages, batch.rows)
         if case["result"] == "output":
-            out = launch.attend_finish(*given, **options, sink=sink, scales=scales)
+            out = launch.attend_finish(*given, replace(options, sink=sink), scales)
             return error(out, want)
-        partial = Partial(*launch.attend(*given, **options, scales=scales))
+        partial = Partial(*launch.attend(*given, options, scales))
         got = launch.finish(partial.acc, partial.m, partial.l, sink, torch.float32)
     seen = exact.m > -torch.inf
     assert torch.equal(partial.m > -torch.inf, seen)
@@ -107,7 +105,7 @@ def given_back(size: int, keys: str, chip: str) -> float:
     case = {"head": "64", "group": 2, "block": size, "rows": "mixed", "dtype": "fp32", "keys": keys}
     batch = batch_of(case)
     rows, options = batch.rows, options_of(case | {"window": True, "softcap": False}, 64)
-    exact = attend_reference(batch.q.double(), batch.k_pages, batch.v_pages, rows, **options)
+    exact = attend_reference(batch.q.double(), batch.k_pages, batch.v_pages, rows, options)
     pages = [
         torch.cat([x, torch.full_like(x[:1], torch.nan)]) for x in (batch.k_pages, batch.v_pages)
     ]
@@ -116,7 +114,7 @@ def given_back(size: int, keys: str, chip: str) -> float:
     assert behind.any()
     table = torch.where(behind, len(pages[0]) - 1, rows.table).int()
     with mock.patch.object(launch, "chip", return_value=chip):
-        partial = Partial(*launch.attend(batch.q, *pages, replace(rows, table=table), **options))
+        partial = Partial(*launch.attend(batch.q, *pages, replace(rows, table=table), options))
     got, want = (finish_reference(p, None, torch.float64) for p in (partial, exact))
     return error(got, want)
 
@@ -134,7 +132,7 @@ def spread_and_folded(dtype: str) -> tuple[list[bytes], list[bytes]]:
         with mock.patch.object(tiling, "SCRATCH_ROWS", rows):
             some = replace(batch.rows, cache={})
             state = launch.attend(
-                batch.q, batch.k_pages, batch.v_pages, some, scale=0.1, window=None, softcap=None
+                batch.q, batch.k_pages, batch.v_pages, some, AttentionOptions(0.1)
             )
         results.append([x.numpy().tobytes() for x in state])
     return results[0], results[1]
@@ -153,9 +151,9 @@ def alone_and_together() -> tuple[bytes, bytes]:
         firsts=rows.firsts[:1],
         cache={},
     )
-    options: dict[str, Any] = {"scale": 0.1, "window": None, "softcap": None}
-    acc, _, _ = launch.attend(both.q, both.k_pages, both.v_pages, rows, **options)
-    alone, _, _ = launch.attend(both.q[:1], both.k_pages, both.v_pages, one, **options)
+    options = AttentionOptions(0.1)
+    acc, _, _ = launch.attend(both.q, both.k_pages, both.v_pages, rows, options)
+    alone, _, _ = launch.attend(both.q[:1], both.k_pages, both.v_pages, one, options)
     return acc[:1].numpy().tobytes(), alone.numpy().tobytes()
 
 
@@ -167,13 +165,11 @@ def long_context() -> float:
         (1, 20), (last + 5, last - 7), size=64, heads=1, group=1, k_dim=64, v_dim=64,
         dtype=torch.float16,
     )  # fmt: skip
-    options: dict[str, Any] = {"scale": 0.125, "window": None, "softcap": None}
+    options = AttentionOptions(0.125)
     exact = attend_reference(
-        *(x.double() for x in (batch.q, batch.k_pages, batch.v_pages)), batch.rows, **options
+        *(x.double() for x in (batch.q, batch.k_pages, batch.v_pages)), batch.rows, options
     )
-    got = launch.attend_finish(
-        batch.q, batch.k_pages, batch.v_pages, batch.rows, **options, sink=None
-    )
+    got = launch.attend_finish(batch.q, batch.k_pages, batch.v_pages, batch.rows, options)
     return error(got, finish_reference(exact, None, torch.float64))
 
 
@@ -218,7 +214,7 @@ def shards(case: dict[str, Any]) -> float:
     *pages, scales = quantised(
         batch.k_pages.nan_to_num(), batch.v_pages.nan_to_num(), case["pages"]
     )
-    options = options_of(case, k_dim) | {"scales": scales}
+    options = options_of(case, k_dim)
     exact = batch.q.double(), *pages
     errors, parts = [], []
     with (
@@ -227,8 +223,8 @@ def shards(case: dict[str, Any]) -> float:
     ):
         for rank in range(ranks):
             rows = part_of(batch, case["owners"], ranks, rank)
-            parts.append(Partial(*launch.attend(batch.q, *pages, rows, **options)))
-            want = attend_reference(*exact, rows, **options)
+            parts.append(Partial(*launch.attend(batch.q, *pages, rows, options, scales)))
+            want = attend_reference(*exact, rows, options, scales)
             seen = want.m > -torch.inf
             assert torch.equal(parts[-1].m > -torch.inf, seen)
             sums = [(p.m + p.l.log())[seen] for p in (parts[-1], want)]
@@ -237,7 +233,9 @@ def shards(case: dict[str, Any]) -> float:
         packed = torch.stack([torch.cat([p.acc, p.m[..., None], p.l[..., None]], 2) for p in parts])
         merged = launch.merge(packed[..., :-2], packed[..., -2], packed[..., -1])
         got = launch.finish(*merged, None, torch.float32)
-    whole = finish_reference(attend_reference(*exact, batch.rows, **options), None, torch.float64)
+    whole = finish_reference(
+        attend_reference(*exact, batch.rows, options, scales), None, torch.float64
+    )
     return max(*errors, error(got, whole))
 
 
@@ -257,10 +255,9 @@ def _grouped(case: dict[str, Any], split: int) -> tuple[float, bool, int]:
     heads = case["group"]
     q = torch.randn(sum(rows.lens), heads, dims[0], generator=torch.Generator().manual_seed(3))
     q = q.to(dtype)
-    options = options_of(case, dims[0]) | {"window": window}
-    options["scales"] = scales
+    options = replace(options_of(case, dims[0]), window=window)
     sink = torch.linspace(-1, 1, heads).to(dtype) if case["sink"] else None
-    exact = attend_reference(q.double(), k, v, rows, **options)
+    exact = attend_reference(q.double(), k, v, rows, options, scales)
     want = finish_reference(exact, None if sink is None else sink.double(), torch.float64)
     results, worst_error = [], 0.0
     with (
@@ -271,11 +268,11 @@ def _grouped(case: dict[str, Any], split: int) -> tuple[float, bool, int]:
         for some in (rows, alone(rows)):
             if case["result"] == "output":
                 state: tuple[Tensor, ...] = (
-                    launch.attend_finish(q, k, v, some, **options, sink=sink),
+                    launch.attend_finish(q, k, v, some, replace(options, sink=sink), scales),
                 )
                 got = state[0]
             else:
-                state = launch.attend(q, k, v, some, **options)
+                state = launch.attend(q, k, v, some, options, scales)
                 got = launch.finish(*state, sink, torch.float32)
             worst_error = max(worst_error, error(got, want))
             results.append([x.numpy().tobytes() for x in state])
@@ -307,9 +304,9 @@ def far_blocks(size: int) -> float:
         table.flatten().tolist(), near.rows.table.flatten().tolist(), strict=True
     ):
         k_pages[far], v_pages[far] = near.k_pages[entry], near.v_pages[entry]
-    options: dict[str, Any] = {"scale": 0.125, "window": None, "softcap": None, "sink": None}
+    options = AttentionOptions(0.125)
     got = launch.attend_finish(
-        near.q, k_pages, v_pages, replace(near.rows, table=table, cache={}), **options
+        near.q, k_pages, v_pages, replace(near.rows, table=table, cache={}), options
     )
-    want = launch.attend_finish(near.q, near.k_pages, near.v_pages, near.rows, **options)
+    want = launch.attend_finish(near.q, near.k_pages, near.v_pages, near.rows, options)
     return error(got, want.double())
