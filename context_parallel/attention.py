@@ -49,11 +49,13 @@ def attend(
     gang call this with batches of one step. Raises ExchangeFailed.
     """
     assert batch.window == options.window
-    layer = _Layer(k_pages, v_pages, scales, exchange, options)
+    layer = _Layer(
+        k_pages=k_pages, v_pages=v_pages, scales=scales, exchange=exchange, options=options
+    )
     out = q.new_zeros(len(q), q.shape[1], v.shape[2])
     if batch.short:
         stop = batch.short_tokens
-        ops.write(k[:stop], v[:stop], k_pages, v_pages, batch.short_slots, scales)
+        ops.write(k[:stop], v[:stop], k_pages, v_pages, slots=batch.short_slots, scales=scales)
     for part in batch.short:
         some = slice(part.start, part.stop)
         everywhere = exchange.gather(layer.packed(q[some], part.rows))
@@ -76,7 +78,9 @@ class _Layer:
 
     def packed(self, q: Tensor, rows: Rows) -> Tensor:
         """This rank's partial, acc, m and l side by side: `[T, Hq, Dv + 2]`."""
-        partial = ops.attend(q, self.k_pages, self.v_pages, rows, self.options, self.scales)
+        partial = ops.attend(
+            q, self.k_pages, self.v_pages, rows, options=self.options, scales=self.scales
+        )
         return torch.cat([partial.acc, partial.m[..., None], partial.l[..., None]], 2)
 
     def finished(self, parts: Tensor, dtype: torch.dtype) -> Tensor:
@@ -93,7 +97,7 @@ class _Layer:
         *queries, all_k, all_v = (
             some.unflatten(1, x.shape[1:]) for some, x in zip(flat, moved, strict=True)
         )
-        ops.write(all_k, all_v, self.k_pages, self.v_pages, plan.slots, self.scales)
+        ops.write(all_k, all_v, self.k_pages, self.v_pages, slots=plan.slots, scales=self.scales)
         if isinstance(way, Queries):
             out = self._by_queries(queries[0], way, q.dtype)
         else:
@@ -123,10 +127,10 @@ class _Layer:
                 into.index_copy_(0, way.put, some[way.take].unflatten(1, into.shape[1:]))
         k_pages, v_pages, *rest = here
         scales = (rest[0], rest[1]) if rest else None
-        ops.write(k, v, k_pages, v_pages, way.slots, scales)
+        ops.write(k, v, k_pages, v_pages, slots=way.slots, scales=scales)
         if way.rows is None:
             return q.new_zeros(0, q.shape[1], v.shape[2])
-        return ops.attend_finish(q, k_pages, v_pages, way.rows, self.options, scales)
+        return ops.attend_finish(q, k_pages, v_pages, way.rows, options=self.options, scales=scales)
 
     @property
     def _planes(self) -> tuple[Tensor, ...]:

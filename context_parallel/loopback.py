@@ -76,7 +76,13 @@ class LoopbackExchange:
 
 def loopback(n: int, timeout_s: float) -> list[LoopbackExchange]:
     """The n ends of an exchange between n threads."""
-    meeting = _Meeting(n, timeout_s, threading.Barrier(n), [None] * n, [0] * n)
+    meeting = _Meeting(
+        ranks=n,
+        timeout_s=timeout_s,
+        barrier=threading.Barrier(n),
+        given=[None] * n,
+        arrived=[0] * n,
+    )
     return [LoopbackExchange(rank, meeting) for rank in range(n)]
 
 

@@ -101,7 +101,15 @@ def plan(
     step's blocks already. `history` chooses how long rows are attended, None by the rule of
     `shard.moves_history`. All arguments but `tables` are the same on all ranks.
     """
-    planner = _Planner(rows, tails, tables, group, block_size, window, device)
+    planner = _Planner(
+        rows=rows,
+        tails=tails,
+        tables=tables,
+        group=group,
+        size=block_size,
+        window=window,
+        device=device,
+    )
     return planner.batch(geometry, history)
 
 
@@ -126,7 +134,13 @@ class _Planner:
                 for name in ("row", "offset")
             )
             long = self._long(row, offset, geometry, history)
-        return ShardedBatch(stop, short_slots, tuple(self._short(tail)), long, self.window)
+        return ShardedBatch(
+            short_tokens=stop,
+            short_slots=short_slots,
+            short=tuple(self._short(tail)),
+            long=long,
+            window=self.window,
+        )
 
     def _short(self, tail: Tail) -> list[Short]:
         """Whole rows, in parts of at most SLICE_ROWS tokens."""
@@ -191,7 +205,9 @@ class _Planner:
             int(np.searchsorted(logical[i, : used[i]], end, "right"))
             for i, end in zip(index.tolist(), last.tolist(), strict=True)
         ]
-        return self.rows_of(index, first, count, table, logical, held, len(self.tails))
+        return self.rows_of(
+            index, first, count, table, logical=logical, held=held, shards=len(self.tails)
+        )
 
     def rows_of(
         self,
@@ -261,12 +277,12 @@ class _Fetch:
         send[: counts[rank]] = physical[owner == rank]
         put = self._temporary(self.row, self.logical)
         return History(
-            int(self.base[-1]),
-            there(send),
-            there(owner * most + local),
-            there(put),
-            there(self._slots(row.flatten(), offset.flatten())),
-            self._rows(row[rank], offset[rank]),
+            blocks=int(self.base[-1]),
+            send=there(send),
+            take=there(owner * most + local),
+            put=there(put),
+            slots=there(self._slots(row.flatten(), offset.flatten())),
+            rows=self._rows(row[rank], offset[rank]),
         )
 
     def _temporary(self, row: Ints, logical: Ints) -> Ints:
@@ -293,7 +309,9 @@ class _Fetch:
         table = np.minimum(self.base[:-1, None] + column, self.base[-1] - 1).astype(np.int32)
         logical = (self.lowest[:, None] + column).astype(np.int32)
         held = (first + count - 1) // planner.size + 1 - self.lowest[index]
-        return planner.rows_of(index, first, count, table, logical, held.tolist(), 1)
+        return planner.rows_of(
+            index, first, count, table, logical=logical, held=held.tolist(), shards=1
+        )
 
 
 def _runs(row: Ints, offset: Ints) -> tuple[Ints, Ints, Ints]:

@@ -129,7 +129,14 @@ def page_map(
         if left < 0:
             break
     states = "".join(pool.state(block)[0] for block in range(first, last))
-    return PageMap(pool.blocks, block_size, first, states, entries, left < 0)
+    return PageMap(
+        blocks=pool.blocks,
+        block_size=block_size,
+        first=first,
+        states=states,
+        entries=entries,
+        cut=left < 0,
+    )
 
 
 def sharing(

@@ -134,7 +134,13 @@ def layout(
             arenas.append(kind)
         groups.append(Group(layers, shape, arenas.index(kind), block_bytes))
     block_bytes_of = tuple(block_bytes for block_bytes, _ in arenas)
-    return Layout(block_size, itemsize, tuple(groups), block_bytes_of, quantised)
+    return Layout(
+        block_size=block_size,
+        itemsize=itemsize,
+        groups=tuple(groups),
+        arena_block_bytes=block_bytes_of,
+        quantised=quantised,
+    )
 
 
 Members = list[tuple[LayerShape, tuple[int, ...]]]

@@ -81,7 +81,9 @@ def plan(rows: Rows, block_size: int, window: int | None) -> list[Bucket]:
             members[size].append(_Member(row, start, lowest, gaps))
         start += count
     for (queries, blocks, joins), some in members.items():
-        buckets.append(_bucket(rows, block_size, window, queries, blocks, some, joins))
+        buckets.append(
+            _bucket(rows, block_size, window, queries, blocks=blocks, members=some, joins=joins)
+        )
     return buckets
 
 
@@ -100,7 +102,17 @@ def _shared(rows: Rows, block_size: int) -> tuple[list[Bucket], dict[int, list[t
         table = rows.table[run.rows[0], gap[0] : gap[1]].long()
         together = torch.cat(tokens)
         joins = any(row in shared for row in run.rows)
-        buckets.append(Bucket(together, None, table[None], 1, len(together), None, joins=joins))
+        buckets.append(
+            Bucket(
+                tokens=together,
+                keep=None,
+                table=table[None],
+                rows=1,
+                queries=len(together),
+                hidden=None,
+                joins=joins,
+            )
+        )
         for row in run.rows:
             shared.setdefault(row, []).append(gap)
     return buckets, shared
@@ -151,14 +163,14 @@ def _bucket(
     keep = None if bool(real.all()) else real.nonzero().flatten()
     in_order = keep is None and len(members) == len(rows.lens)
     return Bucket(
-        None if in_order else tokens,
-        keep,
-        table,
-        len(members),
-        queries,
-        hidden,
-        bool(hidden.all(2).any()),
-        joins,
+        tokens=None if in_order else tokens,
+        keep=keep,
+        table=table,
+        rows=len(members),
+        queries=queries,
+        hidden=hidden,
+        blind=bool(hidden.all(2).any()),
+        joins=joins,
     )
 
 
@@ -211,13 +223,13 @@ def _attend(
     values_dtype = q.dtype if narrow else torch.float32
     q = q.to(torch.promote_types(q.dtype, torch.float32))
     if len(buckets) == 1 and buckets[0].tokens is None:
-        return _attend_bucket(q, pages, buckets[0], options, values_dtype)
+        return _attend_bucket(q, pages, buckets[0], options, values_dtype=values_dtype)
     out = q.new_zeros(*q.shape[:2], pages.v.shape[3])
     lse = q.new_full(q.shape[:2], float("-inf"))
     for bucket in buckets:
         tokens = bucket.tokens
         some = q if tokens is None else q[tokens]
-        parts = _attend_bucket(some, pages, bucket, options, values_dtype)
+        parts = _attend_bucket(some, pages, bucket, options, values_dtype=values_dtype)
         if bucket.keep is not None and tokens is not None:
             tokens = tokens[bucket.keep]
             parts = (parts[0][bucket.keep], parts[1][bucket.keep])
@@ -260,11 +272,11 @@ def _attend_bucket(
         hide = None if bias is None else bias[rows]
         k, v = pages.gather(some_heads, table, q.dtype, values_dtype if narrow else q.dtype)
         if narrow:
-            return _singles(query, k, v, hide, options.scale)
+            return _singles(query, k, v, hide, scale=options.scale)
         if options.softcap is None and k.shape[3] == v.shape[3]:
             out, lse = _flash(query, k, v, 0.0, False, attn_mask=hide, scale=options.scale)
             return out, lse
-        return _plain(query, k, v, hide, options)
+        return _plain(query, k, v, hide, options=options)
 
     keys = bucket.table.shape[1] * pages.k.shape[2]
     slices = _slices(

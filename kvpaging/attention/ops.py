@@ -44,9 +44,9 @@ def write(
     a masked NaN would reach whoever gets the block next.
     """
     if k.is_cuda:
-        _kernels().write(k, v, k_pages, v_pages, slots, scales)
+        _kernels().write(k, v, k_pages, v_pages, slots=slots, scales=scales)
     else:
-        cpu.write(k, v, k_pages, v_pages, slots, scales)
+        cpu.write(k, v, k_pages, v_pages, slots=slots, scales=scales)
 
 
 def attend(
@@ -62,7 +62,7 @@ def attend(
     Query head h reads KV head `h // G`.
     """
     backend = _kernels() if q.is_cuda else cpu
-    return Partial(*backend.attend(q, k_pages, v_pages, rows, options, scales))
+    return Partial(*backend.attend(q, k_pages, v_pages, rows, options=options, scales=scales))
 
 
 def attend_finish(
@@ -75,7 +75,7 @@ def attend_finish(
 ) -> Tensor:
     """`finish(attend(q, ...), options.sink, q.dtype)` of rows whose keys are all here."""
     backend = _kernels() if q.is_cuda else cpu
-    out: Tensor = backend.attend_finish(q, k_pages, v_pages, rows, options, scales)
+    out: Tensor = backend.attend_finish(q, k_pages, v_pages, rows, options=options, scales=scales)
     return out
 
 
@@ -92,7 +92,7 @@ def finish(partial: Partial, sink: Tensor | None, dtype: torch.dtype) -> Tensor:
     Apply once, after the last merge.  A query that saw no key gives zeros.
     """
     if partial.m.is_cuda:
-        out: Tensor = _kernels().finish(partial.acc, partial.m, partial.l, sink, dtype)
+        out: Tensor = _kernels().finish(partial.acc, partial.m, partial.l, sink, dtype=dtype)
         return out
     return finish_reference(partial, sink, dtype)
 
@@ -149,7 +149,9 @@ def write_reference(
     kept = slots >= 0
     block, offset = slots[kept] // size, slots[kept] % size
     if scales is not None:
-        page_view.write_quantised((k[kept], v[kept]), (k_pages, v_pages), scales, block, offset)
+        page_view.write_quantised(
+            (k[kept], v[kept]), (k_pages, v_pages), scales, block, offset=offset
+        )
         return
     for x, pages in ((k, k_pages), (v, v_pages)):
         stored = x[kept].to(pages.dtype)

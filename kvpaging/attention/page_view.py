@@ -34,7 +34,7 @@ def write(
         k, v, slots = k[keep], v[keep], slots[keep]
     block, offset = slots // block_size, slots % block_size
     if scales is not None:
-        write_quantised((k, v), (k_pages, v_pages), scales, block, offset)
+        write_quantised((k, v), (k_pages, v_pages), scales, block, offset=offset)
         return
     k_pages[block, :, offset] = torch.nan_to_num(k.to(k_pages.dtype), 0.0, 0.0, 0.0)
     v_pages[block, :, offset] = torch.nan_to_num(v.to(v_pages.dtype), 0.0, 0.0, 0.0)

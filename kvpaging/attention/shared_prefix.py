@@ -66,7 +66,14 @@ def find(
     found: list[Run] = []
     for each in np.unique(length[members]).tolist():
         some = members[length[members] == each]
-        tree = _Tree(searched[slots[some]], some, begin[some], end[some], each // block_size, each)
+        tree = _Tree(
+            searched[slots[some]],
+            some,
+            begin[some],
+            end[some],
+            blocks=each // block_size,
+            length=each,
+        )
         found += tree.runs()
     kept = [run for run in _joined(found) if run.saved_keys >= saved_keys_min]
     if full_tables is not None:

@@ -93,7 +93,15 @@ def tiles(
         queries = min(size, end - position, length * SPLITS * shards - position)
         first = 0 if window is None else max(0, position - window + 1) // length
         last = min(position + queries, keys) - 1
-        yield Tile(row, token, queries, position, first, max(1, last // length - first + 1), length)
+        yield Tile(
+            row=row,
+            token=token,
+            queries=queries,
+            position=position,
+            split=first,
+            splits=max(1, last // length - first + 1),
+            length=length,
+        )
         position += queries
         token += queries
 
@@ -121,7 +129,7 @@ def build(
     for row, (count, first) in enumerate(zip(lens, firsts, strict=True)):
         size, to = (narrow, lists[0]) if count <= narrow else (wide, lists[1])
         held, cut = (first + count, window) if keys is None else (keys[row], None)
-        to.extend(tiles(row, token, count, first, size, cut, held, shards))
+        to.extend(tiles(row, token, count, first, size=size, window=cut, keys=held, shards=shards))
         token += count
     pieces = _Pieces((narrow, wide))
     if groups:
@@ -129,7 +137,12 @@ def build(
     pieces.spread(lists, programs)
     narrows, wides = pieces.items
     return WorkList(
-        narrows, wides, pieces.merges, pieces.sources, pieces.stacked, SCRATCH_ROWS - pieces.room
+        narrow=narrows,
+        wide=wides,
+        merges=pieces.merges,
+        sources=pieces.sources,
+        stacked=pieces.stacked,
+        scratch=SCRATCH_ROWS - pieces.room,
     )
 
 
@@ -235,7 +248,13 @@ class _Pieces:
             for at in range(0, count, self.sizes[kind]):
                 queries = min(self.sizes[kind], count - at)
                 stack = Tile(
-                    members[0].row, -1 - (start + at), queries, run.stop - 1, 0, 0, run.length
+                    row=members[0].row,
+                    token=-1 - (start + at),
+                    queries=queries,
+                    position=run.stop - 1,
+                    split=0,
+                    splits=0,
+                    length=run.length,
                 )
                 self.items[kind].extend(stack.item(split, splits, base + at))
             for tile in members:

@@ -70,7 +70,7 @@ def copy(arena: Tensor, src: Tensor, dst: Tensor) -> None:
 def merge(acc: Tensor, m: Tensor, total: Tensor) -> State:
     count, tokens, heads, dim = acc.shape
     into = _rows(tokens, heads, dim, acc.device)
-    _merge((acc, m, total), None, None, None, into, count=count, stride=tokens)
+    _merge((acc, m, total), into=into, count=count, stride=tokens)
     return into
 
 
@@ -78,7 +78,7 @@ def finish(
     acc: Tensor, m: Tensor, total: Tensor, sink: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     out = torch.empty_like(acc, dtype=dtype)
-    _merge((acc, m, total), None, sink, out, None)
+    _merge((acc, m, total), sink=sink, out=out)
     return out
 
 
@@ -91,13 +91,13 @@ def attend(
     scales: Scales | None = None,
 ) -> State:
     tokens, heads, _ = q.shape
-    sweep = plan(q, k_pages, v_pages, rows, options.window)
+    sweep = plan(q, k_pages, v_pages, rows, window=options.window)
     every = _rows(tokens + sweep.scratch, heads, v_pages.shape[3], q.device)
     pages = k_pages, v_pages, scales
-    _attend(q, pages, rows, sweep, options, parts=every, scratch=tokens)
+    _attend(q, pages, rows, sweep, options=options, parts=every, scratch=tokens)
     whole = _slice(every, 0, tokens)
     if sweep.scratch:
-        _merge(_slice(every, tokens, None), sweep, None, None, whole)
+        _merge(_slice(every, tokens, None), sweep=sweep, into=whole)
     return whole
 
 
@@ -110,13 +110,13 @@ def attend_finish(
     scales: Scales | None = None,
 ) -> Tensor:
     tokens, heads, _ = q.shape
-    sweep = plan(q, k_pages, v_pages, rows, options.window)
+    sweep = plan(q, k_pages, v_pages, rows, window=options.window)
     out = torch.empty(tokens, heads, v_pages.shape[3], dtype=q.dtype, device=q.device)
     parts = _rows(sweep.scratch, heads, v_pages.shape[3], q.device)
     pages = k_pages, v_pages, scales
-    _attend(q, pages, rows, sweep, options, parts=parts, out=out)
+    _attend(q, pages, rows, sweep, options=options, parts=parts, out=out)
     if sweep.scratch:
-        _merge(parts, sweep, options.sink, out, None)
+        _merge(parts, sweep=sweep, sink=options.sink, out=out)
     return out
 
 
@@ -151,12 +151,12 @@ def warm_up(
     )
     q = torch.zeros(sum(lens), heads, k_dim, dtype=dtype, device=device)
     v = torch.zeros(sum(lens), kv_heads, v_pages.shape[3], dtype=dtype, device=device)
-    write(q[:, :kv_heads], v, k_pages, v_pages, rows.slots, scales)
+    write(q[:, :kv_heads], v, k_pages, v_pages, slots=rows.slots, scales=scales)
     if partials:
-        acc, m, total = attend(q, k_pages, v_pages, rows, options, scales)
+        acc, m, total = attend(q, k_pages, v_pages, rows, options=options, scales=scales)
         finish(*merge(acc[None], m[None], total[None]), options.sink, dtype)
     else:
-        attend_finish(q, k_pages, v_pages, rows, options, scales)
+        attend_finish(q, k_pages, v_pages, rows, options=options, scales=scales)
 
 
 def plan(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: Rows, window: int | None) -> Sweep:
@@ -223,7 +223,7 @@ def _attend(
     for items, shape in zip((sweep.narrow, sweep.wide), sweep.shapes, strict=True):
         if len(items) == 0:
             continue
-        fixed = constants(shape, group, block, k_dim, v_pages.shape[3])
+        fixed = constants(shape, group, block, k_dim, v_dim=v_pages.shape[3])
         attend_kernel[len(items), kv_heads * -(-group // fixed["HEADS"])](
             q, k_pages, v_pages, *bits, rows.table, rows.logical, rows.blocks, items,
             sweep.stacked, sink, out,
@@ -236,11 +236,11 @@ def _attend(
 
 def _merge(
     parts: State,
-    sweep: Sweep | None,
-    sink: Tensor | None,
-    out: Tensor | None,
-    into: State | None,
     *,
+    sweep: Sweep | None = None,
+    sink: Tensor | None = None,
+    out: Tensor | None = None,
+    into: State | None = None,
     count: int = 1,
     stride: int = 0,
 ) -> None:
@@ -309,4 +309,12 @@ def _upload(lists: tiling.WorkList, chosen: tuple[Shape, Shape], device: torch.d
     there = host.to(device, non_blocking=True)
     parts = (there[a:b].view(-1, fields) for a, b, fields in ends)
     narrow, wide, merges, sources, stacked = parts
-    return Sweep(narrow, wide, merges, sources, stacked, lists.scratch, chosen)
+    return Sweep(
+        narrow=narrow,
+        wide=wide,
+        merges=merges,
+        sources=sources,
+        stacked=stacked,
+        scratch=lists.scratch,
+        shapes=chosen,
+    )

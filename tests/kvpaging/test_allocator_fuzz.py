@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvpaging.audit import IDLE, NONE, OWNED
-from kvpaging.pool import BlockPool, OutOfBlocks
+from kvpaging.pool import IDLE, NONE, OWNED, BlockPool, OutOfBlocks
 from kvpaging.table import BlockTable
 from tests.kvpaging.model import Model
 from tests.kvpaging.operations import run

@@ -131,7 +131,15 @@ class BatchBuilder:
             for slots_of_group in where:
                 slots_of_group[known] = -1
         ids = np.fromiter(chain.from_iterable(map(tokens_of, rows)), np.int64, total)
-        return _Part(ids, positions, where, starts, counts, slots, ends)
+        return _Part(
+            ids=ids,
+            positions=positions,
+            where=where,
+            starts=starts,
+            counts=counts,
+            slots=slots,
+            ends=ends,
+        )
 
     def _batch(
         self,
@@ -164,28 +172,28 @@ class BatchBuilder:
             lens, firsts = tuple(part.counts.tolist()), tuple(part.starts.tolist())
             row_sets = tuple(
                 Rows(
-                    query_start,
-                    first,
-                    table[slots_, :width],
-                    blocks_,
-                    None,
-                    slot,
-                    lens,
-                    firsts,
-                    self._shared(part, group),
+                    query_start=query_start,
+                    first=first,
+                    table=table[slots_, :width],
+                    blocks=blocks_,
+                    logical=None,
+                    slots=slot,
+                    lens=lens,
+                    firsts=firsts,
+                    groups=self._shared(part, group),
                 )
                 for group, (table, slot) in enumerate(zip(self.tables, slots_by_group, strict=True))
             )
         logits_at = torch.cat((scored_, sampled_)) if len(scored) else sampled_
         return Batch(
-            ids_,
-            positions_,
-            row_sets,
-            logits_at,
-            sampled_slots_,
-            len(scored),
-            len(part.ids),
-            sharded,
+            ids=ids_,
+            positions=positions_,
+            rows=row_sets,
+            logits_at=logits_at,
+            slots=sampled_slots_,
+            scored=len(scored),
+            local=len(part.ids),
+            sharded=sharded,
         )
 
     def _shared(self, part: _Part, group: int) -> tuple[Run, ...]:

@@ -64,7 +64,7 @@ class Pages:
         _PAGES.pop(self.handle, None)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: int, options: AttentionOptions
+        self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, options: AttentionOptions
     ) -> Tensor:
         """Write k, v [T, Hkv, D*] to their slots, then attend q [T, Hq, Dk] over all pages of its
         row. Returns [T, Hq, Dv] in q's dtype. The window is the layer's, whatever `options` say."""
@@ -75,15 +75,23 @@ class Pages:
 
         def local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             rows = self.rows[group]
-            ops.write(k, v, k_pages, v_pages, rows.slots, scales)
-            return ops.attend_finish(q, k_pages, v_pages, rows, options, scales)
+            ops.write(k, v, k_pages, v_pages, slots=rows.slots, scales=scales)
+            return ops.attend_finish(q, k_pages, v_pages, rows, options=options, scales=scales)
 
         if not self.sharded:
             return local(q, k, v)
         assert self.exchange is not None
         n, batch = self.local, self.sharded[group]
         rest = sharded_attention.attend(
-            q[n:], k[n:], v[n:], k_pages, v_pages, batch, self.exchange, options, scales
+            q[n:],
+            k[n:],
+            v[n:],
+            k_pages=k_pages,
+            v_pages=v_pages,
+            batch=batch,
+            exchange=self.exchange,
+            options=options,
+            scales=scales,
         )
         return torch.cat((local(q[:n], k[:n], v[:n]), rest)) if n else rest
 
@@ -110,7 +118,7 @@ def _attend_op(
     sink: Tensor | None,
 ) -> Tensor:
     options = AttentionOptions(scale, softcap=softcap, sink=sink)
-    return _PAGES[pages].attend(q, k, v, layer, options).contiguous()
+    return _PAGES[pages].attend(q, k, v, layer=layer, options=options).contiguous()
 
 
 def _attend_shape(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
@@ -142,7 +150,8 @@ def _paged_attention(
         arena = pages.store.arenas[pages.store.layout.groups[pages.group_of[layer]].arena]
         out = torch.ops.kvatlas.attend(q, k, v, arena, pages.handle, layer, scale, softcap, s_aux)
     else:
-        out = pages.attend(q, k, v, layer, AttentionOptions(scale, softcap=softcap, sink=s_aux))
+        options = AttentionOptions(scale, softcap=softcap, sink=s_aux)
+        out = pages.attend(q, k, v, layer=layer, options=options)
     return out.unsqueeze(0), None
 
 
@@ -231,12 +240,12 @@ def probe(config: PretrainedConfig) -> ModelShape:
             f"{odd[:4]} of {layers}; once a layer is needed"
         )
     return ModelShape(
-        family,
-        tuple(calls[i][0][0] for i in range(layers)),
-        tuple(calls[i][0][1] for i in range(layers)),
-        int(config.vocab_size),
-        sum(p.numel() for p in model.parameters()),
-        linears(model),
+        family=family,
+        layers=tuple(calls[i][0][0] for i in range(layers)),
+        calls=tuple(calls[i][0][1] for i in range(layers)),
+        vocab_size=int(config.vocab_size),
+        weight_count=sum(p.numel() for p in model.parameters()),
+        linears=linears(model),
     )
 
 

@@ -106,7 +106,12 @@ class Runner:
         ids = batch.ids
         ids = torch.where(ids < 0, self.last_token[(-1 - ids).clamp_(min=0)], ids)
         return self.model.forward(
-            ids, batch.positions, batch.rows, batch.logits_at, batch.local, batch.sharded
+            ids,
+            batch.positions,
+            batch.rows,
+            batch.logits_at,
+            local=batch.local,
+            sharded=batch.sharded,
         )
 
     def _sample(self, plan: StepPlan, batch: Batch, logits: Tensor) -> InFlight:
@@ -125,7 +130,7 @@ class Runner:
             # After a row with guesses the host knows which of its tokens is the last.
             self.last_token[batch.slots] = sampled.tokens
         offers = self._offers(plan, logits[batch.scored + len(samples) :])
-        return InFlight(plan, sampled, scores, offers, plan.rows)
+        return InFlight(plan=plan, sampled=sampled, scores=scores, offers=offers, rows=plan.rows)
 
     def collect(self, flight: InFlight) -> StepResult:
         """Wait for the step and bring its results to the host."""
@@ -139,7 +144,7 @@ class Runner:
             logprobs = _host_logprobs(flight)
         offers = [offer for part in flight.offers for offer in _host_offers(part)]
         self.execute_s += self.clock() - started
-        return StepResult(tokens, bad, logprobs, scores, offers)
+        return StepResult(tokens=tokens, bad=bad, logprobs=logprobs, scores=scores, offers=offers)
 
     def exchanged(self) -> dict[str, int]:
         """What the ranks of a gang have sent each other inside steps, of all ranks together."""

@@ -157,12 +157,12 @@ class Planner:
             return SlicePlan(start, stop, report=reported)
         work = [rows[i] for i in chosen]
         return SlicePlan(
-            start,
-            stop,
-            self._rows(chosen, len(rows)),
-            self._edits(work, [start + i for i in chosen]),
-            self._draws(work, numbers),
-            reported,
+            start=start,
+            stop=stop,
+            work=self._rows(chosen, len(rows)),
+            edits=self._edits(work, [start + i for i in chosen]),
+            draws=self._draws(work, numbers),
+            report=reported,
         )
 
     def _edits(self, work: Sequence[SampleRow], sources: Sequence[int]) -> Edits | None:

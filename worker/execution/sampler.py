@@ -148,11 +148,11 @@ class Sampler:
         if len(parts) == 1:
             return parts[0]
         return Sampled(
-            torch.cat([part.tokens for part in parts]),
-            torch.cat([part.bad for part in parts]),
-            _cat([part.logprobs for part in parts]),
-            _cat([part.top_ids for part in parts]),
-            _cat([part.top_logprobs for part in parts]),
+            tokens=torch.cat([part.tokens for part in parts]),
+            bad=torch.cat([part.bad for part in parts]),
+            logprobs=_cat([part.logprobs for part in parts]),
+            top_ids=_cat([part.top_ids for part in parts]),
+            top_logprobs=_cat([part.top_logprobs for part in parts]),
         )
 
     def _slice(
@@ -176,8 +176,8 @@ class Sampler:
             tokens = plan.work.put(tokens, chosen)
         tokens, bad = tokens.squeeze(1), bad.squeeze(1)
         if top is None:
-            return Sampled(tokens, bad, None, None, None)
-        return Sampled(tokens, bad, *self._report(raw, greatest, tokens, plan, top))
+            return Sampled(tokens=tokens, bad=bad, logprobs=None, top_ids=None, top_logprobs=None)
+        return Sampled(tokens, bad, *self._report(raw, greatest, tokens, plan, top=top))
 
     def _report(
         self, raw: Tensor, greatest: Tensor, tokens: Tensor, plan: SlicePlan, top: int

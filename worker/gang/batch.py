@@ -88,8 +88,8 @@ class GangBuilder(BatchBuilder):
             part,
             ((row, ends[row.slot]) for row in wanted),
             ids,
-            positions,
-            self._sharded(sharded, shares),
+            positions=positions,
+            sharded=self._sharded(sharded, shares),
         )
 
     def _sharded(self, rows: Sequence[Row], shares: Sequence[Tail]) -> tuple[ShardedBatch, ...]:

@@ -232,14 +232,14 @@ def geometries(pages: Layout, shape: ModelShape, dtype: torch.dtype) -> list[Geo
     """What attention of a layer of each group moves between ranks."""
     return [
         Geometry(
-            max(shape.calls[layer].heads for layer in group.layers),
-            group.shape.kv_heads,
-            group.shape.k_dim,
-            group.shape.v_dim,
-            dtype.itemsize,
-            pages.itemsize,
-            accumulator(dtype).itemsize,
-            SCALE_BYTES if pages.quantised else 0,
+            heads=max(shape.calls[layer].heads for layer in group.layers),
+            kv_heads=group.shape.kv_heads,
+            k_dim=group.shape.k_dim,
+            v_dim=group.shape.v_dim,
+            q_bytes=dtype.itemsize,
+            kv_bytes=pages.itemsize,
+            sum_bytes=accumulator(dtype).itemsize,
+            scale_bytes=SCALE_BYTES if pages.quantised else 0,
         )
         for group in pages.groups
     ]

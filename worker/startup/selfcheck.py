@@ -39,11 +39,11 @@ def checked_model(hf: PreTrainedModel, store: BlockStore, shape: ModelShape) -> 
     if not getattr(hf, "is_quantized", False):  # packed by others: their weights cannot be joined
         fuse(hf)
     if store.layout.quantised:
-        _check_plain(hf, store.layout, shape, prompts, expected, limit)
+        _check_plain(hf, store.layout, shape, prompts, expected=expected, limit=limit)
     model = PagedModel(hf, store)
     if store.layout.quantised:
         limit = TOLERANCE_QUANTISED
-    _compare(_paged_logits(model, prompts), expected, shape, store.dtype, limit)
+    _compare(_paged_logits(model, prompts), expected, shape, store.dtype, limit=limit)
     return model
 
 
@@ -51,7 +51,7 @@ def check_plain(hf: PreTrainedModel, pages: Layout, shape: ModelShape) -> None:
     """The same over a few pages in the model's own numbers, before its weights are quantised: what
     that rounds would hide a fault of attention."""
     prompts = _prompts(shape, CHECK_TOKENS_MAX, hf.device)
-    _check_plain(hf, pages, shape, prompts, _alone(hf, prompts), _tolerance(hf))
+    _check_plain(hf, pages, shape, prompts, expected=_alone(hf, prompts), limit=_tolerance(hf))
 
 
 def _prompts(shape: ModelShape, room: int, device: torch.device) -> list[Tensor]:
@@ -86,7 +86,7 @@ def _check_plain(
     slices = sum(-(-len(p) // pages.block_size) for p in prompts)
     model = PagedModel(hf, BlockStore(place, slices, hf.dtype, hf.device))
     try:
-        _compare(_paged_logits(model, prompts), expected, shape, hf.dtype, limit)
+        _compare(_paged_logits(model, prompts), expected, shape, hf.dtype, limit=limit)
     finally:
         model.pages.close()
 

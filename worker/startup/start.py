@@ -75,12 +75,20 @@ def resolve(
             f"{shape.family} model {config.model.path} was made for; lower it or leave it out"
         )
     weights = plan_weights(
-        config.model.weights, setting, directory, hf_config, shape, dtype, device
+        config.model.weights, setting, directory, hf_config, shape=shape, dtype=dtype, device=device
     )
     workspace = _workspace_bytes(
-        pages, shape, text, limits, params, asked or model_limit, dtype, device, ranks
+        pages,
+        shape,
+        text,
+        limits,
+        params=params,
+        longest=asked or model_limit,
+        dtype=dtype,
+        device=device,
+        ranks=ranks,
     )
-    draft = _draft(config, shape, limits, params, dtype, device)
+    draft = _draft(config, shape, limits, params, dtype=dtype, device=device)
     memory = plan_memory(
         pages,
         free_bytes=free_memory_bytes(device) if free_bytes is None else free_bytes,
@@ -98,18 +106,18 @@ def resolve(
         loading_bytes=weights.loading_bytes,
     )
     launch = Launch(
-        config,
-        directory,
-        hf_config,
-        shape,
-        pages,
-        memory,
-        limits,
-        params,
-        dtype,
-        device,
-        weights,
-        draft,
+        config=config,
+        directory=directory,
+        hf_config=hf_config,
+        shape=shape,
+        layout=pages,
+        memory=memory,
+        limits=limits,
+        params=params,
+        dtype=dtype,
+        device=device,
+        weights=weights,
+        draft=draft,
     )
     return replace(launch, host_slices=_host_slices(launch))
 
@@ -182,12 +190,27 @@ def _draft(
         )
     small_pages = _layout(config, small, dtype, device)
     workspace = _workspace_bytes(
-        small_pages, small, text, limits, params, positions(text), dtype, device, 1
+        small_pages,
+        small,
+        text,
+        limits,
+        params=params,
+        longest=positions(text),
+        dtype=dtype,
+        device=device,
+        ranks=1,
     )
     weights = plan_weights(
-        config.model.weights, setting, directory, hf_config, small, dtype, device
+        config.model.weights, setting, directory, hf_config, shape=small, dtype=dtype, device=device
     )
-    return Draft(directory, hf_config, small, small_pages, weights, workspace)
+    return Draft(
+        directory=directory,
+        hf_config=hf_config,
+        shape=small,
+        layout=small_pages,
+        weights=weights,
+        workspace_bytes=workspace,
+    )
 
 
 def agreed(launch: Launch, slices: Sequence[int]) -> Launch:
@@ -293,7 +316,7 @@ def start_follower(
 ) -> Follower:
     """The same on another rank of a gang."""
     model, _ = load(launch, clock, progress)
-    return build_follower(launch, model, gang, clock, cpu_clock)
+    return build_follower(launch, model, gang, clock, cpu_clock=cpu_clock)
 
 
 def load(
@@ -302,7 +325,7 @@ def load(
     """The model, checked and warm, with its pages; and what was fixed of its rotary embedding."""
     progress(f"loading {launch.name} weights")
     hf = load_weights(
-        launch.directory, launch.hf_config, launch.weights, launch.dtype, launch.device
+        launch.directory, launch.hf_config, launch.weights, launch.dtype, device=launch.device
     )
     if launch.dtype == torch.float64:
         hf.set_experts_implementation("batched_mm")  # grouped_mm, the default, has no float64

@@ -61,7 +61,16 @@ def plan_weights(
     plain_bytes = shape.weight_count * dtype.itemsize
     own = own_quantisation(hf_config)
     if own is not None:
-        return _own(own, asked, setting, directory, hf_config, plain_bytes, dtype, device)
+        return _own(
+            own,
+            asked,
+            setting,
+            directory,
+            hf_config=hf_config,
+            plain_bytes=plain_bytes,
+            dtype=dtype,
+            device=device,
+        )
     if asked != INT8:
         return Weights(name, plain_bytes, plain_bytes)
     if device.type != "cpu":

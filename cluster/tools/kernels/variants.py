@@ -123,7 +123,7 @@ def _attend(name: str, target: str, words: list[str]) -> Build:
     k_dim, v_dim = _dims(case["head"])
     quantised = case["pages"] in PAGES
     shape = shapes(target, item, max(k_dim, v_dim), quantised)[case["tile"] == "wide"]
-    fixed = constants(shape, int(case["group"]), int(case["block"]), k_dim, v_dim)
+    fixed = constants(shape, int(case["group"]), int(case["block"]), k_dim, v_dim=v_dim)
     pointer = f"*{dtype}"
     types = dict.fromkeys(("q", "out", "sink"), pointer) | _pages(case["pages"], dtype)
     types |= dict.fromkeys(("table", "logical", "used", "items", "stacked"), "*i32")
@@ -135,7 +135,7 @@ def _attend(name: str, target: str, words: list[str]) -> Build:
     threads = shape.warps * (64 if target.startswith("gfx") else 32)
     quads = shape.keys * (fixed["DK_PAD"] + fixed["DV_PAD"]) * (1 if quantised else item)
     quads = quads // 16 // threads
-    return _build(name, attend_kernel, types, fixed, absent, shape, quads)
+    return _build(name, attend_kernel, types, fixed, absent=absent, shape=shape, quads=quads)
 
 
 def _write(name: str, target: str, words: list[str]) -> Build:
@@ -150,7 +150,7 @@ def _write(name: str, target: str, words: list[str]) -> Build:
         "HEADS": heads_together(8, max(k_dim, v_dim)),
     }
     absent = [] if pages in PAGES else ["k_scales", "v_scales"]
-    return _build(name, write_kernel, types, fixed, absent)
+    return _build(name, write_kernel, types, fixed, absent=absent)
 
 
 def _pages(pages: str, dtype: str) -> dict[str, str]:
@@ -168,12 +168,12 @@ def _merge(name: str, target: str, words: list[str]) -> Build:
     absent = ["acc_out", "m_out", "l_out"] if finishes else ["sink", "out"]
     if "listed" not in words:
         absent += ["items", "sources"]
-    return _build(name, merge_kernel, types, fixed, absent)
+    return _build(name, merge_kernel, types, fixed, absent=absent)
 
 
 def _copy(name: str, target: str, words: list[str]) -> Build:
     types = {"arena": "*i32", "src": "*i64", "dst": "*i64"}
-    return _build(name, copy_kernel, types, {"CHUNK": COPY_QUADS}, [])
+    return _build(name, copy_kernel, types, {"CHUNK": COPY_QUADS}, absent=[])
 
 
 def _build(
@@ -188,7 +188,14 @@ def _build(
     given = [p for p in kernel.arg_names if p not in fixed and p not in absent]
     types = {p: types.get(p, "i32") for p in given}
     fixed = fixed | dict.fromkeys(absent)
-    return Build(name, kernel, types, fixed, shape or Shape(0, 0, warps=4, stages=1), quads)
+    return Build(
+        name=name,
+        kernel=kernel,
+        types=types,
+        fixed=fixed,
+        shape=shape or Shape(0, 0, warps=4, stages=1),
+        quads=quads,
+    )
 
 
 def _dims(head: str) -> tuple[int, int]:

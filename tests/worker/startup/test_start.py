@@ -60,7 +60,7 @@ def test_the_check_sees_an_attention_that_is_not_the_models_own(models, monkeypa
     launch, model = models.load("mistral", 16)
     true = model.pages.__class__.attend
 
-    def damaged(self, q, k, v, layer, *rest):
+    def damaged(self, q, k, v, **rest):
         if damage == "last key hidden":
             v = v.clone()
             v[-1] = 0
@@ -71,7 +71,7 @@ def test_the_check_sees_an_attention_that_is_not_the_models_own(models, monkeypa
             )
             changed = group.__class__(group.layers, shape, group.arena, group.block_bytes)
             monkeypatch.setattr(self.store, "layout", layout_with(self.store.layout, changed))
-        return true(self, q, k, v, layer, *rest)
+        return true(self, q, k, v, **rest)
 
     def layout_with(layout, group):
         return layout.__class__(
