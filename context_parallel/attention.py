@@ -1,8 +1,9 @@
 """Attention of sharded rows: every rank attends over its own blocks, small partial sums travel.
 
-Short rows are computed on every rank: one exchange of partials. The tokens of long rows are dealt
-out (`shard.deal`); then either their queries travel to the blocks and partials come back (the query
-way), or the history's blocks are fetched into temporary pages (the history way).
+Short rows are computed on every rank and exchange their partials once. The tokens of long rows are
+dealt out to the ranks (`shard.deal`). Then either queries are sent to where the blocks lie and
+partials come back (pass-Q, `Queries`), or the blocks of the history are fetched into temporary
+pages (pass-KV, `History`).
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class _Layer:
         return torch.cat([partial.acc, partial.m[..., None], partial.l[..., None]], 2)
 
     def finished(self, parts: Tensor, dtype: torch.dtype) -> Tensor:
-        """Output `[T, Hq, Dv]` of everybody's packed partials `[ranks, T, Hq, Dv + 2]`."""
+        """Output `[T, Hq, Dv]` of all ranks' packed partials `[ranks, T, Hq, Dv + 2]`."""
         whole = ops.merge(Partial(parts[..., :-2], parts[..., -2], parts[..., -1]))
         return ops.finish(whole, self.options.sink, dtype)
 
@@ -134,7 +135,7 @@ class _Layer:
 
     @property
     def _planes(self) -> tuple[Tensor, ...]:
-        """What a block has for this layer, moved as the bytes that they are."""
+        """K and V pages of this layer, and scales where quantised; moved as raw bytes."""
         return self.k_pages, self.v_pages, *(self.scales or ())
 
 

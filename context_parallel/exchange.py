@@ -33,7 +33,7 @@ class Exchange(Protocol):
     bytes_sent: int  # to other ranks
 
     def gather(self, x: Tensor) -> Tensor:
-        """Everybody's x, `[ranks, *x.shape]`."""
+        """x of every rank, `[ranks, *x.shape]`."""
         ...
 
     def scatter(self, x: Tensor) -> Tensor:

@@ -48,14 +48,14 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Queries:
-    """Queries travel."""
+    """Pass-Q: queries are sent to where the blocks lie."""
 
     slices: tuple[Slice, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The blocks of the history travel, into temporary pages that all ranks fill alike."""
+    """Pass-KV: blocks of the history are sent, into temporary pages that all ranks fill alike."""
 
     blocks: int  # temporary ones
     send: Tensor  # int64 [m], physical blocks of this rank, padded to the most that a rank sends
@@ -247,7 +247,7 @@ class _Planner:
 
 
 class _Fetch:
-    """Which blocks of the long rows' histories some dealt token sees, and temporary pages."""
+    """The blocks of long rows' histories that some dealt token sees, and their temporary pages."""
 
     def __init__(self, planner: _Planner, long: Ints) -> None:
         """`long` are the long rows."""

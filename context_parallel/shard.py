@@ -107,7 +107,7 @@ def tails(counts: Sequence[int], ranks: int) -> list[Tail]:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What attention of one layer moves."""
+    """Sizes of what attention of one layer moves between ranks."""
 
     heads: int  # of queries
     kv_heads: int

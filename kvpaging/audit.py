@@ -1,7 +1,7 @@
-"""Proof that a pool is sound, derived again from its plainest facts, and repair where it is not.
+"""Checks a pool against its plainest facts, and repairs it where it is wrong.
 
-The facts are each block's references, holds, last step, quarantine and identity, and the tables'
-entries. All else (states, counts, lists, the forest of identities) must follow from them.
+The facts are each block's references, holds, last step, quarantine and identity, and the entries of
+the tables. Everything else (states, counts, lists, the forest of identities) must follow from them.
 """
 
 from __future__ import annotations
@@ -69,10 +69,8 @@ def repair(pool: BlockPool, tables: Iterable[BlockTable]) -> list[str]:
 
 
 def _seems_sound(pool: BlockPool, entries: list[int]) -> bool:
-    """What an audit can afford: all references and totals, and `WINDOW` blocks in turn.
-
-    The lists are walked each time the turn has gone round.
-    """
+    """A quick look: all references and totals, and the next `WINDOW` blocks; the lists too when the
+    last block is among them."""
     start = pool.audited
     end = min(start + WINDOW, pool.blocks)
     pool.audited = end % pool.blocks
@@ -162,7 +160,7 @@ def _of_tables(tables: Iterable[BlockTable]) -> list[Problem]:
 
 
 def _of_places(table: BlockTable) -> list[Problem]:
-    """All groups have a logical block on one rank, which is one of the table's; loads say so."""
+    """A logical block is on one rank in all groups, one of the table's, and is counted there."""
     rows = [
         [p.rank_of(b) for p, b in zip(table.pools, row, strict=True) if b != GONE]
         for row in zip(*table.blocks, strict=True)

@@ -1,13 +1,13 @@
-"""The tier below a pool: blocks that were evicted from it, kept in host memory, found by identity.
+"""The host tier below a pool: blocks evicted from the pool, kept in host memory, found by identity.
 
 A host pool has slots, each with room for the bytes of one block of the pool's arena. They are
-numbered over all ranks as blocks are, and a block never leaves its rank. A slot's state is derived,
-first match wins: held, idle (has an identity, may be given away), free.
+numbered over all ranks as blocks are, and a block never leaves its rank. A slot's state follows
+from its record, first match wins: held, idle (has an identity, may be evicted), free.
 
 A pool finds a block only while it finds the block's parent. Pool and host together keep the same
-rule: what is in neither takes all below it away here. So of any chain the pool has a first part,
-the host what follows, and nothing comes after that. What comes back to the pool stays here too,
-as long as there is room: evicted again, it needs no copy.
+rule: an identity that both have lost takes all below it away here too. So of any chain the pool has
+a first part, the host what follows, and nothing comes after that. A block that is loaded back into
+the pool also stays here while there is room: evicted again, it needs no copy.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class HostCounts(NamedTuple):
 class HostPool:
     """Which of `pool`'s blocks are in the host memory of each rank, `per_rank` slots on each.
 
-    Listens to the pool. `on_change(kind, identity, parent, tier)`, where set, hears what becomes
-    findable in the pool ("stored", "gpu"), what only the host has any more ("stored", "host"), what
-    neither has ("removed"; children before their parent) and "cleared". The same rules are for it
-    as for the pool's own listener.
+    Takes the pool's `on_change` for itself and offers `on_change(kind, identity, parent, tier)`
+    under the same rules: ("stored", "gpu") for what becomes findable in the pool, ("stored",
+    "host") for what only the host has left, "removed" for what neither has (children before their
+    parent), and "cleared".
     """
 
     def __init__(self, pool: BlockPool, per_rank: int) -> None:
@@ -103,9 +103,9 @@ class HostPool:
     def keep(
         self, identity: bytes, parent: bytes | None, rank: int, *, first: bool = False
     ) -> int | None:
-        """A slot for a block of `rank` that the pool has, and that is not here: a free one, or that
-        of the idle block used longest ago. None where all are held. What is to go `first` gets only
-        a free one."""
+        """A slot for a block of `rank` that the pool has and the host lacks: a free one, or that of
+        the idle block used longest ago. None where all are held. A block that will be evicted
+        `first` takes only a free one."""
         assert identity not in self._found
         if not self._free[rank]:
             if first or not self._idle[rank]:
@@ -121,7 +121,7 @@ class HostPool:
         return slot
 
     def touch(self, identity: bytes, *, first: bool = False) -> bool:
-        """Whether it is here; if so it is used last of all, and goes last or `first`."""
+        """Whether it is here; if so it is evicted last from now on, or `first`."""
         slot = self._found.get(identity)
         if slot is not None and not self._holds[slot]:
             self._idle[self.rank_of(slot)].move_to_end(slot, last=not first)
@@ -146,7 +146,7 @@ class HostPool:
             self._settle(slot)
 
     def forget(self, identity: bytes) -> None:
-        """Its bytes are not to be believed. What only the host has below it goes too."""
+        """Drops an identity whose bytes are wrong, and all below it that only the host has."""
         if identity in self._found:
             self._lose(identity)
 
@@ -229,7 +229,7 @@ class HostPool:
             self.on_change(kind, identity, parent, tier)
 
     def _heard(self, kind: str, identity: bytes, parent: bytes | None) -> None:
-        """The pool has something to say."""
+        """A change in the pool."""
         if kind == "cleared":
             for known in list(self._found):
                 self._drop(known)
@@ -271,8 +271,8 @@ class HostPool:
 
 
 class Union:
-    """A pool and the host below it as one to look into. A block has its own number, and a slot the
-    one that follows those of all blocks and of the slots before it."""
+    """Read-only view of a pool and the host below it: numbers below `pool.blocks` are blocks, slot
+    s is number `pool.blocks + s`."""
 
     def __init__(self, host: HostPool) -> None:
         self.host, self.pool, self.ranks = host, host.pool, host.pool.ranks

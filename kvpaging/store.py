@@ -147,9 +147,9 @@ Members = list[tuple[LayerShape, tuple[int, ...]]]
 
 
 def _equal(whole: Members, sizes: dict[LayerShape, int]) -> Members:
-    """The layers in more groups, whose blocks have nearly equal bytes, so that they can share an
-    arena: what groups with a window give back, the others then take. None where this is no use,
-    or where it makes too many groups or blocks with too much padding."""
+    """The layers split into more groups whose blocks have nearly equal bytes, so that they share an
+    arena and full groups can take what windowed ones give back. Empty where all windows are equal,
+    or where it takes more than GROUPS_MAX groups or PADDING_MAX padding."""
     if len({shape.window for shape, _ in whole}) == 1:
         return []
     total = sum(sizes[shape] * len(layers) for shape, layers in whole)

@@ -1,16 +1,25 @@
-"""The block table of one sequence: logical token -> physical block and offset.
+"""The block table of one sequence: which physical block holds the token at each position.
 
-A sequence has one list of blocks per layer group; all groups share one length, so all lists are
-equally long. Group g draws from `pools[g]`; several groups may share a pool. Every operation
-either happens in all groups or changes nothing.
+A sequence has one list of blocks per layer group. All groups share one length, so all lists are
+equally long, and entry i is logical block i. Group g draws from `pools[g]`; several groups may
+share a pool. A table is bookkeeping: it keeps one reference per entry and moves no bytes.
 
-In a gang, blocks are numbered over all ranks (see `ledger`), so the lists say who owns what. New
-blocks go to `ranks`: one rank, or each block to the one of them that has fewest of this table. All
-groups have a logical block on one rank.
+  append         room for more tokens: new blocks, and a copy of a last block that is shared
+  attach         adopts cached full blocks, the hit of a prefix
+  fork           a second table of the same tokens, all blocks shared
+  truncate       drops the tail; `release` drops everything
+  give_back      drops blocks that have left a group's attention window
+  swap           replaces a block by the one that was published before it with the same content
 
-A group with a window gives back the blocks that no query to come sees (`give_back`); `GONE` stands
-in their place, so an entry's index is its logical block all the same. What is gone stays gone: a
-table is never cut so short that its next query would look there.
+Every operation happens in all groups or changes nothing. What it cannot do it refuses with
+ValueError or OutOfBlocks.
+
+A block that was given back leaves `GONE` in its place, so an entry's index is its logical block all
+the same. It never comes back: a table is not cut so short that its next query would look there.
+
+In a gang blocks are numbered over all ranks (see `kvpaging.pool`), so the lists say who owns what.
+New blocks go to `ranks`: one rank, or each block to the one of them that has fewest of this table.
+All groups have a logical block on one rank.
 """
 
 from __future__ import annotations
@@ -30,9 +39,9 @@ if TYPE_CHECKING:
 class Copy:
     """Copy-on-write of one whole block of `group`, to be done before the step writes.
 
-    The source is held until the caller calls `pools[group].unhold(src)` when the step commits, so
-    that a failed step can be issued again with the same copies. One whose destination is given
-    back meanwhile must not be done: it would overwrite what the next owner is given.
+    The source is held until the step commits and the caller calls `pools[group].unhold(src)`: a
+    failed step can be issued again with the same copies. If the destination is released meanwhile
+    the copy must be dropped, because the block may have another owner by then.
     """
 
     group: int
@@ -113,7 +122,7 @@ class BlockTable:
 
     @property
     def _shared_from(self) -> int:
-        """Where in the last block the next token goes, if others may have a say; else 0."""
+        """Offset in the last block of the next token, if others may share that block; else 0."""
         return 0 if self.length < self._limit else self.length % self.block_size
 
     def lacking(self, n: int) -> OutOfBlocks | None:
@@ -215,8 +224,8 @@ class BlockTable:
     def fork(self) -> BlockTable:
         """A second table with the same tokens. All blocks are shared, a partial last one too.
 
-        Where this table may write on in that block it still may: the twin has to copy it, the
-        last one to write excepted.
+        Whoever appends to a shared last block copies it first, except the last table that has it.
+        This table needs no copy where it could write on before.
         """
         twin = BlockTable(self.pools, self.block_size, self.ranks, self.windows)
         twin.loads[:], twin._behind[:], twin.first[:] = self.loads, self._behind, self.first

@@ -4,8 +4,8 @@ What to gather is planned once per step and window, then every layer of the grou
 large operations per bucket. Sums are float32 (float64 for float64 input). Pages hold finite numbers
 only (`write` sees to it), so a masked key adds an exact zero whoever used its block before.
 
-Keys that several rows share are gathered once and meet all their queries as one matrix product; the
-rows' other keys are attended as ever, and the parts are merged.
+Keys that several rows share are gathered once and multiplied with all their queries at once; the
+rows' other keys are attended row by row, and the parts are merged.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def write_quantised(
 
 @dataclass(frozen=True, slots=True)
 class Planes:
-    """Pages of one layer `[blocks, H, B, D*]`, and what gathers them."""
+    """Pages of one layer, k and v `[blocks, H, B, D*]`, with their scales where quantised."""
 
     k: Tensor
     v: Tensor

@@ -1,8 +1,8 @@
 """Which rows of a step read the same pages, so that each page is read once for all of them.
 
-Rows that share leading blocks form a tree: it is told as a list of runs of whole splits with the
-rows that read them. A split is all in a run or all private, so grouping never moves a cut. Found
-on the host, once per step and layer group.
+Rows that share leading blocks form a tree. It is given as a list of runs: whole splits of keys with
+the rows that read them. A split lies wholly in a run or in none, so grouping never moves a cut.
+Computed on the host, once per step and layer group.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def find(
     `tables[slots[r]]`. Where no two rows have the first block in common this is one short look at
     each row; else it is sorting the rows that do.
 
-    Entries behind the window lead nowhere. Rows that share what they see of a prefix are found by
-    `full_tables`, those of a group of the same sequences without a window.
+    With a window, entries before it are stale. Rows that share a prefix are then looked for in
+    `full_tables`, those of a group of the same sequences without a window, and compared here.
     """
     searched = tables if full_tables is None else full_tables
     heads = searched[slots, 0]

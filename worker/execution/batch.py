@@ -1,9 +1,9 @@
 """StepPlan -> index tensors: everything a forward pass needs, filled into a ring of host buffers.
 
-Block tables live on the device, a row per running sequence, and learn only their changed entries.
-They are not told that a block behind a window was given back: nobody reads such an entry again.
-An input token is an id or, written as `-1 - slot`, the last token sampled for that slot, which the
-host need not know.
+Block tables live on the device, a row per running sequence; a step sends only changed entries. That
+a block behind a window was given back is not sent: nobody reads such an entry again. An input token
+is an id or, written as `-1 - slot`, the last token sampled for that slot, which the host may not
+know yet.
 """
 
 from __future__ import annotations
@@ -150,8 +150,8 @@ class BatchBuilder:
         positions: Ints = NO_TOKENS,
         sharded: tuple[ShardedBatch, ...] = (),
     ) -> Batch:
-        """Send it all. `ends` are the rows that may want logits, with where their tokens end;
-        `ids` and `positions` are of the `sharded` tokens behind those of the part."""
+        """Send the step to the device. `ends` are the rows that may want logits, with where their
+        tokens end; `ids` and `positions` are of the `sharded` tokens, after those of the part."""
         scored, sampled, sampled_slots = _logit_rows(ends)
         size, groups = self.layout.block_size, self.layout.groups
         blocks = (part.starts + part.counts + size - 1) // size
@@ -197,7 +197,7 @@ class BatchBuilder:
         )
 
     def _shared(self, part: _Part, group: int) -> tuple[Run, ...]:
-        """What the rows of a part have in common in a layer group."""
+        """The keys that rows of a part share in a layer group."""
         window, full = self.layout.groups[group].shape.window, self.layout.indexed
         searched = None if window is None or full is None else self.host[full]
         where = (part.slots, part.counts, part.starts, self.layout.block_size)

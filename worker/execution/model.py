@@ -1,9 +1,9 @@
 """A transformers model whose attention is ours: every key and value it makes lives in pages.
 
-A model is fed one flat ragged batch `[1, T]`; attention finds rows, tables and slots of the step in
-`Pages`. What is served is what passes two checks: `probe` (before weights are loaded: the attention
-hook is called once a layer, with which shapes) and `check` in `worker/startup/start.py` (with
-weights).
+A model is given one flat ragged batch `[1, T]`; attention finds rows, tables and slots of the step
+in `Pages`. A model is served if it passes two checks: `probe`, without weights, that every layer
+calls the attention hook once and with which shapes; `worker.startup.selfcheck`, with weights, that
+the logits are those of the model's own attention.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class UnsupportedModel(Exception):
 class Pages:
     """What attention reads while a step runs: the store and one `Rows` per layer group.
 
-    In a gang the first `local` tokens are of `rows`; those behind them are of sequences that lie on
-    several ranks, one `sharded` batch per layer group, and meet in the `exchange`.
+    In a gang the first `local` tokens belong to `rows`. The others are of sequences that lie on
+    several ranks: one `sharded` batch per layer group, whose partials go through the `exchange`.
     """
 
     store: BlockStore
@@ -181,7 +181,7 @@ class ModelShape:
 
 @contextmanager
 def _recording(record: Callable[..., None]) -> Iterator[str]:
-    """An attention implementation that only notes what it is called with."""
+    """An attention implementation that only records its arguments."""
 
     def note(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **kwargs: Any

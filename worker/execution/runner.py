@@ -31,8 +31,8 @@ from worker.scheduling.scheduler import Row, StepPlan
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A step on its way: device tensors that `collect` turns into host values, of those rows of the
-    plan that are sampled here."""
+    """A launched step: device tensors that `collect` turns into host values. `rows` are the plan's
+    that are sampled here."""
 
     plan: StepPlan
     sampled: Sampled | None
@@ -43,8 +43,8 @@ class InFlight:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step made: one entry per sampled token, one list per row that scores its prompt, one
-    offer per row of a beam, None where its logits are not finite."""
+    """Results of a step on the host: one entry per sampled token, one list per row that scores its
+    prompt, one offer per row of a beam (None where its logits are not finite)."""
 
     tokens: list[int]
     bad: list[bool]
@@ -94,7 +94,7 @@ class Runner:
         return flight
 
     def _prepare(self, plan: StepPlan) -> Batch:
-        """All that comes before the model: index tensors, then copies."""
+        """Build the index tensors, then do the copies-on-write."""
         cpu_started = self.cpu_clock()
         batch = self.builder.build(plan)
         self.saved_reads += sum(run.saved_keys for rows in batch.rows for run in rows.groups)
@@ -115,7 +115,7 @@ class Runner:
         )
 
     def _sample(self, plan: StepPlan, batch: Batch, logits: Tensor) -> InFlight:
-        """What is wanted of the logits; the sampler is told what to do while the model runs."""
+        """Sample and score the logits; the sampler plans on the host while the model runs."""
         cpu_started = self.cpu_clock()
         sampled_rows = [row for row in plan.rows if row.sampled]
         self._seat(sampled_rows)
@@ -151,10 +151,10 @@ class Runner:
         return {"exchange_calls": 0, "exchange_bytes": 0}
 
     def beat(self) -> None:
-        """Nobody waits for a word of this rank."""
+        """A heartbeat to other ranks: there are none."""
 
     def stop(self) -> None:
-        """Nobody waits for its end."""
+        """Tell other ranks to leave: there are none."""
 
     def raise_if_dead(self, error: Exception) -> None:
         """Raise EngineDead where the device itself failed, which no retry can mend."""
@@ -196,10 +196,10 @@ class Runner:
         return prompt_logprobs(lambda a, b: logits[a:b], on_device, top, rows=rows)
 
     def _offers(self, plan: StepPlan, logits: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """What the beams may go on with: parts of R rows with K token ids and log-probabilities
-        [R, K], best first, and which rows [R] have a logit that is not finite.
+        """Continuations for beams: parts of R rows with K token ids and log-probabilities [R, K],
+        best first, and which rows [R] have a logit that is not finite.
 
-        K depends on the row alone, so that among equals the same are taken whoever is beside it.
+        K depends on the row alone, so ties are broken alike in every batch.
         """
         parts = []
         start = 0

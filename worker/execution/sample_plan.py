@@ -1,7 +1,12 @@
-"""What the host knows about the rows to sample, sorted by what they need, as index tensors.
+"""What each row to sample needs, sorted on the host into index tensors for the sampler.
 
-Made from counts and parameters alone, never from token values, so that a step can be planned while
-the one before it runs. Rows that need nothing but the greatest logit appear in no group.
+Takes one `SampleRow` per row of logits and gives a `SamplePlan`: slices of rows, and in each slice
+which rows are edited (bias, penalties, masks), drawn at random, filtered (top_k, top_p, min_p), or
+report log-probabilities. Rows that need nothing but the greatest logit appear in no group.
+
+A plan is made from counts and parameters alone, never from token values, so a step can be planned
+while the one before it runs. The only random numbers are drawn here, one per row that samples, from
+`philox.uniform`.
 """
 
 import math
@@ -22,7 +27,7 @@ FEW = 256
 class SampleRow:
     """One row of logits to sample.
 
-    slot: seat of the sequence in the device's state; position: of the token in the output, 0 for
+    slot: of the sequence in the sampler's state; position: of the token in the output, 0 for
     the first; choice: index among the request's n; constrained: the row has an allow-mask.
     """
 
@@ -35,7 +40,7 @@ class SampleRow:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Some rows of a tensor, or all of them (None), which costs no copy."""
+    """Some rows of a tensor; None for all of them, which costs no copy."""
 
     index: Tensor | None  # int64 [n]
 
@@ -116,7 +121,7 @@ class SamplePlan:
 
 @dataclass(frozen=True, slots=True)
 class _Fixed:
-    """What stays the same for a sequence, kept by slot so that no step builds it again."""
+    """Tensors that stay the same for a sequence, cached by slot."""
 
     params: SamplingParams
     bias_ids: Tensor

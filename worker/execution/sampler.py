@@ -1,6 +1,7 @@
-"""Logits to tokens and log-probabilities.
+"""Logits to tokens and log-probabilities, on the device and without waiting for it.
 
-Every row is processed in this order, each step on what the one before it left:
+Takes logits [R, vocab] and a `SamplePlan` of the same R rows (`sample_plan`); gives `Sampled`.
+A *slot* is a running sequence's row in `SamplerState`. Each row is processed in this order:
 
 1. `logit_bias` is added. Then the penalties, with c the count of a token in the output so far: a
    token seen in prompt or output is divided by `repetition_penalty` where its logit is positive and
@@ -16,9 +17,8 @@ Every row is processed in this order, each step on what the one before it left:
    one number: `philox.uniform(seed, choice, position, Purpose.TOKEN)`. Nothing else is random.
 
 So a token depends on its row alone: rows with equal logits, parameters, choice and position give
-the same token wherever they stand and whoever is beside them.
-
-Log-probabilities are of the model's own distribution, before all of this.
+the same token in every batch. Log-probabilities are of the model's own distribution, before all of
+this.
 """
 
 import math
@@ -76,7 +76,7 @@ class Sampled:
 
 
 class SamplerState:
-    """What penalties must know: per seat, the tokens of the prompt and the counts of the output.
+    """State of penalties, per slot: the tokens of the prompt and the counts of the output.
 
     `seen` is 2 * count + (1 if in the prompt), int32 [max_num_seqs, vocab]. A token is counted when
     the next one is sampled, and `counted` says how many are: a step that failed and runs again
@@ -89,7 +89,7 @@ class SamplerState:
         self.last = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
 
     def seat(self, slot: int, prompt_ids: Sequence[int], generated_ids: Sequence[int]) -> None:
-        """Fill a seat when a sequence with penalties starts or starts again."""
+        """Fill a slot when a sequence with penalties starts or starts again."""
         row = self.seen[slot].zero_()
         for start in range(0, len(prompt_ids), _SEATING):
             row.index_fill_(0, self._ids(prompt_ids[start : start + _SEATING]), 1)
@@ -115,7 +115,7 @@ class SamplerState:
 
 
 class Sampler:
-    """Samples rows of logits [R, vocab] of one model. `state` has a seat per running sequence."""
+    """Samples rows of logits [R, vocab] of one model. `state` has a slot per running sequence."""
 
     def __init__(
         self,

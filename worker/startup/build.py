@@ -1,4 +1,4 @@
-"""An engine, or another rank's part of one, around a model that is loaded."""
+"""Builds the engine around a loaded model, or the part of it that another rank runs."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def build_engine(
     policy: ShardPolicy | None = None,
     draft: DraftModel | None = None,
 ) -> Engine:
-    """The engine around a loaded model, of this process alone or of a whole gang; `policy` says
-    when sequences are spread over it, None what is configured."""
+    """The engine around a loaded model, of this process or of a whole gang. `policy` decides which
+    sequences run on all ranks; None takes the configured one."""
     store, limits = model.store, launch.limits
     ranks = 1 if gang is None else gang.ranks
     arenas = [BlockPool(store.blocks(a), ranks) for a in range(len(store.arenas))]
@@ -95,7 +95,7 @@ def build_engine(
 def _add_tier(
     engine: Engine, launch: Launch, arenas: Sequence[BlockPool], clock: Callable[[], float]
 ) -> None:
-    """Host memory below the pages. Raises DoesNotFit."""
+    """Add the host tier below the pages. Raises DoesNotFit."""
     runner, pages = engine.runner, launch.layout
     runner.host = _host_store(launch, runner.model.store, clock)
     hosts = [
@@ -123,7 +123,7 @@ def _host_store(launch: Launch, store: BlockStore, clock: Callable[[], float]) -
 
 
 def _policy(launch: Launch, ranks: int) -> ShardPolicy:
-    """As configured: without a threshold, what one rank cannot hold is spread."""
+    """As configured; without a threshold, sequences that one rank cannot hold run on all."""
     held = launch.memory.rank_tokens(launch.layout)
     threshold = launch.config.pool.shard_from_tokens
     return ShardPolicy(ranks, shard_from_tokens=threshold or held)
@@ -140,7 +140,7 @@ def build_draft(launch: Launch, model: PagedModel) -> DraftModel:
 
 
 def speculation(launch: Launch, draft: DraftModel | None = None) -> Speculation:
-    """As configured; on a CPU a step of more than a few tokens takes a time for each."""
+    """As configured. On a CPU the time of a step grows with each token, so fewer are drafted."""
     asked = launch.config.speculation
     most = 16 if launch.device.type == "cpu" else 128
     return Speculation(
@@ -159,7 +159,7 @@ def build_follower(
     clock: Callable[[], float],
     cpu_clock: Callable[[], float] | None = None,
 ) -> Follower:
-    """What another rank than 0 does, around a loaded model."""
+    """The loop of a rank other than 0, around a loaded model."""
     ends = end_token_ids(launch.directory, launch.hf_config)
     options = _options(launch, clock, cpu_clock or clock)
     builder, sampler = _gang_builder(launch, gang), _sampler(launch, ends)
@@ -170,7 +170,7 @@ def build_follower(
 
 
 def _sizes(launch: Launch) -> dict[str, Any]:
-    """Of batch builders."""
+    """Arguments of batch builders."""
     return {
         "max_num_seqs": launch.limits.max_num_seqs,
         "max_model_len": launch.memory.max_model_len,
@@ -206,7 +206,7 @@ def _sampler(launch: Launch, end_tokens: Sequence[int]) -> Sampler:
 def _options(
     launch: Launch, clock: Callable[[], float], cpu_clock: Callable[[], float]
 ) -> dict[str, Any]:
-    """Of runners."""
+    """Arguments of runners."""
     return {
         "max_num_seqs": launch.limits.max_num_seqs,
         "clock": clock,
@@ -229,7 +229,7 @@ def end_token_ids(directory: Path, config: PretrainedConfig) -> tuple[int, ...]:
 
 
 def geometries(pages: Layout, shape: ModelShape, dtype: torch.dtype) -> list[Geometry]:
-    """What attention of a layer of each group moves between ranks."""
+    """For each layer group, the sizes of what its attention moves between ranks."""
     return [
         Geometry(
             heads=max(shape.calls[layer].heads for layer in group.layers),

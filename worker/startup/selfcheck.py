@@ -1,4 +1,4 @@
-"""The start-up check: a model over pages must say what it says through its own attention."""
+"""The start-up check: a model over pages must give the logits of its own attention."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def check_plain(hf: PreTrainedModel, pages: Layout, shape: ModelShape) -> None:
 
 
 def _prompts(shape: ModelShape, room: int, device: torch.device) -> list[Tensor]:
-    """Two, longer than every window where `room` tokens of pages allow it."""
+    """Two prompts, the first longer than every window where `room` tokens of pages allow it."""
     windows = [s.window for s in shape.layers if s.window is not None]
     long = min([max([33, *(w + 9 for w in windows)]), CHECK_TOKENS_MAX, max(room, 2)])
     return [

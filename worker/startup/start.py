@@ -123,7 +123,7 @@ def resolve(
 
 
 def _limits(config: Config, vocab_size: int, on_cpu: bool) -> tuple[Limits, ParamLimits]:
-    """Of steps and of requests."""
+    """Limits of steps and of requests."""
     seqs = config.scheduler.max_num_seqs or (64 if on_cpu else 256)
     limits = Limits(
         max_num_seqs=seqs,
@@ -142,7 +142,7 @@ def _limits(config: Config, vocab_size: int, on_cpu: bool) -> tuple[Limits, Para
 
 
 def _host_slices(launch: Launch) -> int:
-    """Room on the host below the pages. Raises DoesNotFit."""
+    """Pieces of `block_size` tokens that host memory holds. Raises DoesNotFit."""
     memory, on_cpu = launch.memory, launch.device.type == "cpu"
     pages = memory.kv_bytes + launch.draft_kv_bytes
     taken = memory.weight_bytes + memory.workspace_bytes + pages
@@ -214,8 +214,8 @@ def _draft(
 
 
 def agreed(launch: Launch, slices: Sequence[int]) -> Launch:
-    """What a gang starts with whose ranks have room for so many `memory.slices`: all take the
-    least. Raises DoesNotFit where a sequence of model.max_model_len is too long for that."""
+    """The spec that all ranks of a gang start with, `slices` being what each has room for: the
+    least of them. Raises DoesNotFit where a sequence of model.max_model_len needs more."""
     asked = launch.config.model.max_model_len
     memory = with_slices(launch.memory, launch.layout, min(slices), asked)
     return replace(launch, memory=memory)
@@ -256,7 +256,7 @@ def _workspace_bytes(
     device: torch.device,
     ranks: int,
 ) -> int:
-    """Bounds of what a step allocates beside weights and pages."""
+    """Most bytes that a step allocates beside weights and pages."""
     hidden = int(text.hidden_size)
     inner = int(getattr(text, "intermediate_size", None) or 4 * hidden)
     widest = max(layer.v_dim for layer in shape.layers)
@@ -322,7 +322,7 @@ def start_follower(
 def load(
     launch: Launch, clock: Callable[[], float], progress: Callable[[str], None] = lambda line: None
 ) -> tuple[PagedModel, str]:
-    """The model, checked and warm, with its pages; and what was fixed of its rotary embedding."""
+    """The model, checked and warm, with its pages; and what `fix_rotary` fixed."""
     progress(f"loading {launch.name} weights")
     hf = load_weights(
         launch.directory, launch.hf_config, launch.weights, launch.dtype, device=launch.device
@@ -348,8 +348,8 @@ def load(
 
 
 def _run_alone_and_together(engine: Engine) -> None:
-    """Take every way through a compiled forward: torch makes graphs of their own for one token and
-    for one row, whatever is said about dynamic shapes."""
+    """Compile every graph before the first request: torch specialises on one token and on one row
+    even where shapes are dynamic."""
 
     def stop(error: BaseException, retried: bool) -> None:
         raise error
@@ -385,8 +385,8 @@ def warm_up(
 
 
 def fingerprint(directory: Path, rotary: str, weights: str) -> bytes:
-    """What makes two copies of a model the same to a cached block: config, weight files, rotary,
-    and in which numbers the weights are kept."""
+    """A digest of what cached blocks depend on: config, weight files, rotary embedding and the
+    number format of the weights."""
     digest = hashlib.blake2b(digest_size=16, person=b"kvatlas-model")
     digest.update((directory / "config.json").read_bytes())
     for file in sorted(directory.glob("*.safetensors")):
