@@ -1,4 +1,4 @@
-"""Read-only pictures of a rank's pools: the totals of `/debug/kv`, and who holds which block."""
+"""Read-only pictures of a rank's pools: the totals of `/debug/kv`, and its page map."""
 
 from __future__ import annotations
 
@@ -56,32 +56,6 @@ class RankPages:
     wasted_slots: int
     saved_blocks: int
     saved_ratio: float
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One table entry: `owner`'s logical block `index` of layer group `group`."""
-
-    owner: str
-    group: int
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
-class BlockReport:
-    """One block: its state, what is counted, and the table entries that were found."""
-
-    block: int
-    state: str
-    references: int
-    holds: int
-    entries: tuple[Entry, ...]
-    reason: str | None
-
-    @property
-    def leaked(self) -> int:
-        """References that no table accounts for; negative when more tables use it than count."""
-        return self.references - len(self.entries)
 
 
 MAP_BLOCKS = 16_384
@@ -192,33 +166,3 @@ def snapshot(
         saved_blocks=shared.saved,
         saved_ratio=shared.ratio,
     )
-
-
-def holders(pool: BlockPool, tables: Mapping[str, BlockTable]) -> list[BlockReport]:
-    """A report on every block of `pool`, by number; `tables` by their owner's name."""
-    entries: list[list[Entry]] = [[] for _ in range(pool.blocks)]
-    for owner, table in tables.items():
-        for group, blocks in enumerate(table.blocks):
-            if table.pools[group] is pool:
-                for index in range(table.first[group], len(blocks)):
-                    entries[blocks[index]].append(Entry(owner, group, index))
-    return [
-        BlockReport(
-            block=block,
-            state=pool.state(block),
-            references=pool.references(block),
-            holds=pool.holds(block),
-            entries=tuple(entries[block]),
-            reason=pool.quarantined.get(block),
-        )
-        for block in range(pool.blocks)
-    ]
-
-
-def leaks(pool: BlockPool, tables: Mapping[str, BlockTable]) -> list[BlockReport]:
-    """The blocks whose references differ from their table entries; empty when all is well.
-
-    A block that stays leased with holds while no transfer runs is a leak too; which transfers
-    run is for the caller to know.
-    """
-    return [report for report in holders(pool, tables) if report.leaked]

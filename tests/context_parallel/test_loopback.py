@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from context_parallel.exchange import ExchangeFailed
-from context_parallel.loopback import channels, loopback
+from context_parallel.loopback import loopback
+from tests.context_parallel.channels import channels
 from tests.context_parallel.gang import together
 
 

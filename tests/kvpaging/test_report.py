@@ -7,7 +7,7 @@ import pytest
 
 from kvpaging import report
 from kvpaging.pool import BlockPool
-from kvpaging.report import Entry, Sharing, holders, leaks, page_map, sharing, snapshot
+from kvpaging.report import Sharing, page_map, sharing, snapshot
 from kvpaging.table import BlockTable
 from tests.kvpaging.helpers import table_of
 
@@ -96,37 +96,6 @@ def test_several_pools_of_a_rank_are_added_up() -> None:
 def test_an_empty_rank() -> None:
     pages = snapshot(BlockPool(4), [], 16)
     assert (pages.free, pages.tokens, pages.wasted_slots) == (4, 0, 0)
-
-
-def test_tells_who_holds_a_block() -> None:
-    pool, other = BlockPool(4), BlockPool(4)
-    table = BlockTable([pool, other, pool], 4)
-    table.append(2)
-    twin = table.fork()
-    pool.hold(table.blocks[2][0])
-    pool.quarantine(table.blocks[2][0], "doubted")
-    reports = holders(pool, {"a": table, "b": twin})
-    assert [r.block for r in reports] == [0, 1, 2, 3]
-    first, last = reports[table.blocks[0][0]], reports[table.blocks[2][0]]
-    assert first.entries == (Entry("a", 0, 0), Entry("b", 0, 0))
-    assert (first.state, first.references, first.holds, first.reason) == ("owned", 2, 0, None)
-    assert last.entries == (Entry("a", 2, 0), Entry("b", 2, 0))
-    assert (last.state, last.references, last.holds) == ("quarantined", 2, 1)
-    assert last.reason == "doubted"
-    assert reports[3].entries == ()
-
-
-def test_reports_leaks_both_ways() -> None:
-    pool = BlockPool(4)
-    table, lost = table_of(pool, 6), table_of(pool, 1)
-    assert leaks(pool, {"a": table, "b": lost}) == []
-    [leak] = leaks(pool, {"a": table})
-    assert (leak.block, leak.leaked, leak.entries) == (lost.blocks[0][0], 1, ())
-    pool.unref(table.blocks[0][0])
-    found = leaks(pool, {"a": table, "b": lost})
-    assert [(r.block, r.leaked, r.entries) for r in found] == [
-        (table.blocks[0][0], -1, (Entry("a", 0, 0),))
-    ]
 
 
 def test_a_page_map_says_who_has_the_blocks_of_its_piece(monkeypatch: pytest.MonkeyPatch) -> None:

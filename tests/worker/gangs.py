@@ -10,9 +10,10 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from context_parallel.loopback import channels, loopback
+from context_parallel.loopback import loopback
 from context_parallel.policy import ShardPolicy, Start
 from kvpaging.store import BlockStore
+from tests.context_parallel.channels import channels
 from tests.worker.served import fill, twin
 from worker.execution.model import PagedModel
 from worker.gang.runner import Ends

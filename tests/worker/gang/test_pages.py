@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from context_parallel.exchange import ExchangeFailed
-from context_parallel.loopback import channels
 from kvpaging.host_pool import Moves
 from kvpaging.store import BlockStore, LayerShape, layout
 from kvpaging.windows import GONE
+from tests.context_parallel.channels import channels
 from worker.gang.pages import Copied, GangPages, serve_pages
 
 SHAPES = [LayerShape(1, 8, 8), LayerShape(1, 8, 8, window=4), LayerShape(2, 8, 4)]
