@@ -35,11 +35,11 @@ def root(
     salt: bytes = b"",
     key: bytes = b"",
 ) -> bytes:
-    """The parent of every first block: all that decides what K,V the same tokens have.
+    """The parent of every first block: a digest of all that decides the K,V of the same tokens.
 
-    `fingerprint` names the model and its rotary choice, `kv_dtype` how K,V are stored, `group`
-    the layer group, `adapter` the weights on top, `salt` the tenant. Names and values are each
-    preceded by their length, so two different assignments never digest the same bytes.
+    `fingerprint` names the model and its rotary choice, `kv_dtype` how K,V are stored, `group` the
+    layer group, `adapter` the weights on top, `salt` the tenant. Names and values are each preceded
+    by their length, so two different assignments never digest the same bytes.
     """
     if block_size < 1 or group < 0:
         raise ValueError(f"no identity for block size {block_size} and layer group {group}")

@@ -25,8 +25,8 @@ GPU, HOST = TIERS = ("gpu", "host")
 
 
 class Move(NamedTuple):
-    """One block of an arena and the slot that it is copied to or from, both numbered over all
-    ranks and on one of them."""
+    """A copy between one block of an arena and one host slot. Both are numbered over all ranks, or
+    from 0 on one rank (`HostStore.local`)."""
 
     arena: int
     block: int
@@ -183,15 +183,14 @@ class HostPool:
         return next((found for found in below if found in idle), None)
 
     def _lose(self, identity: bytes) -> None:
-        """Take an identity away, and all below it where the pool does not have it."""
+        """Take an identity away; where the pool lacks it too, also all below it."""
         if self.pool.lookup(identity) is not None:
             self._drop(identity)
         else:
             self._withdraw(identity)
 
     def _withdraw(self, identity: bytes) -> None:
-        """Take away all that is here of `identity` and of what is below it, leaves first: none of
-        them is in the pool."""
+        """Take away `identity` and all below it, leaves first; none of them is in the pool."""
         order, nodes = [], [identity]
         while nodes:
             node = nodes.pop()
@@ -202,7 +201,7 @@ class HostPool:
                 self._tell("removed", node, self._drop(node), HOST)
 
     def _drop(self, identity: bytes) -> bytes | None:
-        """Its slot is free, unless it is held; gives its parent."""
+        """Free the slot of an identity, unless it is held; gives the parent."""
         slot = self._found.pop(identity)
         parent = self._parent[slot]
         self._identity[slot] = self._parent[slot] = None
@@ -217,7 +216,7 @@ class HostPool:
         return parent
 
     def _settle(self, slot: int) -> None:
-        """Where a slot goes that nobody holds."""
+        """Make a slot that nobody holds idle or free."""
         rank = self.rank_of(slot)
         if self._identity[slot] is None:
             self._free[rank].append(slot)
@@ -294,7 +293,8 @@ class Union:
 
 
 def below(pool: BlockPool, block: int) -> Iterator[tuple[int, bytes, bytes | None]]:
-    """`block` and all that the pool would lose with it, leaves first: (block, identity, parent)."""
+    """`block` and all blocks whose identities the pool would withdraw with it, leaves first:
+    (block, identity, parent)."""
     order, nodes = [], [block]
     while nodes:
         node = nodes.pop()

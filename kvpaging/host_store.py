@@ -23,7 +23,7 @@ MEASURED_BYTES = 16 << 20
 
 
 class HostMemoryRefused(Exception):
-    """The system locks no such amount of memory."""
+    """The system does not lock as much memory as was asked for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ def _bucket_size(n: int) -> int:
 
 
 def plan(rows: Rows, block_size: int, window: int | None) -> list[Bucket]:
-    """Sort rows into buckets of like size and prepare what each needs to gather and to hide."""
+    """Sort rows into buckets of like size and prepare the keys that each gathers and masks."""
     buckets, shared = _shared(rows, block_size)
     members: dict[tuple[int, int, bool], list[_Member]] = defaultdict(list)
     start = 0
@@ -88,8 +88,8 @@ def plan(rows: Rows, block_size: int, window: int | None) -> list[Bucket]:
 
 
 def _shared(rows: Rows, block_size: int) -> tuple[list[Bucket], dict[int, list[tuple[int, int]]]]:
-    """A bucket for each run of keys that rows share, and for each of the rows the table entries,
-    from and to, that it need not look at by itself, ascending."""
+    """A bucket for each run of keys that rows share. And for each of these rows the table entries
+    (from, to) that such buckets cover, ascending."""
     buckets: list[Bucket] = []
     shared: dict[int, list[tuple[int, int]]] = {}
     for run in rows.groups:
@@ -257,7 +257,7 @@ def _attend_bucket(
 ) -> tuple[Tensor, Tensor]:
     """q [S*Q, Hq, Dk] -> output [S*Q, Hq, Dv] and log-sum-exp [S*Q, Hq].
 
-    The query heads that read one KV head stand side by side as if they were more queries.
+    The query heads of one KV head are laid side by side, like more queries.
     """
     kv_heads, heads, count = pages.k.shape[1], q.shape[1], bucket.queries
     group = heads // kv_heads
@@ -299,8 +299,8 @@ def _attend_bucket(
 
 
 def _slices(rows: int, heads: int, head_bytes: int) -> list[tuple[slice, slice]]:
-    """Rows and KV heads to attend at a time: what is gathered for them, `head_bytes` for each head
-    of a row, then stays in the processor's caches, in memory that is used over and over."""
+    """Rows and KV heads to attend at a time, so that what is gathered (`head_bytes` for each head
+    of a row) stays in the processor's caches."""
     most = max(1, SLICE_BYTES * torch.get_num_threads() // head_bytes)
     some_heads, some_rows = min(heads, most), max(1, most // heads)
     return [
@@ -313,8 +313,8 @@ def _slices(rows: int, heads: int, head_bytes: int) -> list[tuple[slice, slice]]
 def _singles(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Many rows of one query each, q [S, Hkv, G, Dk] and k float32, v in 16 bit: scores are float32
-    and are rounded to 16 bit as weights of the values only."""
+    """Many rows of one query each. q [S, Hkv, G, Dk] and k are float32, v has 16 bits; scores are
+    float32, and only the weights of the values are rounded to 16 bits."""
     assert bias is not None
     shape = q.shape[:3]
     hide = bias.expand(-1, shape[1], 1, -1).reshape(-1, 1, k.shape[2])
@@ -327,7 +327,7 @@ def _singles(
 def _plain(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
-    """The formula itself, a bounded slice of queries at a time."""
+    """The plain formula, a bounded slice of queries at a time."""
     size = max(1, SCORE_BYTES_MAX // (q.shape[0] * q.shape[1] * k.shape[2] * q.element_size()))
     out, lse = [], []
     for at in range(0, q.shape[2], size):

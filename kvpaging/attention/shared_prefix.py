@@ -96,7 +96,7 @@ def _split_lengths(positions: Ints) -> Ints:
 
 
 class _Tree:
-    """Rows in an order in which those with common leading blocks stand together."""
+    """Rows sorted so that those with common leading blocks are neighbours."""
 
     def __init__(
         self,
@@ -120,7 +120,8 @@ class _Tree:
         self.common = np.minimum(differ.argmax(1) // blocks, end[1:]).tolist()
 
     def runs(self) -> Iterator[Run]:
-        """The intervals of rows with their common splits below those of the interval around."""
+        """The runs of the tree: intervals of rows, with the splits they share and their parents do
+        not."""
         todo = [(0, len(self.rows), 0)]
         while todo:
             low, high, above = todo.pop()
@@ -134,7 +135,7 @@ class _Tree:
             todo += [(a, b, least) for a, b in pairwise([low, *cuts, high])]
 
     def _visible(self, low: int, high: int, split: int, stop: int) -> Iterator[Run]:
-        """The run `split` to `stop`, cut where a window lets another of the rows in."""
+        """The run from `split` to `stop`, cut where the window of another row begins."""
         rows, begin = self.rows[low:high], self.begin[low:high]
         starts = np.unique(begin.clip(split))
         borders = [*starts[starts < stop].tolist(), stop]
@@ -145,7 +146,7 @@ class _Tree:
 
 
 def _joined(runs: list[Run]) -> list[Run]:
-    """Runs of the same rows that follow one another, as one; of each row, runs ascend."""
+    """Consecutive runs of the same rows, joined. The runs of each row stay in ascending order."""
     last: dict[tuple[tuple[int, ...], int, int], Run] = {}
     for run in runs:
         before = last.pop((run.rows, run.length, run.split), None)

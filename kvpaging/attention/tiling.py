@@ -56,7 +56,8 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class WorkList:
-    """Pieces of one step, flat: `narrow` and `wide` hold items, `merges` what joins their parts."""
+    """The pieces of one step, as flat lists of integers: `narrow` and `wide` hold items of
+    ITEM_FIELDS, `merges` the entries of MERGE_FIELDS that join partial sums."""
 
     narrow: list[int]
     wide: list[int]
@@ -147,7 +148,7 @@ def build(
 
 
 class _Pieces:
-    """The lists as they grow, and the scratch rows that are left."""
+    """The lists while they are built, and how many scratch rows are left."""
 
     def __init__(self, sizes: tuple[int, int]) -> None:
         """`sizes` are the queries of a narrow and of a wide tile."""
@@ -179,7 +180,7 @@ class _Pieces:
     def group(
         self, lists: tuple[list[Tile], list[Tile]], groups: Sequence[Run]
     ) -> tuple[list[Tile], list[Tile]]:
-        """Pieces of the rows in groups, as far as scratch rows last; returns the other tiles.
+        """Pieces of the rows in groups, while scratch rows last; returns the other tiles.
 
         A row that alone fills half a wide tile stays alone: its keys already serve many queries.
         """
@@ -207,10 +208,11 @@ class _Pieces:
     def _cells(
         self, tiles: dict[int, Tile], groups: Sequence[Run]
     ) -> dict[int, list[tuple[int, int]]]:
-        """Row -> splits, and how many, that are summed before they go to a scratch row.
+        """For each row of a group its cells: (first split, how many) summed together into one
+        scratch row.
 
-        That is one each if scratch rows last, else leading shared splits are folded in registers:
-        only those are folded first in any case.
+        That is one split each while scratch rows last. Else leading shared splits are folded in
+        registers, where they come first in any case.
         """
         members = dict.fromkeys(row for run in groups for row in run.rows if row in tiles)
         lead: dict[int, int] = {}
@@ -237,7 +239,7 @@ class _Pieces:
         cells: list[tuple[int, int]],
         found: dict[tuple[int, int], int],
     ) -> None:
-        """Pieces that sum a run for all its members, and where they leave what they `found`."""
+        """Pieces that sum a run once for all its members; `found` notes their scratch rows."""
         start = len(self.stacked)
         for tile in members:
             self.stacked += range(tile.token, tile.token + tile.queries)

@@ -167,8 +167,8 @@ def input_levels() -> int:
 
 
 def quantise(model: nn.Module) -> int:
-    """Make each linear layer one of 8 bits, in place; returns how many. The head too, where it is
-    tied to the embedding that then stays beside it: it is the largest of all products."""
+    """Replace each linear layer by one of 8 bits, in place; returns how many. The head too, even
+    where it is tied to an embedding, which then stays beside it: it is the largest product."""
     layers = [
         (parent, name, layer)
         for parent in model.modules()

@@ -79,8 +79,8 @@ class Runner:
         self.host: HostStore | None = None
 
     def move(self, moves: Moves) -> Copying:
-        """Begin copies between the pages and the host's memory. Steps that are launched from now on
-        come after those out; after those back, when these are `done`."""
+        """Begin copies between the pages and host memory. Steps launched from now on run after the
+        copies out; they may run before those back are `done`."""
         assert self.host is not None
         return self.host.move(moves, wait=False)
 
@@ -147,7 +147,8 @@ class Runner:
         return StepResult(tokens=tokens, bad=bad, logprobs=logprobs, scores=scores, offers=offers)
 
     def exchanged(self) -> dict[str, int]:
-        """What the ranks of a gang have sent each other inside steps, of all ranks together."""
+        """Calls and bytes that the ranks of a gang have sent each other inside steps, summed over
+        ranks."""
         return {"exchange_calls": 0, "exchange_bytes": 0}
 
     def beat(self) -> None:

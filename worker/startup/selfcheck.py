@@ -48,8 +48,8 @@ def checked_model(hf: PreTrainedModel, store: BlockStore, shape: ModelShape) -> 
 
 
 def check_plain(hf: PreTrainedModel, pages: Layout, shape: ModelShape) -> None:
-    """The same over a few pages in the model's own numbers, before its weights are quantised: what
-    that rounds would hide a fault of attention."""
+    """The same check over a few unquantised pages, before the weights are quantised: their rounding
+    would hide a fault of attention."""
     prompts = _prompts(shape, CHECK_TOKENS_MAX, hf.device)
     _check_plain(hf, pages, shape, prompts, expected=_alone(hf, prompts), limit=_tolerance(hf))
 
@@ -92,8 +92,8 @@ def _check_plain(
 
 
 def _tolerance(hf: PreTrainedModel) -> float:
-    """Of a model over pages in its own numbers. Where inputs of layers are rounded to 8 bits, what
-    float32 rounds otherwise may come out a whole step apart, and on from there."""
+    """The largest difference allowed over unquantised pages. Where layer inputs are rounded to 8
+    bits, a float32 rounding difference may grow to a whole step, and on from there."""
     rounded = any(isinstance(module, Int8Linear) for module in hf.modules())
     if rounded or getattr(hf, "is_quantized", False):
         return TOLERANCE_QUANTISED
@@ -121,7 +121,8 @@ def _compare(
 
 
 def _paged_logits(model: PagedModel, prompts: list[Tensor]) -> Tensor:
-    """Last logits of two prompts: the first one's first half alone, then the rest of both."""
+    """Last logits of two prompts: the first half of the first one runs alone, then the rest of
+    both."""
     layout, size = model.store.layout, model.store.layout.block_size
     device, half = model.store.device, len(prompts[0]) // 2
     need = [-(-len(p) // size) for p in prompts]

@@ -51,12 +51,12 @@ class Launch:
 
     @property
     def page_dtype(self) -> torch.dtype:
-        """Of the numbers in pages."""
+        """The dtype of the numbers in pages."""
         return quant.FORMATS.get(self.config.kv.dtype, self.dtype)
 
     @property
     def kv_dtype(self) -> str:
-        """Its name, part of what identifies a block."""
+        """The name of `page_dtype`, part of a block's identity."""
         return quant.NAMES.get(self.page_dtype) or str(self.dtype).removeprefix("torch.")
 
     @property
@@ -88,7 +88,7 @@ class Launch:
         }
 
     def _hosting(self) -> dict[str, int | str]:
-        """The rows of the host tier."""
+        """Rows of the start-up table for the host tier."""
         if not self.host_slices:
             return {}
         return {
@@ -97,7 +97,7 @@ class Launch:
         }
 
     def _drafting(self) -> dict[str, int | str]:
-        """The rows of a draft model."""
+        """Rows of the start-up table for a draft model."""
         if self.draft is None:
             return {}
         return {
@@ -107,14 +107,14 @@ class Launch:
 
     @property
     def draft_kv_bytes(self) -> int:
-        """The pages of the draft model."""
+        """Bytes of the draft model's pages."""
         if self.draft is None:
             return 0
         return self.drafting().memory.slices * self.draft.layout.slice_bytes
 
     def drafting(self) -> Launch:
-        """The launch of the draft model, beside the same number of tokens: rank 0 of a gang has
-        those of all ranks."""
+        """The launch of the draft model. Its pages hold as many tokens; on rank 0 of a gang, those
+        of all ranks."""
         draft = self.draft
         assert draft is not None
         longest = positions(draft.hf_config.get_text_config(decoder=True))

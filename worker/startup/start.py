@@ -54,7 +54,7 @@ __all__ = [
 def resolve(
     config: Config, directory: Path, *, free_bytes: int | None = None, ranks: int = 1
 ) -> Launch:
-    """Decide shapes and sizes, on each of the `ranks` of a gang for itself (see `agreed`).
+    """Decide shapes and sizes, on each of the `ranks` of a gang by itself (then see `agreed`).
 
     Raises UnsupportedModel or DoesNotFit, both one message.
     """
@@ -294,7 +294,8 @@ def start(
     gang: Ends | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Engine:
-    """Load, check, build; rank 0 of a gang. Raises UnsupportedModel where the check fails."""
+    """Load, check and build: alone, or on rank 0 of a gang. Raises UnsupportedModel where the check
+    fails."""
     model, rotary = load(launch, clock, progress)
     identity = Identity(
         fingerprint(launch.directory, rotary, launch.weights.format), launch.kv_dtype, key
@@ -314,7 +315,7 @@ def start_follower(
     cpu_clock: Callable[[], float] | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Follower:
-    """The same on another rank of a gang."""
+    """Load and check on another rank of a gang, and build its part."""
     model, _ = load(launch, clock, progress)
     return build_follower(launch, model, gang, clock, cpu_clock=cpu_clock)
 

@@ -30,9 +30,8 @@ MORE = 1.1  # of what was planned; a few small layers are kept in float32
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """`format` tells one way to keep the same weights from another and is part of the model's
-    fingerprint; `loading_bytes` is the most that they take while they are loaded; `packed` says
-    that they stay as the checkpoint has them."""
+    """How the weights are kept. `format` is part of the model's fingerprint; `loading_bytes` is the
+    most they take while they are loaded; `packed` means they stay as the checkpoint has them."""
 
     format: str
     size_bytes: int
@@ -212,7 +211,7 @@ def check_size(hf: nn.Module, weights: Weights) -> None:
 
 @contextmanager
 def refusing(weights: Weights, device: torch.device) -> Iterator[None]:
-    """Whatever fails with packed weights is a refusal that names their method."""
+    """Turn any failure with packed weights into a refusal that names their method."""
     try:
         yield
     except (UnsupportedModel, DoesNotFit):
