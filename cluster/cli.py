@@ -9,12 +9,12 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote, urlsplit
 
 from cluster import quickstart
 from cluster.errors import UserError
 from cluster.http.keys import ADMIN_KEY, Access
+from cluster.serve.local import serve_here, table
 from cluster.tools.bench import command as load_bench
 from cluster.tools.capacity import command as capacity
 from cluster.tools.context import command as context
@@ -86,7 +86,7 @@ def _config(options: argparse.Namespace) -> Config:
         config = load(options.config or getattr(options, "file", None), options.set)
     except ConfigError as error:
         raise UserError(str(error)) from None
-    Access(config.server, os.environ)  # raises where its keys cannot be used
+    Access(config.server, os.environ, behind_proxy=False)  # raises where its keys cannot be used
     return config
 
 
@@ -103,8 +103,6 @@ def say(line: str) -> None:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from cluster.serve.local import serve_here
-
     config = _config(options)
     return serve_here(config, str(_model(config)), say=say)
 
@@ -149,24 +147,6 @@ def _where(options: argparse.Namespace) -> int:
         raise UserError(str(reason["message"] if reason else body))
     print(json.dumps(body, indent=2))
     return 0
-
-
-def table(rows: dict[str, Any]) -> str:
-    """Two columns: names as they are read, bytes in the unit that fits."""
-    shown = {name.removesuffix("_bytes").replace("_", " "): value for name, value in rows.items()}
-    for name, value in rows.items():
-        if "bytes" in name:
-            shown[name.removesuffix("_bytes").replace("_", " ")] = _size(int(value))
-    width = max(map(len, shown))
-    return "\n".join(f"  {name:<{width}}  {value}" for name, value in shown.items())
-
-
-def _size(count: int) -> str:
-    for unit in ("bytes", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
-        count /= 1024  # type: ignore[assignment]
-    return f"{count:.2f} GiB"
 
 
 if __name__ == "__main__":

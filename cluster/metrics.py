@@ -10,7 +10,7 @@ import resource
 from collections import Counter as Tally
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client import (
     CollectorRegistry,
@@ -21,8 +21,6 @@ from prometheus_client import (
     generate_latest,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-
-from cluster.tier_metrics import tier_metrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -211,74 +209,38 @@ class Metrics:
     def engines(self) -> Iterator[Metric]:
         """Samples from the engines' snapshots; an engine that does not answer has none."""
         snapshots = self._snapshots()
-        for name, help_text, kind, read in _ENGINE_METRICS:
-            family = (CounterMetricFamily if kind == "counter" else GaugeMetricFamily)(
-                name, help_text, labels=("model_name", "engine")
-            )
+        labels = ("model_name", "engine")
+        for kind, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for name, words, path in table:
+                family = kind(name, words, labels=labels)
+                for gang, snapshot in snapshots.items():
+                    if (number := _number(snapshot, path)) is not None:
+                        family.add_metric((self._model, gang), number)
+                yield family
+        for made in _LABELLED:
+            family = made.kind(made.name, made.words, labels=(*labels, made.label))
             for gang, snapshot in snapshots.items():
-                family.add_metric((self._model, gang), float(read(snapshot)))
+                for value, number in made.read(snapshot).items():
+                    family.add_metric((self._model, gang, str(value)), float(number))
             yield family
-        blocks = GaugeMetricFamily(
-            "kvatlas:blocks", "KV blocks by state", labels=("model_name", "engine", "state")
+        usage = GaugeMetricFamily(
+            "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", labels=labels
         )
-        for gang, snapshot in snapshots.items():
-            for state, count in snapshot["blocks"].items():
-                blocks.add_metric((self._model, gang, state), float(count))
-        yield blocks
-        yield from self._transfers(snapshots)
-        yield from self._speculation(snapshots)
-        yield from tier_metrics(self._model, snapshots)
         config = GaugeMetricFamily(
             "vllm:cache_config_info",
             "The KV cache, as labels",
-            labels=("model_name", "engine", "block_size", "num_gpu_blocks"),
+            labels=(*labels, "block_size", "num_gpu_blocks"),
         )
         for gang, snapshot in snapshots.items():
+            usage.add_metric((self._model, gang), _usage(snapshot["blocks"]))
             sizes = (str(snapshot["block_size"]), str(sum(snapshot["blocks"].values())))
             config.add_metric((self._model, gang, *sizes), 1.0)
-        yield config
         memory = GaugeMetricFamily(
             "kvatlas:resident_bytes_max", "Peak memory of a process", labels=("ingress",)
         )
         peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         memory.add_metric((self._labels["ingress"],), peak_kib * 1024.0)
-        yield memory
-
-    def _speculation(self, snapshots: Mapping[str, Snapshot]) -> Iterator[Metric]:
-        labels = ("model_name", "engine")
-        right = CounterMetricFamily(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Guesses that were right, by place",
-            labels=(*labels, "position"),
-        )
-        off = CounterMetricFamily(
-            "kvatlas:speculation_off", "Requests without guesses", labels=(*labels, "reason")
-        )
-        for gang, snapshot in snapshots.items():
-            guesses = snapshot["speculation"]
-            for place, count in enumerate(guesses["right_at"]):
-                right.add_metric((self._model, gang, str(place)), float(count))
-            for reason, count in guesses["off"].items():
-                off.add_metric((self._model, gang, reason), float(count))
-        yield right
-        yield off
-
-    def _transfers(self, snapshots: Mapping[str, Snapshot]) -> Iterator[Metric]:
-        labels = ("model_name", "engine")
-        failures = CounterMetricFamily(
-            "kvatlas:pull_failures", "Pulls that brought less", labels=(*labels, "reason")
-        )
-        link = GaugeMetricFamily(
-            "kvatlas:pull_bytes_per_second", "Measured rate of pulls", labels=(*labels, "source")
-        )
-        for gang, snapshot in snapshots.items():
-            transfers = snapshot["transfers"]
-            for reason, count in transfers["failures"].items():
-                failures.add_metric((self._model, gang, reason), float(count))
-            for source, rates in transfers["links"].items():
-                link.add_metric((self._model, gang, source), rates["bytes_per_s"])
-        yield failures
-        yield link
+        yield from (usage, config, memory)
 
 
 class _All:
@@ -294,95 +256,187 @@ class _All:
         return iter(())
 
 
-def _usage(snapshot: Snapshot) -> float:
+def _usage(blocks: Mapping[str, int]) -> float:
     """Share of all blocks that something holds, 0 to 1: an idle block can be had at once."""
-    blocks = snapshot["blocks"]
     total = sum(blocks.values())
     return 1.0 - (blocks["free"] + blocks["idle"]) / total if total else 0.0
 
 
-def _of(key: str) -> Callable[[Snapshot], float]:
-    return lambda snapshot: float(snapshot[key])
+def _number(snapshot: Snapshot, path: str) -> float | None:
+    """The entry at a dotted path; None where a part is not there, such as host memory."""
+    found: Any = snapshot
+    for key in path.split("."):
+        found = found[key]
+        if found is None:
+            return None
+    return float(found)
 
 
-def _prefix(key: str) -> Callable[[Snapshot], float]:
-    return lambda snapshot: float(snapshot["prefix"][key])
+def _hits(snapshot: Snapshot) -> Mapping[str, float]:
+    if (host := snapshot["tier"]) is None:
+        return {"gpu": snapshot["prefix"]["hit_tokens"], "host": 0.0}
+    return {"gpu": host["gpu_hit_tokens"], "host": host["hit_tokens"]}
 
 
-def _transfer(key: str) -> Callable[[Snapshot], float]:
-    return lambda snapshot: float(snapshot["transfers"][key])
+def _preemptions(snapshot: Snapshot) -> Mapping[str, float]:
+    swaps = 0 if (host := snapshot["tier"]) is None else host["swaps"]
+    return {"recompute": snapshot["preemptions"] - swaps, "swap": swaps}
 
 
-def _guesses(key: str) -> Callable[[Snapshot], float]:
-    return lambda snapshot: float(snapshot["speculation"][key])
+def _preemption_expected_s(snapshot: Snapshot) -> Mapping[str, float]:
+    if (host := snapshot["tier"]) is None:
+        return {"recompute": 0.0, "swap": 0.0}
+    return {"recompute": host["recompute_expected_s"], "swap": host["swap_expected_s"]}
 
 
-_ENGINE_METRICS: tuple[tuple[str, str, str, Callable[[Snapshot], float]], ...] = (
-    ("vllm:num_requests_running", "Sequences in steps", "gauge", _of("running")),
-    ("vllm:num_requests_waiting", "Sequences in the queue", "gauge", _of("waiting")),
-    ("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", "gauge", _usage),
-    ("vllm:prompt_tokens", "Prompt tokens computed", "counter", _of("prompt_tokens")),
-    ("vllm:generation_tokens", "Tokens generated", "counter", _of("generated_tokens")),
-    ("vllm:num_preemptions", "Sequences put back", "counter", _of("preemptions")),
-    ("kvatlas:steps", "Engine steps committed", "counter", _of("steps")),
-    ("kvatlas:rows", "Rows of all steps", "counter", _of("rows")),
-    ("kvatlas:step_tokens", "Tokens computed in all steps", "counter", _of("batch_tokens")),
-    ("kvatlas:failed_steps", "Steps that raised", "counter", _of("failed_steps")),
-    ("kvatlas:schedule_seconds", "Time planning steps", "counter", _of("schedule_s")),
-    ("kvatlas:build_seconds", "Time building batches", "counter", _of("build_s")),
-    ("kvatlas:execute_seconds", "Time running steps", "counter", _of("execute_s")),
-    ("kvatlas:sharded_steps", "Steps of rows that span ranks", "counter", _of("sharded_steps")),
-    ("kvatlas:sharded_seconds", "Time running those", "counter", _of("sharded_s")),
-    ("kvatlas:mixed_steps", "Steps of both kinds of rows", "counter", _of("mixed_steps")),
-    ("kvatlas:mixed_seconds", "Time running those", "counter", _of("mixed_s")),
-    ("vllm:prefix_cache_queries", "Prompt tokens looked up", "counter", _prefix("queries_tokens")),
-    ("vllm:prefix_cache_hits", "Prompt tokens not computed", "counter", _prefix("hit_tokens")),
-    ("kvatlas:prefix_hash_seconds", "Time digesting tokens", "counter", _prefix("hash_s")),
-    ("kvatlas:prefix_match_seconds", "Time looking blocks up", "counter", _prefix("match_s")),
-    ("kvatlas:prefix_publish_seconds", "Time publishing", "counter", _prefix("publish_s")),
-    ("kvatlas:kv_saved_blocks", "Blocks saved by sharing", "gauge", _of("saved_blocks")),
-    ("kvatlas:kv_unshared_blocks", "Blocks without sharing", "gauge", _of("unshared_blocks")),
-    ("kvatlas:kv_wasted_slots", "Unused slots of sequences", "gauge", _of("wasted_slots")),
-    ("kvatlas:kv_copies", "Blocks copied on write", "counter", _of("copies")),
-    ("kvatlas:kv_given_back", "Blocks behind windows", "counter", _of("given_back")),
-    ("kvatlas:kv_saved_reads", "Keys read once for several", "counter", _of("saved_reads")),
-    ("kvatlas:exchange_calls", "Exchanges inside a gang", "counter", _of("exchange_calls")),
-    ("kvatlas:exchange_bytes", "Bytes sent in them", "counter", _of("exchange_bytes")),
-    ("kvatlas:kv_swapped_blocks", "Duplicates given up", "counter", _prefix("swapped_blocks")),
-    ("kvatlas:kv_evictions", "Cached blocks reused", "counter", _of("evictions")),
-    ("vllm:spec_decode_num_drafts", "Rows with guesses", "counter", _guesses("drafts")),
-    (
-        "vllm:spec_decode_num_draft_tokens",
-        "Tokens guessed",
-        "counter",
-        _guesses("draft_tokens"),
-    ),
-    (
-        "vllm:spec_decode_num_accepted_tokens",
-        "Guesses that were right",
-        "counter",
-        _guesses("accepted_tokens"),
-    ),
-    ("kvatlas:pulls", "Requests that asked another engine", "counter", _transfer("pulls")),
-    ("kvatlas:pulling", "Requests that wait for blocks", "gauge", _transfer("pulling")),
-    ("kvatlas:pulled_blocks", "Blocks that came", "counter", _transfer("pulled_blocks")),
-    ("kvatlas:pulled_bytes", "Bytes that came", "counter", _transfer("pulled_bytes")),
-    ("kvatlas:exported_blocks", "Blocks given", "counter", _transfer("exported_blocks")),
-    ("kvatlas:exported_bytes", "Bytes given", "counter", _transfer("exported_bytes")),
+# One number of each engine: name, help, where it stands in the snapshot.
+_GAUGES = (
+    ("vllm:num_requests_running", "Sequences in steps", "running"),
+    ("vllm:num_requests_waiting", "Sequences in the queue", "waiting"),
+    ("kvatlas:kv_saved_blocks", "Blocks saved by sharing", "saved_blocks"),
+    ("kvatlas:kv_unshared_blocks", "Blocks without sharing", "unshared_blocks"),
+    ("kvatlas:kv_wasted_slots", "Unused slots of sequences", "wasted_slots"),
+    ("kvatlas:pulling", "Requests that wait for blocks", "transfers.pulling"),
     (
         "kvatlas:unconfirmed_blocks",
         "Blocks that a late copy may write to",
-        "gauge",
-        _transfer("unconfirmed_blocks"),
+        "transfers.unconfirmed_blocks",
     ),
     (
         "kvatlas:prefill_tokens_per_second",
         "Measured rate of computing prompts",
-        "gauge",
-        _transfer("prefill_tokens_per_s"),
+        "transfers.prefill_tokens_per_s",
     ),
-    ("kvatlas:pool_violations", "Failed pool checks", "counter", _of("violations")),
-    ("kvatlas:queued_seconds", "Wait of a request that comes now", "gauge", _of("queued_s")),
-    ("kvatlas:filled_ratio", "Share of seats or of blocks asked for", "gauge", _of("filled")),
-    ("kvatlas:step_age_seconds", "Age of the step under way", "gauge", _of("step_age_s")),
+    ("kvatlas:queued_seconds", "Wait of a request that comes now", "queued_s"),
+    ("kvatlas:filled_ratio", "Share of seats or of blocks asked for", "filled"),
+    ("kvatlas:step_age_seconds", "Age of the step under way", "step_age_s"),
+    ("kvatlas:host_out_bytes_per_second", "Measured rate to the host", "tier.out_bytes_per_s"),
+    ("kvatlas:host_back_bytes_per_second", "Measured rate back", "tier.back_bytes_per_s"),
+    (
+        "kvatlas:swapped_sequences",
+        "Sequences whose blocks the host keeps",
+        "tier.swapped_sequences",
+    ),
+)
+
+_COUNTERS = (
+    ("vllm:prompt_tokens", "Prompt tokens computed", "prompt_tokens"),
+    ("vllm:generation_tokens", "Tokens generated", "generated_tokens"),
+    ("vllm:num_preemptions", "Sequences put back", "preemptions"),
+    ("kvatlas:steps", "Engine steps committed", "steps"),
+    ("kvatlas:rows", "Rows of all steps", "rows"),
+    ("kvatlas:step_tokens", "Tokens computed in all steps", "batch_tokens"),
+    ("kvatlas:failed_steps", "Steps that raised", "failed_steps"),
+    ("kvatlas:schedule_seconds", "Time planning steps", "schedule_s"),
+    ("kvatlas:build_seconds", "Time building batches", "build_s"),
+    ("kvatlas:execute_seconds", "Time running steps", "execute_s"),
+    ("kvatlas:sharded_steps", "Steps of rows that span ranks", "sharded_steps"),
+    ("kvatlas:sharded_seconds", "Time running those", "sharded_s"),
+    ("kvatlas:mixed_steps", "Steps of both kinds of rows", "mixed_steps"),
+    ("kvatlas:mixed_seconds", "Time running those", "mixed_s"),
+    ("vllm:prefix_cache_queries", "Prompt tokens looked up", "prefix.queries_tokens"),
+    ("vllm:prefix_cache_hits", "Prompt tokens not computed", "prefix.hit_tokens"),
+    ("kvatlas:prefix_hash_seconds", "Time digesting tokens", "prefix.hash_s"),
+    ("kvatlas:prefix_match_seconds", "Time looking blocks up", "prefix.match_s"),
+    ("kvatlas:prefix_publish_seconds", "Time publishing", "prefix.publish_s"),
+    ("kvatlas:kv_copies", "Blocks copied on write", "copies"),
+    ("kvatlas:kv_given_back", "Blocks behind windows", "given_back"),
+    ("kvatlas:kv_saved_reads", "Keys read once for several", "saved_reads"),
+    ("kvatlas:exchange_calls", "Exchanges inside a gang", "exchange_calls"),
+    ("kvatlas:exchange_bytes", "Bytes sent in them", "exchange_bytes"),
+    ("kvatlas:kv_swapped_blocks", "Duplicates given up", "prefix.swapped_blocks"),
+    ("kvatlas:kv_evictions", "Cached blocks reused", "evictions"),
+    ("vllm:spec_decode_num_drafts", "Rows with guesses", "speculation.drafts"),
+    ("vllm:spec_decode_num_draft_tokens", "Tokens guessed", "speculation.draft_tokens"),
+    (
+        "vllm:spec_decode_num_accepted_tokens",
+        "Guesses that were right",
+        "speculation.accepted_tokens",
+    ),
+    ("kvatlas:pulls", "Requests that asked another engine", "transfers.pulls"),
+    ("kvatlas:pulled_blocks", "Blocks that came", "transfers.pulled_blocks"),
+    ("kvatlas:pulled_bytes", "Bytes that came", "transfers.pulled_bytes"),
+    ("kvatlas:exported_blocks", "Blocks given", "transfers.exported_blocks"),
+    ("kvatlas:exported_bytes", "Bytes given", "transfers.exported_bytes"),
+    ("kvatlas:pool_violations", "Failed pool checks", "violations"),
+    ("kvatlas:host_out_bytes", "Bytes of blocks copied to the host", "tier.out_bytes"),
+    ("kvatlas:host_back_bytes", "Bytes of blocks copied back", "tier.back_bytes"),
+    ("kvatlas:host_out_seconds", "Time of copies to the host", "tier.out_s"),
+    ("kvatlas:host_back_seconds", "Time of copies back", "tier.back_s"),
+    ("kvatlas:host_dropped_blocks", "Blocks evicted without a place there", "tier.dropped_blocks"),
+    ("kvatlas:host_evictions", "Blocks that the host gave up", "tier.evictions"),
+    ("kvatlas:host_failures", "Copies that failed", "tier.failures"),
+)
+
+
+class _Labelled(NamedTuple):
+    """Several numbers of each engine, told apart by one more label."""
+
+    kind: type[CounterMetricFamily] | type[GaugeMetricFamily]
+    name: str
+    words: str
+    label: str
+    read: Callable[[Snapshot], Mapping[Any, float]]
+
+
+_LABELLED = (
+    _Labelled(
+        GaugeMetricFamily, "kvatlas:blocks", "KV blocks by state", "state", lambda s: s["blocks"]
+    ),
+    _Labelled(
+        GaugeMetricFamily,
+        "kvatlas:host_blocks",
+        "Room for blocks on the host, by state",
+        "state",
+        lambda s: {} if s["tier"] is None else s["tier"]["blocks"],
+    ),
+    _Labelled(
+        CounterMetricFamily,
+        "kvatlas:prefix_hits",
+        "Prompt tokens found, by where they were",
+        "tier",
+        _hits,
+    ),
+    _Labelled(
+        CounterMetricFamily,
+        "kvatlas:preemptions",
+        "Sequences put back, by what was chosen",
+        "choice",
+        _preemptions,
+    ),
+    _Labelled(
+        CounterMetricFamily,
+        "kvatlas:preemption_expected_seconds",
+        "What that was to cost",
+        "choice",
+        _preemption_expected_s,
+    ),
+    _Labelled(
+        CounterMetricFamily,
+        "kvatlas:pull_failures",
+        "Pulls that brought less",
+        "reason",
+        lambda s: s["transfers"]["failures"],
+    ),
+    _Labelled(
+        GaugeMetricFamily,
+        "kvatlas:pull_bytes_per_second",
+        "Measured rate of pulls",
+        "source",
+        lambda s: {at: link["bytes_per_s"] for at, link in s["transfers"]["links"].items()},
+    ),
+    _Labelled(
+        CounterMetricFamily,
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "Guesses that were right, by place",
+        "position",
+        lambda s: dict(enumerate(s["speculation"]["right_at"])),
+    ),
+    _Labelled(
+        CounterMetricFamily,
+        "kvatlas:speculation_off",
+        "Requests without guesses",
+        "reason",
+        lambda s: s["speculation"]["off"],
+    ),
 )

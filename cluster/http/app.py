@@ -1,15 +1,18 @@
-"""The HTTP side: routes, and what all of them share. Knows nothing of Ray."""
+"""The ASGI application: which routes there are, what runs beside them, what an error becomes.
+
+`build_app` puts the routes of the OpenAI API, `/health`, `/metrics`, `/debug/...` and `/map` around
+one `Api`. Knows nothing of Ray.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
-import os
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -20,30 +23,15 @@ from starlette.responses import Response
 
 from cluster.errors import ApiError, invalid
 from cluster.http import bodies, debug, keys, openai, prompts
-from cluster.http.background import background
 from cluster.http.completions import Completion, while_there
-from cluster.http.keys import Access
-from cluster.http.limits import BodyLimit, label_of, printable
-from cluster.http.peers import Peers, Said, merged
-from cluster.http.responses import dumps
-from cluster.http.text import TextService
+from cluster.http.limits import BodyLimit, label_of
+from cluster.http.peers import merged
+from cluster.http.responses import json_response
+from cluster.http.state import DEBUG_DEADLINE_S, Api
 from cluster.http.ui.page import add_map
-from cluster.metrics import CONTENT_TYPE, Metrics, Record
-from cluster.routing.block_hashes import Identities
-from cluster.routing.calls import Handle, Refused
-from cluster.routing.dispatch import Dispatcher
-from cluster.routing.index import Mirror
-from cluster.routing.registry import Gangs
-from cluster.routing.router import Router
-from cluster.routing.sync import Follower, Hub
-from cluster.routing.waiting import Waiting
-from cluster.serve.resources import Supply
-from configs.schema import Config
+from cluster.metrics import CONTENT_TYPE, Record
 
 log = logging.getLogger("kvatlas.ingress")
-requests_log = logging.getLogger("kvatlas.requests")
-
-DEBUG_DEADLINE_S = 2.0
 
 SWITCH_S = 0.001
 """How long a thread of an ingress may keep the interpreter when another wants it."""
@@ -54,142 +42,15 @@ STAYS = "x-request-disconnect-disabled"
 REREAD_S = 5.0
 """How often files of keys are read again."""
 
-
-class Api:
-    """What one ingress has: the workers' handle, those that Serve lists, the tokenizer, metrics."""
-
-    def __init__(
-        self,
-        config: Config,
-        model: str,
-        handle: Handle,
-        tokenizer: Any,
-        *,
-        name: str,
-        key: bytes,
-        listed: Callable[[], frozenset[str]],
-        hub: Hub,
-        peers: Peers,
-    ) -> None:
-        self.config, self.name, self.peers = config, name, peers
-        self.access = Access(config.server, os.environ)
-        self.model = model
-        self.text = TextService(tokenizer)
-        self.identities = Identities(key)
-        self.gangs = Gangs(
-            handle,
-            listed,
-            ingress=name,
-            model=model,
-            period_s=config.cluster.health_period_s,
-            timeout_s=config.cluster.health_timeout_s,
-            step_timeout_s=config.cluster.step_timeout_s,
-            on_failure=lambda: self.metrics.background_failure("watch"),
-            check=self.identities.problem,
-        )
-        self.mirror = Mirror()
-        self.follower = Follower(name, self.mirror, hub, time.monotonic)
-        router = Router(
-            self.gangs,
-            self.mirror,
-            self.identities,
-            name=name,
-            share=lambda: (self.follower.at, self.follower.ingresses),
-            config=lambda: self.config,
-            clock=time.monotonic,
-        )
-        self.waiting = Waiting(lambda: self.config)
-        self.dispatcher = Dispatcher(self.gangs, handle, router, self.waiting, name=name)
-        self.metrics = Metrics(model, name, self.gangs.snapshots)
-        self.created = int(time.time())
-        self.supply: Supply | None = None
-        self.labels: dict[str, str] = {}  # the clients' names of what the engine is working on
-
-    async def served(self) -> openai.Served:
-        """What is served, once a worker can take a request.
-
-        Raises 429 and 503, see `Waiting.until`.
-        """
-
-        def info() -> dict[str, Any] | None:
-            return self.gangs.info if self.gangs.ready() else None
-
-        def failure(passed: str) -> ApiError:
-            code = "no_capacity" if self.gangs.info is None else "worker_lost"
-            message = f"{self.model} is not ready {passed}: {self.gangs.complaint}"
-            return ApiError(503, code, message, retry_after_s=1)
-
-        return self._served(await self.waiting.until(info, failure))
-
-    def _served(self, info: dict[str, Any]) -> openai.Served:
-        limits = self.gangs.limits()
-        return openai.Served(
-            model=self.model,
-            max_model_len=max(limits.values()),
-            vocab_size=info["vocab_size"],
-            max_beam_width=info["max_beam_width"],
-            limits=self.config.limits,
-            strict=self.config.server.strict_params,
-            pools=dict(sorted(limits.items(), key=lambda pool: pool[1])),
-            silent=[p.name for p in self.config.pools if p.name not in limits],
-        )
-
-    def says(self) -> Said:
-        """What this ingress knows that the others do not."""
-        return Said(self.name, self.metrics.own(), dict(self.labels))
-
-    async def all_say(self) -> tuple[list[Said], dict[str, Any]]:
-        """What all ingresses know, and a `missing` entry where others do not answer in time."""
-        try:
-            return [self.says(), *await self.peers.all()], {}
-        except Exception as error:
-            log.warning("the other ingresses do not answer: %s", error)
-            return [self.says()], {"missing": {"ingresses": type(error).__name__}}
-
-    def finished(self, record: Record) -> None:
-        """A completion request came to its end, whatever that was."""
-        self.metrics.finished(record)
-        requests_log.info(record.line(), extra={"record": record})
-
-    async def reread_keys(self) -> None:
-        """Use what the files of keys hold now; what is wrong with them is logged and counted."""
-        before = self.access.problem
-        if await asyncio.to_thread(self.access.reread):
-            log.info("the keys have changed")
-        if problem := self.access.problem:
-            self.metrics.background_failure("keys")
-            if problem != before:
-                log.warning("the keys of before stay in use: %s", problem)
-
-    def report(self) -> dict[str, Any]:
-        """The body of `/health/ready`."""
-        problem = "files of keys have changed and cannot be used, the log says why"
-        problems = [problem] if self.access.problem else []
-        if self.supply is not None and self.supply.problem:
-            problems.append(self.supply.problem)
-        return {**self.gangs.report(), "problems": problems}
-
-    async def debug(self, method: str, *arguments: Any) -> tuple[list[Any], dict[str, Any]]:
-        """What each worker answers, and a `missing` entry where some do not in time.
-
-        Raises 400 where a worker refused, 503 where none answered.
-        """
-        answers, errors = await self.gangs.ask_all(method, *arguments, deadline_s=DEBUG_DEADLINE_S)
-        for error in errors.values():
-            if isinstance(error, Refused):
-                raise invalid(str(error)) from None
-        if not answers:
-            message = "; ".join(map(str, errors.values())) or self.gangs.complaint
-            raise ApiError(503, "worker_lost", message, retry_after_s=1)
-        missing = {gang: str(error) for gang, error in errors.items()}
-        return list(answers.values()), {"missing": missing} if missing else {}
+PAUSE_S = 1.0
+"""How long a background task that failed waits before it goes on."""
 
 
 def build_app(api: Api, *, echo_label: bool = True) -> FastAPI:
     """The ASGI application. `echo_label` is off behind Serve, which answers with the client's
     X-Request-Id itself."""
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         works = {"following gangs": api.gangs.update, "telling who lives": api.dispatcher.tell}
         works["following the index"] = api.follower.turn
@@ -211,12 +72,36 @@ def build_app(api: Api, *, echo_label: bool = True) -> FastAPI:
     _add_completions(app, api)
     _add_text(app, api)
     _add_state(app, api)
+    debug.add_debug(app, api)
     add_map(app, api)
     return app
 
 
-def _json(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(dumps(body), status, headers, media_type="application/json")
+@contextlib.asynccontextmanager
+async def background(
+    works: Mapping[str, Callable[[], Awaitable[None]]], on_failure: Callable[[str], None]
+) -> AsyncIterator[None]:
+    """Run each of `works` again and again until the block ends. One that raises is logged and
+    counted: `on_failure` is told its name."""
+    tasks = [asyncio.create_task(_keep(name, work, on_failure)) for name, work in works.items()]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _keep(
+    name: str, work: Callable[[], Awaitable[None]], on_failure: Callable[[str], None]
+) -> None:
+    while True:
+        try:
+            await work()
+        except Exception:
+            log.exception("%s failed; it goes on", name)
+            on_failure(name)
+            await asyncio.sleep(PAUSE_S)
 
 
 async def _reread_keys(api: Api) -> None:
@@ -228,7 +113,7 @@ def _on_api_error(api: Api) -> Callable[[Request, Exception], Awaitable[Response
     async def answer(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
         api.metrics.answered(request.scope["route"].path, error.status)
-        return _json(error.body(), error.status, error.headers())
+        return _refused(error)
 
     return answer
 
@@ -236,8 +121,7 @@ def _on_api_error(api: Api) -> Callable[[Request, Exception], Awaitable[Response
 async def _on_http_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
-    answer = ApiError(error.status_code, code, str(error.detail))
-    return _json(answer.body(), answer.status, {**(error.headers or {}), **answer.headers()})
+    return _refused(ApiError(error.status_code, code, str(error.detail)), error.headers)
 
 
 async def _on_disconnect(_: Request, __: Exception) -> Response:
@@ -247,8 +131,11 @@ async def _on_disconnect(_: Request, __: Exception) -> Response:
 async def _on_any_error(request: Request, error: Exception) -> Response:
     # Starlette logs the trace; this is what the client is told.
     message = f"the server failed on {request.url.path}: {type(error).__name__}"
-    answer = ApiError(500, "internal_error", message)
-    return _json(answer.body(), answer.status, answer.headers())
+    return _refused(ApiError(500, "internal_error", message))
+
+
+def _refused(error: ApiError, more: Mapping[str, str] | None = None) -> Response:
+    return json_response(error.body(), error.status, {**(more or {}), **error.headers()})
 
 
 def _body_docs(kind: type[Any]) -> dict[str, Any]:
@@ -286,14 +173,14 @@ def _add_completions(app: FastAPI, api: Api) -> None:
 
     @app.get("/v1/models", dependencies=[Depends(api.access.tenant)])
     async def models() -> Response:
-        return _json({"object": "list", "data": [card()]})
+        return json_response({"object": "list", "data": [card()]})
 
     @app.get("/v1/models/{model:path}", dependencies=[Depends(api.access.tenant)])
     async def model(model: str) -> Response:
         if model != api.model:
             message = f"the model {model[:80]!r} is not served here, served is {api.model!r}"
             raise ApiError(404, "model_not_found", message, param="model")
-        return _json(card())
+        return json_response(card())
 
 
 def _add_text(app: FastAPI, api: Api) -> None:
@@ -318,7 +205,7 @@ def _add_text(app: FastAPI, api: Api) -> None:
         body = {"count": len(ids), "max_model_len": served.max_model_len, "tokens": ids}
         if asked.return_token_strs:
             body["token_strs"] = [api.text.token(token)[0] for token in ids]
-        return _json(body)
+        return json_response(body)
 
     @app.post("/detokenize", openapi_extra=_body_docs(openai.DetokenizeRequest), **keyed)
     async def detokenize(request: Request) -> Response:
@@ -327,62 +214,26 @@ def _add_text(app: FastAPI, api: Api) -> None:
         openai.check_model(asked.model, served)
         prompts.check_ids(asked.tokens, served, "tokens", "tokens must be a list of token ids")
         skip = asked.skip_special_tokens
-        return _json({"prompt": await api.text.decode(asked.tokens, skip_special=skip)})
+        return json_response({"prompt": await api.text.decode(asked.tokens, skip_special=skip)})
 
 
 def _add_state(app: FastAPI, api: Api) -> None:
     @app.get("/health")
     async def health() -> Response:
-        return _json({"status": "ok"})
+        return json_response({"status": "ok"})
 
     @app.get("/health/ready")
     async def ready() -> Response:
         report = api.report()
-        return _json(report, 200 if report["ready"] else 503)
+        return json_response(report, 200 if report["ready"] else 503)
 
-    inside: dict[str, Any] = {"dependencies": [Depends(api.access.admin)]}
-
-    @app.get("/metrics", **inside)
+    @app.get("/metrics", dependencies=[Depends(api.access.admin)])
     async def metrics() -> Response:
         await api.gangs.refresh(DEBUG_DEADLINE_S)
         (own, *others), missing = await api.all_say()
         headers = {"x-kvatlas-missing": "ingresses"} if missing else None
         text = api.metrics.text(merged(own, others))
         return Response(text, headers=headers, media_type=CONTENT_TYPE)
-
-    @app.get("/debug/kv", **inside)
-    async def debug_kv() -> Response:
-        gangs, missing = await api.debug("debug_kv")
-        return _json({"gangs": gangs, **missing})
-
-    @app.get("/debug/index", **inside)
-    async def debug_index() -> Response:
-        await api.gangs.refresh(DEBUG_DEADLINE_S)
-        own = {gang: stats["index"] for gang, stats in api.gangs.snapshots().items()}
-        known = api.mirror.report()
-        return _json({"ingress": api.dispatcher.name, "gangs": known, "own": own})
-
-    @app.post("/debug/flush", **inside)
-    async def debug_flush() -> Response:
-        flushed, missing = await api.debug("flush")
-        return _json({"flushed": sum(flushed), **missing})
-
-    @app.get("/debug/requests", **inside)
-    async def debug_requests(request: Request) -> Response:
-        label = request.query_params.get("label")
-        found, missing = await api.debug("debug_requests")
-        said, unsaid = await api.all_say()
-        labels = {name: given for each in said for name, given in each.labels.items()}
-        named = [
-            {**entry, "label": labels.get(entry["request"])} for some in found for entry in some
-        ]
-        if label is not None:
-            named = [entry for entry in named if entry["label"] == printable(label)]
-        return _json({"requests": named, **unsaid, **missing})
-
-    @app.get("/debug/where", **inside)
-    async def debug_where(request: Request) -> Response:
-        return _json(await debug.answer(api, request.query_params))
 
 
 def keep_turning() -> None:

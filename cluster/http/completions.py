@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -32,12 +32,10 @@ from cluster.http.responses import (
     event,
     usage,
 )
+from cluster.http.state import Api
 from cluster.metrics import Record
 from cluster.routing.router import Route
 from worker import messages
-
-if TYPE_CHECKING:
-    from cluster.http.app import Api
 
 log = logging.getLogger("kvatlas.ingress")
 

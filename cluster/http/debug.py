@@ -1,17 +1,59 @@
-"""`/debug/where`: where a token lies, and whose tokens lie in a block."""
+"""The `/debug/...` routes: what workers and index know now. Only for who may look inside."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from fastapi import Depends, FastAPI, Request
+from starlette.responses import Response
 
 from cluster.errors import ApiError, invalid
+from cluster.http.limits import printable
+from cluster.http.responses import json_response
+from cluster.http.state import DEBUG_DEADLINE_S, Api
 
-if TYPE_CHECKING:
-    from cluster.http.app import Api
+
+def add_debug(app: FastAPI, api: Api) -> None:
+    """Blocks by worker, the index, requests in flight, and where a token lies."""
+    inside: dict[str, Any] = {"dependencies": [Depends(api.access.admin)]}
+
+    @app.get("/debug/kv", **inside)
+    async def debug_kv() -> Response:
+        gangs, missing = await api.debug("debug_kv")
+        return json_response({"gangs": gangs, **missing})
+
+    @app.get("/debug/index", **inside)
+    async def debug_index() -> Response:
+        await api.gangs.refresh(DEBUG_DEADLINE_S)
+        own = {gang: stats["index"] for gang, stats in api.gangs.snapshots().items()}
+        known = api.mirror.report()
+        return json_response({"ingress": api.dispatcher.name, "gangs": known, "own": own})
+
+    @app.post("/debug/flush", **inside)
+    async def debug_flush() -> Response:
+        flushed, missing = await api.debug("flush")
+        return json_response({"flushed": sum(flushed), **missing})
+
+    @app.get("/debug/requests", **inside)
+    async def debug_requests(request: Request) -> Response:
+        label = request.query_params.get("label")
+        found, missing = await api.debug("debug_requests")
+        said, unsaid = await api.all_say()
+        labels = {name: given for each in said for name, given in each.labels.items()}
+        named = [
+            {**entry, "label": labels.get(entry["request"])} for some in found for entry in some
+        ]
+        if label is not None:
+            named = [entry for entry in named if entry["label"] == printable(label)]
+        return json_response({"requests": named, **unsaid, **missing})
+
+    @app.get("/debug/where", **inside)
+    async def debug_where(request: Request) -> Response:
+        return json_response(await _where(api, request.query_params))
 
 
-async def answer(api: Api, query: Mapping[str, str]) -> Any:
+async def _where(api: Api, query: Mapping[str, str]) -> Any:
     """What the worker says that has the request or the block. Raises ApiError."""
     if "block" in query:
         return await _holders(api, query)

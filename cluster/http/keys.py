@@ -18,7 +18,6 @@ from urllib.parse import urlsplit
 from starlette.requests import Request
 
 from cluster.errors import ApiError, UserError
-from cluster.serve import haproxy
 from configs.schema import ServerConfig
 
 API_KEYS, ADMIN_KEY = "KVATLAS_API_KEYS", "KVATLAS_ADMIN_KEY"
@@ -38,14 +37,19 @@ _Line = tuple[str, str]  # where it stands, its text
 
 
 class Access:
-    """Who may do what. Raises UserError when keys are configured and cannot be used."""
+    """Who may do what. `behind_proxy`: all requests come through a proxy on this machine that does
+    not say so, and none is taken for one of this machine's own.
 
-    def __init__(self, server: ServerConfig, environment: Mapping[str, str]) -> None:
+    Raises UserError when keys are configured and cannot be used.
+    """
+
+    def __init__(
+        self, server: ServerConfig, environment: Mapping[str, str], *, behind_proxy: bool
+    ) -> None:
         self._server = server
         self._environment = environment
         self._secret = secrets.token_bytes(32)
-        # In this mode all clients come from a proxy on this machine, which does not say so.
-        self._peers_known = environment.get(haproxy.MODE) != "1"
+        self._behind_proxy = behind_proxy
         self._tenants: Sequence[tuple[str, bytes]] = ()
         self._admins: Sequence[tuple[str, bytes]] = ()
         self.problem = ""  # why the files as they are now are not in use
@@ -81,7 +85,7 @@ class Access:
         if self._admins:
             if not self._owner(request, self._admins):
                 raise _unknown("this route needs the admin key")
-        elif not (self._peers_known and _from_here(request)):
+        elif self._behind_proxy or not _from_here(request):
             setting = f"an admin key opens it to others (server.admin_key_file or {ADMIN_KEY})"
             message = f"{request.url.path} answers clients on the server's own machine; {setting}"
             raise ApiError(403, "admin_only", message)

@@ -13,12 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from cluster.errors import ApiError, invalid
-from cluster.http.options import SpeculationOptions, StreamOptions
 from configs.schema import LimitsConfig
-from worker.params import ParamError, ParamLimits, SamplingParams, check
+from worker.params import MAX_GUESSES, ParamError, ParamLimits, SamplingParams, check
 
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_SALT = 256  # characters
@@ -82,6 +81,22 @@ class Served:
             max_n=self.limits.max_n,
             max_beam_width=self.max_beam_width,
         )
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class SpeculationOptions(BaseModel):
+    """What is guessed for this request; null and what is left out is as the server has it."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    method: Literal["none", "prompt_lookup", "draft_model"] | None = None
+    k: int | None = Field(default=None, ge=1, le=MAX_GUESSES)
 
 
 class Common(BaseModel):

@@ -9,8 +9,10 @@ import json
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from starlette.responses import Response
 
 from cluster.http.choices import Piece, Scored
 
@@ -31,6 +33,13 @@ _encode = json.JSONEncoder(
 def dumps(body: object) -> bytes:
     """Compact JSON in UTF-8."""
     return _encode(body).encode()
+
+
+def json_response(
+    body: object, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """A whole answer in JSON."""
+    return Response(dumps(body), status, headers, media_type="application/json")
 
 
 def event(body: object) -> bytes:

@@ -31,7 +31,7 @@ from cluster.http.peers import Said, ServePeers
 from cluster.routing import registry
 from cluster.routing.calls import Misrouted, ServeHandle
 from cluster.routing.sync import Reporter
-from cluster.serve import pools, scaling, secret
+from cluster.serve import haproxy, pools, scaling, secret
 from cluster.serve.delivery import ANYONE, Delivery
 from cluster.serve.hub import HubClient
 from configs.loading import ConfigError, adjusted, load
@@ -188,7 +188,8 @@ class Ingress:
         workers: Mapping[str, Any],
         asked: Mapping[str, float],
     ) -> None:
-        from cluster.http.app import Api, keep_turning
+        from cluster.http.app import keep_turning
+        from cluster.http.state import Api
         from cluster.http.text import load_tokenizer
         from cluster.logs import configure_logging
         from cluster.serve.resources import Supply, of_ray
@@ -210,6 +211,7 @@ class Ingress:
             listed=handle.listed,
             hub=HubClient(config.cluster.index_bytes, config.server.log_level),
             peers=ServePeers(lambda: serve.get_deployment_handle(INGRESS, APP)),
+            behind_proxy=haproxy.in_use(os.environ),
         )
         self._api.supply = Supply(
             config, asked, self._api.gangs.ready_by_pool, of_ray, time.monotonic

@@ -14,12 +14,20 @@ are directives there, of the section `defaults`.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 MODE = "RAY_SERVE_ENABLE_HA_PROXY"
+"""Set to "1": HAProxy stands before the ingresses."""
+
 BUFFER_BYTES = 256 << 10
 """Longest request that is sent again, headers included."""
 
 _LONGEST_S = 86_400.0  # HAProxy counts milliseconds in 31 bits
+
+
+def in_use(environment: Mapping[str, str]) -> bool:
+    """Whether all requests come through HAProxy on the ingress's own machine."""
+    return environment.get(MODE) == "1"
 
 
 def environment(body_timeout_s: float) -> dict[str, str]:

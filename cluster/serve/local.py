@@ -54,7 +54,7 @@ def serve_here(config: Config, directory: str, *, say: Say, worker: str | None =
     """
     _check_port(config.server.host, config.server.port)
     environment = SERVE_ENVIRONMENT | THREADS_ENVIRONMENT | RAY_ENVIRONMENT
-    if os.environ.get(haproxy.MODE) == "1":
+    if haproxy.in_use(os.environ):
         environment |= haproxy.environment(config.limits.body_timeout_s)
     for name, value in environment.items():
         os.environ.setdefault(name, value)
@@ -250,7 +250,6 @@ def _reachable(config: Config) -> str:
 
 
 def _announce(config: Config, rows: dict[str, Any], took_s: float) -> None:
-    from cluster.cli import table
     from cluster.http.keys import API_KEYS
 
     host = _reachable(config)
@@ -265,3 +264,21 @@ def _announce(config: Config, rows: dict[str, Any], took_s: float) -> None:
     kind = "-H 'Content-Type: application/json'"
     print(f"curl {url}/v1/chat/completions{key} {kind} -d '{body}'\n")
     print(end="", flush=True)
+
+
+def table(rows: dict[str, Any]) -> str:
+    """Two columns: names as they are read, bytes in the unit that fits."""
+    shown = {name.removesuffix("_bytes").replace("_", " "): value for name, value in rows.items()}
+    for name, value in rows.items():
+        if "bytes" in name:
+            shown[name.removesuffix("_bytes").replace("_", " ")] = _size(int(value))
+    width = max(map(len, shown))
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in shown.items())
+
+
+def _size(count: int) -> str:
+    for unit in ("bytes", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1024  # type: ignore[assignment]
+    return f"{count:.2f} GiB"

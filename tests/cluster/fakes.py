@@ -15,8 +15,9 @@ from typing import Any
 import httpx
 import uvicorn
 
-from cluster.http.app import Api, build_app
+from cluster.http.app import build_app
 from cluster.http.peers import Said
+from cluster.http.state import Api
 from cluster.routing.calls import MARK_S, Misrouted
 from cluster.routing.index import Hub, Version
 from cluster.routing.sync import News
@@ -483,7 +484,9 @@ def config(*overrides: str) -> Config:
     return load(None, [f"model.name={MODEL}", *overrides])
 
 
-def make_api(handle: LocalHandle, *overrides: str, name: str = "ingress-1") -> Api:
+def make_api(
+    handle: LocalHandle, *overrides: str, name: str = "ingress-1", behind_proxy: bool = False
+) -> Api:
     return Api(
         config(*overrides),
         MODEL,
@@ -494,6 +497,7 @@ def make_api(handle: LocalHandle, *overrides: str, name: str = "ingress-1") -> A
         listed=handle.listed,
         hub=LocalHub(),
         peers=NoPeers(),
+        behind_proxy=behind_proxy,
     )
 
 

@@ -12,6 +12,7 @@ import pytest
 from transformers import LlamaConfig
 
 from cluster import cli
+from cluster.serve.local import table
 from tests.cluster import tokens
 
 USAGE = 2
@@ -172,7 +173,7 @@ def test_an_interrupted_command_has_the_usual_exit_code() -> None:
 
 def test_the_table_shows_sizes_in_units_that_fit() -> None:
     rows = {"model": "m", "kv_bytes": 3 << 30, "kv_bytes_per_token": 92160, "weights_bytes": 12}
-    assert cli.table(rows).splitlines() == [
+    assert table(rows).splitlines() == [
         "  model               m",
         "  kv                  3.00 GiB",
         "  kv bytes per token  90.0 KiB",

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import Depends, FastAPI, Request
 from starlette.responses import Response
 
 from cluster.errors import invalid
-from cluster.http.responses import dumps
+from cluster.http.responses import json_response
+from cluster.http.state import Api
 from kvpaging.report import MAP_BLOCKS
-
-if TYPE_CHECKING:
-    from cluster.http.app import Api
 
 _ONLY_OURS = {
     "content-security-policy": "default-src 'none'; connect-src 'self'; "
@@ -37,4 +35,4 @@ def add_map(app: FastAPI, api: Api) -> None:
             message = f"ask with ?first=N, the first of at most {MAP_BLOCKS} blocks, from 0 on"
             raise invalid(message, "first")
         gangs, missing = await api.debug("debug_map", int(first))
-        return Response(dumps({"gangs": gangs, **missing}), media_type="application/json")
+        return json_response({"gangs": gangs, **missing})

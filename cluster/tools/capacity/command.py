@@ -97,10 +97,11 @@ def _memory(text: str) -> int:
 
 def run(options: argparse.Namespace) -> int:
     """Plan, measure, print. Raises UserError."""
+    from cluster.tools import picture
     from cluster.tools.capacity import lengths, plot, simulation
 
     if options.plot is not None:
-        plot.check(options.plot)
+        picture.check(options.plot)
     progress = Progress()
     drawn = lengths.load(
         options.lengths, options.requests, options.seed,

@@ -97,12 +97,12 @@ def _policies(text: str) -> list[str]:
 
 def run(options: argparse.Namespace) -> int:
     """Replay, compare, print. Raises UserError."""
-    from cluster.tools import traces
+    from cluster.tools import picture, traces
     from cluster.tools.replay import plot, report
     from cluster.tools.replay.simulation import Replay
 
     if options.plot is not None:
-        plot.check(options.plot)
+        picture.check(options.plot)
     settings = _settings(options)
     progress = Progress()
     arrivals = traces.read(

@@ -1,25 +1,19 @@
-"""A comparison of policies as a picture; matplotlib is loaded only here."""
+"""A comparison of policies as a picture."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cluster.errors import UserError
-from cluster.tools.capacity import plot
+from cluster.tools import picture
 from cluster.tools.replay.report import percentile, ttfts_ms
 from cluster.tools.replay.simulation import Outcome
-
-check = plot.check
 
 
 def save(path: Path, facts: Mapping[str, Any], outcomes: Mapping[str, Outcome]) -> None:
     """Write a PNG: reuse beside the ideal, TTFT by percentile, copies of blocks over demand."""
-    figure: Any = importlib.import_module("matplotlib.figure").Figure(
-        figsize=(7, 10), layout="constrained"
-    )
+    figure = picture.figure(height=10)
     reuse, ttft, copies = figure.subplots(3)
     figure.suptitle(f"{facts['trace']}, {facts['workers']} workers, speed {facts['speed']:g}")
     runs = facts["runs"]
@@ -49,7 +43,4 @@ def save(path: Path, facts: Mapping[str, Any], outcomes: Mapping[str, Outcome]) 
     copies.set_xlabel("requests that have a block")
     copies.set_ylabel("workers that hold it, at most")
     copies.legend()
-    try:
-        figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise UserError(f"--plot {path} cannot be written: {error.strerror}") from error
+    picture.write(figure, path)

@@ -17,7 +17,6 @@ from cluster.routing import policies
 from cluster.routing.index import Mirror
 from cluster.routing.policies import Choice, Factors
 from cluster.routing.table import GangTable
-from cluster.tools.replay.spread import Copies
 from cluster.tools.replay.worker import Engine, Task, Worker, adopt, export, leading
 from cluster.tools.traces import Arrival
 from kvpaging.events import Load
@@ -83,6 +82,26 @@ class Ingress:
         choice = self.policy(ask, table.rows)
         table.sent(ask, choice, chain, now_s)
         return choice, ask.lacking(choice)
+
+
+class Copies:
+    """How many workers hold each block, now and at most, as told by their changes."""
+
+    def __init__(self) -> None:
+        self.now: dict[bytes, int] = {}
+        self.most: dict[bytes, int] = {}
+
+    def apply(self, changes: Sequence[tuple[bool, bytes]]) -> None:
+        """The changes of one worker (stored or removed, identity), in its order."""
+        for stored, identity in changes:
+            if stored:
+                self.now[identity] = now = self.now.get(identity, 0) + 1
+                if now > self.most.get(identity, 0):
+                    self.most[identity] = now
+            elif self.now[identity] > 1:
+                self.now[identity] -= 1
+            else:
+                del self.now[identity]
 
 
 class Replay:

@@ -13,7 +13,8 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from cluster.http.app import build_app, keep_turning
+from cluster.http import app as app_module
+from cluster.http.app import background, build_app, keep_turning
 from cluster.logs import JsonLines, configure_logging
 from cluster.metrics import Record
 from tests.cluster import tokens
@@ -355,3 +356,25 @@ async def test_ingresses_that_do_not_answer_are_named(monkeypatch: pytest.Monkey
         assert 'ingress="ingress-1"' in answer.text
         found = (await served.http.get("/debug/requests")).json()
         assert found["missing"] == {"ingresses": "TimeoutError"}
+
+
+async def test_work_that_fails_is_counted_logged_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(app_module, "PAUSE_S", 0.0)
+    turns, done, failures = 0, asyncio.Event(), list[str]()
+
+    async def work() -> None:
+        nonlocal turns
+        turns += 1
+        if turns == 2:
+            raise RuntimeError("out of luck")
+        if turns == 3:
+            done.set()
+            await asyncio.Event().wait()
+
+    async with background({"looking": work}, failures.append):
+        await done.wait()
+    assert (turns, failures) == (3, ["looking"])
+    assert "looking failed" in caplog.text
+    assert "out of luck" in caplog.text

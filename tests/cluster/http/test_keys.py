@@ -20,8 +20,10 @@ from fastapi.routing import APIRoute
 from cluster import cli
 from cluster.errors import UserError
 from cluster.http import keys
-from cluster.http.app import Api, build_app
+from cluster.http.app import build_app
 from cluster.http.keys import Access, salt, shown
+from cluster.http.state import Api
+from cluster.serve import haproxy
 from tests.cluster.fakes import MODEL, FakeWorker, LocalHandle, config, make_api, serving
 from tests.cluster.http.test_limits import raw
 
@@ -48,7 +50,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def access(*settings: str, environment: Mapping[str, str] | None = None) -> Access:
-    return Access(config(*settings).server, environment or {})
+    return Access(config(*settings).server, environment or {}, behind_proxy=False)
 
 
 @asynccontextmanager
@@ -252,11 +254,13 @@ async def test_whoever_speaks_for_others_is_not_of_this_machine(headers: dict[st
 async def test_behind_a_proxy_that_hides_peers_only_a_key_opens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
-    async with from_peer(make_api(LocalHandle(FakeWorker())), "127.0.0.1") as http:
+    assert haproxy.in_use({"RAY_SERVE_ENABLE_HA_PROXY": "1"})
+    api = make_api(LocalHandle(FakeWorker()), behind_proxy=True)
+    async with from_peer(api, "127.0.0.1") as http:
         assert (await http.get("/debug/kv")).status_code == 403
     monkeypatch.setenv(keys.ADMIN_KEY, ADMIN)
-    async with from_peer(make_api(LocalHandle(FakeWorker())), "203.0.113.9") as http:
+    api = make_api(LocalHandle(FakeWorker()), behind_proxy=True)
+    async with from_peer(api, "203.0.113.9") as http:
         assert (await http.get("/debug/kv")).status_code == 401
         assert (await http.get("/debug/kv", headers=bearer(ADMIN))).status_code == 200
 

@@ -11,7 +11,8 @@ import httpx
 import pytest
 
 from cluster.errors import ApiError
-from cluster.http.app import Api, build_app
+from cluster.http.app import build_app
+from cluster.http.state import Api
 from cluster.routing.waiting import Waiting
 from tests.cluster.fakes import ALPHABET, FakeWorker, LocalHandle, config, make_api, serving
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -16,24 +15,6 @@ FITS = [
     Fit("paging", 1, 20, 200, 0.0, 64),
     Fit("paging", 16, 19, 190, 0.1, 4),
 ]
-
-
-def test_without_matplotlib_one_message_names_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="pip install matplotlib"):
-        plot.check(tmp_path / "x.png")
-
-
-@pytest.mark.parametrize("name", ["x.pdf", "x", "nowhere/x.png"])
-def test_a_picture_that_could_not_be_written_is_refused_before_the_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    with pytest.raises(UserError, match=r"wanted FILE\.png"):
-        plot.check(tmp_path / name)
-    plot.check(tmp_path / "x.png")
 
 
 def test_the_picture_is_a_png(tmp_path: Path) -> None:

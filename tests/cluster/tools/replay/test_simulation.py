@@ -12,7 +12,7 @@ import pytest
 
 from cluster.tools import traces
 from cluster.tools.replay.report import ideal, summary
-from cluster.tools.replay.simulation import Outcome, Replay, Settings
+from cluster.tools.replay.simulation import Copies, Outcome, Replay, Settings
 from cluster.tools.replay.worker import Engine
 from cluster.tools.traces import Arrival
 from kvpaging import audit
@@ -164,3 +164,14 @@ def test_the_conversation_trace(speed: float, reuse: float, mean: float, p99: fl
     assert pulled["ttft_ms_p99"] <= 1.1 * own["ttft_ms_p99"]
     assert pulled["ttft_ms_mean"] <= 1.06 * own["ttft_ms_mean"]
     assert four["ttft_ms_mean"] <= 1.25 * own["ttft_ms_mean"]
+
+
+def test_the_most_copies_at_a_time_are_remembered() -> None:
+    block, copies = b"x" * 16, Copies()
+    for name in "abc":
+        copies.apply([(True, block)])
+        copies.apply([(False, block)] * (name == "a"))
+    assert copies.most == {block: 2}
+    assert copies.now == {block: 2}
+    copies.apply([(False, block), (True, block), (False, block), (False, block)])
+    assert (copies.now, copies.most) == ({}, {block: 2})

@@ -1,0 +1,179 @@
+"""What the routes of one ingress share: one `Api`, built by whoever starts the ingress.
+
+Routes read it and call it; it imports none of them. It knows neither Ray nor Serve: the way to the
+workers, the hub and the other ingresses are given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from cluster.errors import ApiError, invalid
+from cluster.http import openai
+from cluster.http.keys import Access
+from cluster.http.peers import Peers, Said
+from cluster.http.text import TextService
+from cluster.metrics import Metrics, Record
+from cluster.routing.block_hashes import Identities
+from cluster.routing.calls import Handle, Refused
+from cluster.routing.dispatch import Dispatcher
+from cluster.routing.index import Mirror
+from cluster.routing.registry import Gangs
+from cluster.routing.router import Router
+from cluster.routing.sync import Follower, Hub
+from cluster.routing.waiting import Waiting
+from configs.schema import Config
+
+log = logging.getLogger("kvatlas.ingress")
+requests_log = logging.getLogger("kvatlas.requests")
+
+DEBUG_DEADLINE_S = 2.0
+"""How long workers may take to answer a question about themselves."""
+
+
+class ResourceWatch(Protocol):
+    """Watches whether the cluster has what the workers ask for; `problem` is "" where it has."""
+
+    problem: str
+
+    async def turn(self) -> None: ...
+
+
+class Api:
+    """What one ingress has: settings, keys, tokenizer, metrics, and its view of the workers.
+
+    `handle` is the way to the workers, `listed` names the gangs that are there, `key` is the
+    cluster's secret that block hashes are made with. `behind_proxy`: see `keys.Access`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model: str,
+        handle: Handle,
+        tokenizer: Any,
+        *,
+        name: str,
+        key: bytes,
+        listed: Callable[[], frozenset[str]],
+        hub: Hub,
+        peers: Peers,
+        behind_proxy: bool,
+    ) -> None:
+        self.config, self.name, self.peers = config, name, peers
+        self.access = Access(config.server, os.environ, behind_proxy=behind_proxy)
+        self.model = model
+        self.text = TextService(tokenizer)
+        self.identities = Identities(key)
+        self.gangs = Gangs(
+            handle,
+            listed,
+            ingress=name,
+            model=model,
+            period_s=config.cluster.health_period_s,
+            timeout_s=config.cluster.health_timeout_s,
+            step_timeout_s=config.cluster.step_timeout_s,
+            on_failure=lambda: self.metrics.background_failure("watch"),
+            check=self.identities.problem,
+        )
+        self.mirror = Mirror()
+        self.follower = Follower(name, self.mirror, hub, time.monotonic)
+        router = Router(
+            self.gangs,
+            self.mirror,
+            self.identities,
+            name=name,
+            share=lambda: (self.follower.at, self.follower.ingresses),
+            config=lambda: self.config,
+            clock=time.monotonic,
+        )
+        self.waiting = Waiting(lambda: self.config)
+        self.dispatcher = Dispatcher(self.gangs, handle, router, self.waiting, name=name)
+        self.metrics = Metrics(model, name, self.gangs.snapshots)
+        self.created = int(time.time())
+        self.supply: ResourceWatch | None = None
+        self.labels: dict[str, str] = {}  # the clients' names of what the engine is working on
+
+    async def served(self) -> openai.Served:
+        """What is served, once a worker can take a request.
+
+        Raises 429 and 503, see `Waiting.until`.
+        """
+
+        def info() -> dict[str, Any] | None:
+            return self.gangs.info if self.gangs.ready() else None
+
+        def failure(passed: str) -> ApiError:
+            code = "no_capacity" if self.gangs.info is None else "worker_lost"
+            message = f"{self.model} is not ready {passed}: {self.gangs.complaint}"
+            return ApiError(503, code, message, retry_after_s=1)
+
+        return self._served(await self.waiting.until(info, failure))
+
+    def _served(self, info: dict[str, Any]) -> openai.Served:
+        limits = self.gangs.limits()
+        return openai.Served(
+            model=self.model,
+            max_model_len=max(limits.values()),
+            vocab_size=info["vocab_size"],
+            max_beam_width=info["max_beam_width"],
+            limits=self.config.limits,
+            strict=self.config.server.strict_params,
+            pools=dict(sorted(limits.items(), key=lambda pool: pool[1])),
+            silent=[p.name for p in self.config.pools if p.name not in limits],
+        )
+
+    def says(self) -> Said:
+        """What this ingress knows that the others do not."""
+        return Said(self.name, self.metrics.own(), dict(self.labels))
+
+    async def all_say(self) -> tuple[list[Said], dict[str, Any]]:
+        """What all ingresses know, and a `missing` entry where others do not answer in time."""
+        try:
+            return [self.says(), *await self.peers.all()], {}
+        except Exception as error:
+            log.warning("the other ingresses do not answer: %s", error)
+            return [self.says()], {"missing": {"ingresses": type(error).__name__}}
+
+    def finished(self, record: Record) -> None:
+        """A completion request came to its end, whatever that was."""
+        self.metrics.finished(record)
+        requests_log.info(record.line(), extra={"record": record})
+
+    async def reread_keys(self) -> None:
+        """Use what the files of keys hold now; what is wrong with them is logged and counted."""
+        before = self.access.problem
+        if await asyncio.to_thread(self.access.reread):
+            log.info("the keys have changed")
+        if problem := self.access.problem:
+            self.metrics.background_failure("keys")
+            if problem != before:
+                log.warning("the keys of before stay in use: %s", problem)
+
+    def report(self) -> dict[str, Any]:
+        """The body of `/health/ready`."""
+        problem = "files of keys have changed and cannot be used, the log says why"
+        problems = [problem] if self.access.problem else []
+        if self.supply is not None and self.supply.problem:
+            problems.append(self.supply.problem)
+        return {**self.gangs.report(), "problems": problems}
+
+    async def debug(self, method: str, *arguments: Any) -> tuple[list[Any], dict[str, Any]]:
+        """What each worker answers, and a `missing` entry where some do not in time.
+
+        Raises 400 where a worker refused, 503 where none answered.
+        """
+        answers, errors = await self.gangs.ask_all(method, *arguments, deadline_s=DEBUG_DEADLINE_S)
+        for error in errors.values():
+            if isinstance(error, Refused):
+                raise invalid(str(error)) from None
+        if not answers:
+            message = "; ".join(map(str, errors.values())) or self.gangs.complaint
+            raise ApiError(503, "worker_lost", message, retry_after_s=1)
+        missing = {gang: str(error) for gang, error in errors.items()}
+        return list(answers.values()), {"missing": missing} if missing else {}
