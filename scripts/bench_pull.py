@@ -99,14 +99,13 @@ class Workers:
 
 async def workers(deployment: Any) -> Workers:
     """All of an application's, once this process knows them."""
-    from cluster.routing import registry
     from cluster.routing.calls import ServeHandle, ask
     from cluster.serve.delivery import ANYONE
-    from cluster.serve.pools import WORKER
+    from cluster.serve.pools import DIRECTORY, WORKER
 
     handle = ServeHandle(deployment, ANYONE)
     info = await ask(handle, "info", deadline_s=DEADLINE_S)
-    return Workers(handle, info["model"], sorted(registry.listed[WORKER]))
+    return Workers(handle, info["model"], sorted(DIRECTORY.gangs(WORKER)))
 
 
 async def measure(there: Workers, length: int, rounds: int, draw: random.Random) -> Size:

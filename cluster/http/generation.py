@@ -222,7 +222,7 @@ class Generation:
                 else:
                     losses += 1
                 log.warning("lost the worker %s of %s: %s", target.gang, job.submit.id, error)
-                self._dispatcher.gangs.suspect(target.gang, error)
+                self._dispatcher.lost(target, error)
                 if losses == LOSSES_MAX or undelivered > UNDELIVERED_MAX:
                     message = f"this request lost its worker {losses} times: {error}"
                     raise ApiError(500, "worker_lost", message) from None
@@ -287,7 +287,7 @@ class Generation:
                     raise EngineLost("the worker has given the request up")
                 case messages.Finish() if event.choice in running:
                     job.choices[event.choice].finish(event)
-                    self._dispatcher.router.ended(event.generated_tokens)
+                    self._dispatcher.ended(event.generated_tokens)
                     running.discard(event.choice)
                     stream.finished = not running
                 case messages.PromptLogprobs():

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from cluster.errors import ApiError, invalid
@@ -20,10 +19,10 @@ from cluster.http.peers import Peers, Said
 from cluster.http.text import TextService
 from cluster.metrics import Metrics, Record
 from cluster.routing.block_hashes import Identities
-from cluster.routing.calls import Handle, Refused
+from cluster.routing.calls import Refused
 from cluster.routing.dispatch import Dispatcher
 from cluster.routing.index import Mirror
-from cluster.routing.registry import Gangs
+from cluster.routing.registry import Gangs, Workers
 from cluster.routing.router import Router
 from cluster.routing.sync import Follower, Hub
 from cluster.routing.waiting import Waiting
@@ -47,20 +46,19 @@ class ResourceWatch(Protocol):
 class Api:
     """What one ingress has: settings, keys, tokenizer, metrics, and its view of the workers.
 
-    `handle` is the way to the workers, `listed` names the gangs that are there, `key` is the
-    cluster's secret that block hashes are made with. `behind_proxy`: see `keys.Access`.
+    `key` is the cluster's secret that block hashes are made with. `behind_proxy`: see
+    `keys.Access`.
     """
 
     def __init__(
         self,
         config: Config,
         model: str,
-        handle: Handle,
+        workers: Workers,
         tokenizer: Any,
         *,
         name: str,
         key: bytes,
-        listed: Callable[[], frozenset[str]],
         hub: Hub,
         peers: Peers,
         behind_proxy: bool,
@@ -71,8 +69,7 @@ class Api:
         self.text = TextService(tokenizer)
         self.identities = Identities(key)
         self.gangs = Gangs(
-            handle,
-            listed,
+            workers,
             ingress=name,
             model=model,
             period_s=config.cluster.health_period_s,
@@ -93,7 +90,7 @@ class Api:
             clock=time.monotonic,
         )
         self.waiting = Waiting(lambda: self.config)
-        self.dispatcher = Dispatcher(self.gangs, handle, router, self.waiting, name=name)
+        self.dispatcher = Dispatcher(self.gangs, router, self.waiting, name=name)
         self.metrics = Metrics(model, name, self.gangs.snapshots)
         self.created = int(time.time())
         self.supply: ResourceWatch | None = None

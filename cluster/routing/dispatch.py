@@ -1,4 +1,9 @@
-"""Sends prompts to gangs: which one, what is open where, and what to do when one is lost."""
+"""The dispatcher of one ingress: all that a request needs of the workers.
+
+It gives the gang that should serve a prompt and the way to it, waits for one where none is ready,
+counts the streams that are open, and takes in what their ends teach: a gang that was lost, an
+answer's length.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +39,10 @@ class Target:
 
 
 class Dispatcher:
-    """One ingress's view of where its requests are."""
+    """Where the requests of one ingress are and go. `name` is the ingress's own."""
 
-    def __init__(
-        self, gangs: Gangs, handle: Handle, router: Router, waiting: Waiting, *, name: str
-    ) -> None:
-        self.gangs, self._handle, self.router, self.name = gangs, handle, router, name
-        self._waiting = waiting
+    def __init__(self, gangs: Gangs, router: Router, waiting: Waiting, *, name: str) -> None:
+        self._gangs, self._router, self._waiting, self.name = gangs, router, waiting, name
         self._open: dict[str, dict[str, int]] = {}  # by gang: attempts by request
 
     def choose(
@@ -48,8 +50,8 @@ class Dispatcher:
     ) -> Target | None:
         """The gang that should serve a prompt; None where all that are ready and can hold it are to
         be avoided."""
-        route = self.router.choose(submit, length, avoid)
-        return None if route is None else Target(route, self._handle.to(route.gang))
+        route = self._router.choose(submit, length, avoid)
+        return None if route is None else Target(route, self._gangs.handle(route.gang))
 
     async def wait(
         self, submit: messages.Submit, length: Length, avoid: Collection[str], *, begun: bool
@@ -68,15 +70,24 @@ class Dispatcher:
 
         return await self._waiting.until(found, failure, begun=begun)
 
+    def lost(self, target: Target, error: Exception) -> None:
+        """A stream from a gang broke: it gets no prompt until it answers again."""
+        self._gangs.suspect(target.gang, error)
+
+    def ended(self, tokens: int) -> None:
+        """An answer of that many tokens has ended."""
+        self._router.ended(tokens)
+
     async def tell(self) -> None:
         """After a while, tell the gangs which requests are alive."""
         await asyncio.sleep(ALIVE_S)
-        await asyncio.gather(*map(self._tell, self.gangs.ready()))
+        await asyncio.gather(*map(self._tell, self._gangs.ready()))
 
     async def _tell(self, gang: str) -> None:
         alive = list(self._open.get(gang, ()))
         try:
-            await ask(self._handle.to(gang), "still_wanted", self.name, alive, deadline_s=ALIVE_S)
+            handle = self._gangs.handle(gang)
+            await ask(handle, "still_wanted", self.name, alive, deadline_s=ALIVE_S)
         except (EngineLost, Refused) as error:
             log.warning("could not tell worker %s which requests are alive: %s", gang, error)
 

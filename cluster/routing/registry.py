@@ -1,4 +1,8 @@
-"""Every worker that Serve lists, each with a watch of its own."""
+"""The registry of gangs: those that are there, how each is called, and whether it is ready.
+
+A gang is one engine: a worker alone, or several that shard a sequence. Who is there is read from
+`Workers`; each gang has a `Watch` of its own, which listens to its statistics.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from cluster.routing.calls import EngineLost, Handle, Refused, ask
 from cluster.routing.health import Watch
@@ -15,18 +19,21 @@ LOOK_S = 0.1
 """How often the list is looked at."""
 
 
-listed: dict[str, frozenset[str]] = {}
-"""The gangs of each deployment that Serve sends calls to, as this process knows; by `Delivery`."""
+class Workers(Protocol):
+    """The engines of a cluster: which gangs there are, and the way to each."""
+
+    def listed(self) -> frozenset[str]: ...
+
+    def to(self, gang: str) -> Handle: ...
 
 
 class Gangs:
-    """Follows the gangs that `listed` names, as long as it names them. `check` says why a worker
+    """Follows the gangs that `workers` lists, as long as it lists them. `check` says why a worker
     with this `info` cannot be used, or nothing."""
 
     def __init__(
         self,
-        handle: Handle,
-        listed: Callable[[], frozenset[str]],
+        workers: Workers,
         *,
         ingress: str,
         model: str,
@@ -37,14 +44,14 @@ class Gangs:
         check: Callable[[dict[str, Any]], str] = lambda info: "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._handle, self._listed, self._model = handle, listed, model
-        self._ingress = ingress
+        self._workers, self._model, self._ingress = workers, model, ingress
         self._times = {
             "period_s": period_s, "timeout_s": timeout_s, "step_timeout_s": step_timeout_s
         }  # fmt: skip
         self._on_failure, self._check, self._clock = on_failure, check, clock
         self._info: dict[str, Any] | None = None
         self._limits: dict[str, int] = {}
+        self._handles: dict[str, Handle] = {}
         self._watches: dict[str, Watch] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -61,10 +68,11 @@ class Gangs:
     def follow(self) -> None:
         """Follow who is new, forget who is gone, but not how much their pools hold."""
         self.limits()
-        listed = self._listed()
+        listed = self._workers.listed()
         for gang in listed - self._watches.keys():
+            handle = self._handles[gang] = self._workers.to(gang)
             watch = self._watches[gang] = Watch(
-                self._handle.to(gang),
+                handle,
                 ingress=self._ingress,
                 on_failure=self._on_failure,
                 check=self._check,
@@ -73,11 +81,16 @@ class Gangs:
             )
             self._tasks[gang] = asyncio.create_task(watch.run())
         for gang in self._watches.keys() - listed:
-            del self._watches[gang]
+            del self._watches[gang], self._handles[gang]
             self._tasks.pop(gang).cancel()
 
+    def handle(self, gang: str) -> Handle:
+        """The way to a gang, made once while it is there; to one that has gone, a way to somebody
+        who says so."""
+        return self._handles.get(gang) or self._workers.to(gang)
+
     def all(self) -> list[str]:
-        """Those that Serve lists, ready or not."""
+        """Those that are there, ready or not."""
         return sorted(self._watches)
 
     def ready(self) -> dict[str, Watch]:
@@ -120,10 +133,10 @@ class Gangs:
     async def ask_all(
         self, method: str, *arguments: Any, deadline_s: float
     ) -> tuple[dict[str, Any], dict[str, Exception]]:
-        """What each gang that Serve lists answers, and why some do not."""
+        """What each gang that is there answers, and why some do not."""
         gangs = self.all()
         asked = [
-            ask(self._handle.to(gang), method, *arguments, deadline_s=deadline_s) for gang in gangs
+            ask(self.handle(gang), method, *arguments, deadline_s=deadline_s) for gang in gangs
         ]
         found = dict(zip(gangs, await asyncio.gather(*asked, return_exceptions=True), strict=True))
         for error in found.values():

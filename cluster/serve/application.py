@@ -107,7 +107,7 @@ class Worker:
 
         config, deployments = self._config.of_pool(pool), pools.deployments(self._config)
         peers = Peers(
-            lambda: pools.Pools({d: by_reference(d) for d in deployments}, registry.listed)
+            lambda: pools.Pools({d: by_reference(d) for d in deployments}, pools.DIRECTORY)
         )
         if pool.gang_size == 1:
             return kind(config, directory, key, peers)
@@ -200,15 +200,13 @@ class Ingress:
             tokenizer = load_tokenizer(Path(directory or model_directory(config)))
         name = serve.get_replica_context().replica_id.unique_id
         every = {name: ServeHandle(handle) for name, handle in workers.items()}
-        handle = pools.Pools(every, registry.listed)
         self._api = Api(
             config,
             model,
-            handle,
+            pools.Pools(every, pools.DIRECTORY),
             tokenizer,
             name=name,
             key=key,
-            listed=handle.listed,
             hub=HubClient(config.cluster.index_bytes, config.server.log_level),
             peers=ServePeers(lambda: serve.get_deployment_handle(INGRESS, APP)),
             behind_proxy=haproxy.in_use(os.environ),

@@ -17,7 +17,7 @@ from ray.serve.request_router import (
     RunningReplica,
 )
 
-from cluster.routing import registry
+from cluster.serve import pools
 
 log = logging.getLogger("kvatlas.ingress")
 
@@ -69,6 +69,7 @@ class Delivery(RequestRouter):
 
     def _publish(self) -> None:
         there: Any = self.curr_replicas.values()
-        # Serve ships this class by value, so it shares no global names with its own module.
-        leaders = (name for name, rank in map(place_of, there) if rank == 0)
-        registry.listed[self._deployment_id.name] = frozenset(leaders)
+        leaders = frozenset(name for name, rank in map(place_of, there) if rank == 0)
+        # Serve ships this class by value and its modules by name: through its module the directory
+        # is the one of this process, by a name of its own here it would be a copy.
+        pools.DIRECTORY.publish(self._deployment_id.name, leaders)

@@ -9,24 +9,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from cluster.routing.calls import EngineLost, Handle, Refused, ServeHandle, Undelivered, ask
+from cluster.routing.calls import EngineLost, Refused, ServeHandle, Undelivered, ask
+from cluster.routing.registry import Workers
 from worker.blocks.pull import Answer
 from worker.blocks.transfer import PullFailed
 
 
 class Peers:
-    """Asks other workers for blocks: a `worker.blocks.pull.Fetch`. `handle` makes the way to
+    """Asks other workers for blocks: a `worker.blocks.pull.Fetch`. `workers` gives the way to
     them at the first call, when Serve knows them."""
 
-    def __init__(self, handle: Callable[[], Handle]) -> None:
-        self._make = handle
-        self._handle: Handle | None = None
+    def __init__(self, workers: Callable[[], Workers]) -> None:
+        self._make = workers
+        self._workers: Workers | None = None
 
     async def __call__(self, gang: str, chains: list[bytes], timeout_s: float) -> Answer:
         """How many leading blocks the gang had, and their bytes. Raises PullFailed."""
-        self._handle = self._handle or self._make()
+        self._workers = self._workers or self._make()
         try:
-            count, data = await ask(self._handle.to(gang), "export", chains, deadline_s=timeout_s)
+            handle = self._workers.to(gang)
+            count, data = await ask(handle, "export", chains, deadline_s=timeout_s)
         except Undelivered as error:
             raise PullFailed("undelivered", str(error)) from None
         except EngineLost as error:

@@ -490,11 +490,10 @@ def make_api(
     return Api(
         config(*overrides),
         MODEL,
-        handle,  # type: ignore[arg-type]
+        handle,
         tokens.wrapped(),
         name=name,
         key=KEY,
-        listed=handle.listed,
         hub=LocalHub(),
         peers=NoPeers(),
         behind_proxy=behind_proxy,

@@ -59,7 +59,7 @@ class Unclear(str):
 class Ingress(cluster.app.Ingress):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        router = self._api.dispatcher.router
+        router = self._api.dispatcher._router
         decide, choose = router._decide, router.choose
         seed: int | None = None
 

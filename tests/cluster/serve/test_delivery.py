@@ -10,7 +10,7 @@ import pytest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of pydantic, about Ray Serve
-    from cluster.routing import registry
+    from cluster.serve import pools
     from cluster.serve.delivery import ANYONE, Delivery
 
 pytestmark = pytest.mark.anyio
@@ -70,12 +70,12 @@ async def test_a_fault_of_its_own_costs_one_decision(
 async def test_who_is_there_is_known_to_the_whole_process(
     router: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "listed", {})
+    monkeypatch.setattr(pools, "DIRECTORY", pools.Directory())
     router._deployment_id = SimpleNamespace(name="worker")
     there = {r.replica_id.unique_id: r for r in [*REPLICAS, *GANG]}
     monkeypatch.setattr(Delivery, "curr_replicas", property(lambda self: there))
     router._publish()
-    assert registry.listed == {"worker": frozenset([*"abc", "gang"])}
+    assert pools.DIRECTORY.gangs("worker") == frozenset([*"abc", "gang"])
 
 
 async def test_a_gang_is_called_by_its_name_and_a_follower_by_its_own(router: Any) -> None:

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from cluster.serve.pools import Pools, deployment
+from cluster.serve.pools import Directory, Pools, deployment
 from configs.pools import UNNAMED, PoolConfig
 from tests.cluster.fakes import ALPHABET, FakeWorker, LocalHandle, Served, serving
 
@@ -108,11 +108,13 @@ def test_a_pool_is_a_deployment() -> None:
 async def test_a_call_goes_to_the_pool_that_has_the_gang() -> None:
     short, long = workers()
     handles = {"worker-short": LocalHandle(short), "worker-long": LocalHandle(long)}
-    listed = {name: handle.listed() for name, handle in handles.items()}
-    pools = Pools(handles, listed)  # type: ignore[arg-type]
+    directory = Directory()
+    for name, handle in handles.items():
+        directory.publish(name, handle.listed())
+    pools = Pools(handles, directory)  # type: ignore[arg-type]
     assert pools.listed() == {"gang-1", "gang-2"}
     for worker in (short, long):
         assert (await pools.to(worker.gang).ask("info"))["pool"] == worker.pool
-    listed["worker-long"] = frozenset()
+    directory.publish("worker-long", frozenset())
     assert pools.to("gang-2").worker is not long  # type: ignore[attr-defined]
     assert pools.listed() == {"gang-1"}
