@@ -164,8 +164,8 @@ class Completion(Response):
         )
         record.id = answer.id
         jobs = [
-            self._job(request, served, answer, i, ids, texts[i], timeout_s)
-            for i, ids in enumerate(tokens)
+            self._job(request, served, answer, index=i, tokens=ids, text=text, timeout_s=timeout_s)
+            for i, (ids, text) in enumerate(zip(tokens, texts, strict=True))
         ]
         self._timed = all(job.submit.stream for job in jobs)
         names = dict.fromkeys((job.submit.id for job in jobs), record.label)
@@ -182,11 +182,11 @@ class Completion(Response):
                 await generation.admit()
                 self._routed(generation.route)
                 if request.stream:
-                    await self._stream(request, answer, generation, jobs, send)
+                    await self._stream(request, answer, generation, send)
                 else:
-                    await self._whole(request, answer, generation, jobs, send)
+                    await self._whole(request, answer, generation, send)
             finally:
-                self._note(generation, jobs)
+                self._note(generation)
                 for name in names:
                     del api.labels[name]
 
@@ -239,6 +239,7 @@ class Completion(Response):
         request: openai.Common,
         served: openai.Served,
         answer: Answer,
+        *,
         index: int,
         tokens: list[int],
         text: str,
@@ -280,13 +281,9 @@ class Completion(Response):
         return Job(submit, choices, open_ended=request.asked_tokens is None)
 
     async def _whole(
-        self,
-        request: openai.Common,
-        answer: Answer,
-        generation: Generation,
-        jobs: Sequence[Job],
-        send: Send,
+        self, request: openai.Common, answer: Answer, generation: Generation, send: Send
     ) -> None:
+        jobs = generation.jobs
         while not generation.finished:
             await generation.news()
         taken = []
@@ -299,13 +296,9 @@ class Completion(Response):
         await self._send(send, 200, dumps(body))
 
     async def _stream(
-        self,
-        request: openai.Common,
-        answer: Answer,
-        generation: Generation,
-        jobs: Sequence[Job],
-        send: Send,
+        self, request: openai.Common, answer: Answer, generation: Generation, send: Send
     ) -> None:
+        jobs = generation.jobs
         choices = [choice for job in jobs for choice in job.choices]
         head: Message = {"type": "http.response.start", "status": 200}
         await send({**head, "headers": [*_SSE, *self._beside]})
@@ -361,8 +354,8 @@ class Completion(Response):
         await send({**head, "headers": [kind, length, *headers, *self._beside]})
         await send({"type": "http.response.body", "body": body})
 
-    def _note(self, generation: Generation, jobs: Sequence[Job]) -> None:
-        record = self._record
+    def _note(self, generation: Generation) -> None:
+        record, jobs = self._record, generation.jobs
         choices = [choice for job in jobs for choice in job.choices]
         record.prompt_tokens = sum(len(job.submit.prompt) for job in jobs)
         record.cached_tokens = sum(job.choices[0].cached_tokens for job in jobs)

@@ -121,7 +121,7 @@ class Generation:
         `at_once` of the prompts at a time: one request does not fill their queues.
         """
         self._dispatcher = dispatcher
-        self._jobs = jobs
+        self.jobs = jobs
         self._at_once = at_once
         self._places = asyncio.Semaphore(at_once)
         self._timeout_s, self._limit = timeout_s, limit
@@ -148,13 +148,13 @@ class Generation:
     @property
     def finished(self) -> bool:
         """No choice will change any more."""
-        return all(job.finished for job in self._jobs)
+        return all(job.finished for job in self.jobs)
 
     async def admit(self) -> None:
         """Send the prompts. Returns once the engine has accepted as many as it may have at once,
         raises ApiError otherwise."""
         loop = asyncio.get_running_loop()
-        first, later = self._jobs[: self._at_once], self._jobs[self._at_once :]
+        first, later = self.jobs[: self._at_once], self.jobs[self._at_once :]
         admitted: list[asyncio.Future[None]] = [loop.create_future() for _ in first]
         self._tasks = [
             loop.create_task(self._follow(job, future))

@@ -208,7 +208,7 @@ class Priced:
         for i, row in enumerate(rows):
             price = _price(factors, ask, row, i)
             if source is not None and source != i:
-                pulled = _pull(factors, ask, rows, i, source)
+                pulled = _pull(factors, ask, rows, at=i, source=source)
                 if pulled is not None and pulled.total_s < price.total_s:
                     price = pulled
             best.append(price)
@@ -229,10 +229,10 @@ class Priced:
         return Choice(
             "priced",
             chosen.row,
-            chosen.pull_from,
-            chosen.pull_blocks,
-            chosen.ttft_s,
-            tuple(best),
+            pull_from=chosen.pull_from,
+            pull_blocks=chosen.pull_blocks,
+            ttft_s=chosen.ttft_s,
+            prices=tuple(best),
         )
 
 
@@ -277,9 +277,19 @@ def _price(
     total_s = queue_s + weighed_s + steps_s + output_s + room_s + link_s + copied_s + host_s
     ttft_s = queue_s + prefill_s + steps_s + link_s + host_s
     return Price(
-        at, queue_s, weighed_s, steps_s, output_s, room_s, link_s + copied_s, host_s, total_s,
-        ttft_s, source, pull_blocks,
-    )  # fmt: skip
+        row=at,
+        queue_s=queue_s,
+        prefill_s=weighed_s,
+        steps_s=steps_s,
+        output_s=output_s,
+        room_s=room_s,
+        pull_s=link_s + copied_s,
+        host_s=host_s,
+        total_s=total_s,
+        ttft_s=ttft_s,
+        pull_from=source,
+        pull_blocks=pull_blocks,
+    )
 
 
 def _pull(factors: Factors, ask: Ask, rows: Sequence[Row], at: int, source: int) -> Price | None:
@@ -296,7 +306,9 @@ def _pull(factors: Factors, ask: Ask, rows: Sequence[Row], at: int, source: int)
     if tokens < factors.pull_tokens_min or rate <= 0:
         return None
     ahead = row.load.pulling_tokens + row.sent_pulling
-    return _price(factors, ask, row, at, source, blocks, (ahead + tokens) / rate)
+    return _price(
+        factors, ask, row, at, source=source, pull_blocks=blocks, link_s=(ahead + tokens) / rate
+    )
 
 
 def alike(values: Sequence[float], share: float) -> list[float]:

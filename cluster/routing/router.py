@@ -88,7 +88,9 @@ class Router:
         chain = self._identities.chain(info, submit.prompt, submit.salt.encode())
         output = min(submit.params.max_tokens, self._output_tokens) * max(1, submit.params.n)
         number = next(self._numbers)
-        ask = table.ask(number, chain, len(submit.prompt), output, now)
+        ask = table.ask(
+            number, chain, prompt_tokens=len(submit.prompt), expected_output=output, now_s=now
+        )
         if not chain:  # nothing to meet again: equal gangs take turns
             ask = replace(ask, next_block=b"%s %d" % (self._name.encode(), number))
         rows = [i for i, row in enumerate(table.rows) if row.name in holding]

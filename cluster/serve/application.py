@@ -212,7 +212,7 @@ class Ingress:
             behind_proxy=haproxy.in_use(os.environ),
         )
         self._api.supply = Supply(
-            config, asked, self._api.gangs.ready_by_pool, of_ray, time.monotonic
+            config, asked, ready=self._api.gangs.ready_by_pool, look=of_ray, clock=time.monotonic
         )
         self._checked = False
         keep_turning()

@@ -63,7 +63,7 @@ def serve_here(config: Config, directory: str, *, say: Say, worker: str | None =
     _stop_on_signals(stop)
     with local_ray(config, say):
         _stop_on_signals(stop)  # Ray has set its own
-        rows = _deploy(config, directory, worker, say, stop)
+        rows = _deploy(config, directory, worker=worker, say=say, stop=stop)
         if rows is not None:
             _announce(config, rows, time.monotonic() - began_s)
             stop.wait()

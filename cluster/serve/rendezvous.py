@@ -80,12 +80,12 @@ def take_seat(
     return Seat(
         gang,
         meeting,
-        host,
-        timeout_s,
-        idle_s,
-        time.monotonic,
-        time.perf_counter,
-        time.thread_time,
+        host=host,
+        timeout_s=timeout_s,
+        idle_s=idle_s,
+        now=time.monotonic,
+        clock=time.perf_counter,
+        cpu_clock=time.thread_time,
     )
 
 

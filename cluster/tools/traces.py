@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cluster.errors import UserError
@@ -89,7 +89,13 @@ def _arrival(number: int, row: object) -> Arrival:
     if any(type(one) is not int or not 0 <= one < 1 << 96 for one in ids):
         raise ValueError("a hash id is no whole number from 0 to 2^96 - 1")
     # A prompt and an answer have one token at least: a step computes the one and gives the other.
-    return Arrival(number, when / 1000, max(1, prompt_tokens), max(1, output_tokens), tuple(ids))
+    return Arrival(
+        number=number,
+        arrival_s=when / 1000,
+        prompt_tokens=max(1, prompt_tokens),
+        output_tokens=max(1, output_tokens),
+        hash_ids=tuple(ids),
+    )
 
 
 def _count(value: object) -> int:
@@ -109,9 +115,6 @@ def spread(arrivals: Sequence[Arrival]) -> list[Arrival]:
             end += 1
         gap = arrivals[end].arrival_s - when if end < len(arrivals) else 0.0
         for i, one in enumerate(arrivals[start:end]):
-            at_s = when + gap * i / (end - start)
-            moved.append(
-                Arrival(one.number, at_s, one.prompt_tokens, one.output_tokens, one.hash_ids)
-            )
+            moved.append(replace(one, arrival_s=when + gap * i / (end - start)))
         start = end
     return moved

@@ -106,10 +106,10 @@ def _plan(options: argparse.Namespace, card: dict[str, Any]) -> list[load.Planne
     if options.trace is None:
         return load.alike(
             options.requests,
-            options.rate or 0.0,
-            options.prompt_tokens,
-            options.output_tokens,
-            options.seed,
+            rate=options.rate or 0.0,
+            prompt=options.prompt_tokens,
+            output=options.output_tokens,
+            seed=options.seed,
         )
     arrivals = traces.read(options.trace)[: options.requests]
     longest = card.get("max_model_len") or sys.maxsize

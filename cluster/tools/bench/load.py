@@ -108,7 +108,7 @@ async def run(
         await asyncio.sleep(max(0.0, began_s + planned.at_s - loop.time()))
         async with places:
             outcome = Outcome(len(planned.prompt), loop.time() - began_s - planned.at_s)
-            await _ask(server, model, planned, outcome, loop.time)
+            await _ask(server, model, planned, outcome, now=loop.time)
         done += 1
         progress(done)
         return outcome

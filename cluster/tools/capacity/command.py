@@ -171,7 +171,13 @@ def _model(options: argparse.Namespace, progress: Callable[[str], None]) -> Mode
     dtype = options.dtype or "bfloat16"
     layer = Layer(options.kv_heads, options.head_dim, options.head_dim)
     name = f"{options.kv_heads} KV heads of {options.head_dim}"
-    return Model(name, Geometry((layer,) * options.layers, ITEM_BYTES[dtype]), heads, dtype, None)
+    return Model(
+        name=name,
+        geometry=Geometry((layer,) * options.layers, ITEM_BYTES[dtype]),
+        heads=heads,
+        dtype=dtype,
+        limit=None,
+    )
 
 
 def _probed(options: argparse.Namespace, progress: Callable[[str], None]) -> Model:
@@ -202,11 +208,11 @@ def _probed(options: argparse.Namespace, progress: Callable[[str], None]) -> Mod
     layers = tuple(Layer(x.kv_heads, x.k_dim, x.v_dim, x.window) for x in shape.layers)
     at = _measured_layer(layers)
     return Model(
-        path,
-        Geometry(layers, ITEM_BYTES[dtype]),
-        shape.calls[at].heads,
-        dtype,
-        getattr(text, "max_position_embeddings", None),
+        name=path,
+        geometry=Geometry(layers, ITEM_BYTES[dtype]),
+        heads=shape.calls[at].heads,
+        dtype=dtype,
+        limit=getattr(text, "max_position_embeddings", None),
     )
 
 
@@ -264,7 +270,9 @@ def _measure(
     per_token = layer.kv_heads * (layer.k_dim + layer.v_dim) * dtype.itemsize
     now, _ = Moments(requests, options.seed).draw(indirection.SEQUENCES_MAX)
     lengths = indirection.batch(now.tolist(), per_token, device)
-    step = indirection.Step(shape, model.heads, dtype, device, lengths)
+    step = indirection.Step(
+        shape=shape, heads=model.heads, dtype=dtype, device=device, lengths=lengths
+    )
     load = round(os.getloadavg()[0], 1)
     costs = indirection.measure(
         step, progress=lambda turn: progress(f"timing attention: turn {turn}")

@@ -85,7 +85,7 @@ def measure(
     # Query heads that read one KV head stand side by side as if they were more queries.
     packed = q.view(len(step.lengths), shape.kv_heads, group, shape.k_dim)
     sides = [_one_by_one(step, packed, k, v), _padded(step, packed, k, v)]
-    paged = [_paged(step, q, k, v, size, generator) for size in block_sizes]
+    paged = [_paged(step, q, k, v, size=size, generator=generator) for size in block_sizes]
     for run in paged:
         _same(run(), [side() for side in sides], step.dtype)
     times = _fastest([*sides, *paged], seconds, step.device, progress)

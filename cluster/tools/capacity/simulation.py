@@ -192,7 +192,9 @@ def fill(
     sums = np.zeros((len(kinds), 4), np.int64)
     moments, done = Moments(requests, seed), 0
     while done < rounds and moments.met < ENOUGH:
-        sums += _round(geometry, memory_bytes, moments, longest, kinds, progress)
+        sums += _round(
+            geometry, memory_bytes, moments, longest=longest, kinds=kinds, progress=progress
+        )
         done += 1
     return [
         Fit(

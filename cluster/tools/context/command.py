@@ -107,7 +107,15 @@ def _layer(options: argparse.Namespace) -> Layer:
         raise UserError(f"--block-size {block}: possible are 8, 16, 32, 64, 128 and 256")
     dim = options.head_dim or (128 if gpu else 64)
     dtype: torch.dtype = getattr(torch, options.dtype or ("bfloat16" if gpu else "float32"))
-    return Layer(heads, kv_heads, dim, dim, dtype, device, block)
+    return Layer(
+        heads=heads,
+        kv_heads=kv_heads,
+        k_dim=dim,
+        v_dim=dim,
+        dtype=dtype,
+        device=device,
+        block_size=block,
+    )
 
 
 def _measured(
@@ -132,7 +140,7 @@ def _measured(
                 cost = measure.sharded(
                     layer, tokens, count, ranks, clock=clock, turns=options.turns
                 )
-            row[name] = _part(layer, context, count, ranks, cost, first[count])
+            row[name] = _part(layer, context, count, ranks=ranks, cost=cost, alone=first[count])
         rows.append(row)
     return rows
 
@@ -197,7 +205,9 @@ def _finish(
         whole_s = max(part["attention_s"]) + (part["exchange_s"] or 0.0)
         whole = part["exchange_s"] is not None
         part["efficiency"] = round(one["attention_s"][0] / ranks / whole_s, 3) if whole else None
-        part["predicted"] = _predicted(options, layer, row["context"], part["tokens"], ranks)
+        part["predicted"] = _predicted(
+            options, layer, context=row["context"], count=part["tokens"], ranks=ranks
+        )
 
 
 def _capacity(options: argparse.Namespace, geometry: Geometry, ranks: int, block: int) -> int:

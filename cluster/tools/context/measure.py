@@ -224,11 +224,11 @@ def sharded(
     for _, at, out in found:
         output[at] = out
     return Cost(
-        tuple(min(times) for times, _, _ in found),
-        ends[0].calls // (1 + turns),
-        ends[0].bytes_sent // (1 + turns),
-        tuple(meters[0].moved),
-        output,
+        attention_s=tuple(min(times) for times, _, _ in found),
+        calls=ends[0].calls // (1 + turns),
+        bytes_sent=ends[0].bytes_sent // (1 + turns),
+        moved=tuple(meters[0].moved),
+        output=output,
     )
 
 
@@ -263,7 +263,7 @@ def alone(
             out = ops.attend_finish(q[start:], *pages, rows, layer.options)
             synchronise()
             times.append(clock() - since)
-    return Cost((min(times[1:]),), 0, 0, (), out)
+    return Cost(attention_s=(min(times[1:]),), calls=0, bytes_sent=0, moved=(), output=out)
 
 
 def replay(

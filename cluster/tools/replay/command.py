@@ -133,7 +133,7 @@ def run(options: argparse.Namespace) -> int:
             }
         )
     progress("")
-    facts = _facts(options, arrivals, settings[0], bounds, runs)
+    facts = _facts(options, arrivals, settings=settings[0], bounds=bounds, runs=runs)
     if options.plot is not None:
         plot.save(options.plot, facts, outcomes)
     if not options.json:
@@ -156,11 +156,16 @@ def _settings(options: argparse.Namespace) -> list[Settings]:
     )  # fmt: skip
     return [
         Settings(
-            name, engine, options.workers, options.speed, options.pull and name == "priced",
-            options.ingresses, options.delay_ms / 1000,
+            name,
+            engine,
+            workers=options.workers,
+            speed=options.speed,
+            pull=options.pull and name == "priced",
+            ingresses=options.ingresses,
+            delay_s=options.delay_ms / 1000,
         )
         for name in options.policy
-    ]  # fmt: skip
+    ]
 
 
 def _cost(path: Path) -> Cost:

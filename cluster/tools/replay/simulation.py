@@ -78,7 +78,13 @@ class Ingress:
     def choose(self, arrival: Arrival, chain: list[bytes], now_s: float) -> tuple[Choice, int]:
         """Where the request goes, and how many prompt tokens that gang should have to compute."""
         table = self.table
-        ask = table.ask(arrival.number, chain, arrival.prompt_tokens, OUTPUT_TOKENS, now_s)
+        ask = table.ask(
+            arrival.number,
+            chain,
+            prompt_tokens=arrival.prompt_tokens,
+            expected_output=OUTPUT_TOKENS,
+            now_s=now_s,
+        )
         choice = self.policy(ask, table.rows)
         table.sent(ask, choice, chain, now_s)
         return choice, ask.lacking(choice)
@@ -214,7 +220,7 @@ class Replay:
         chain = arrival.chain(size)
         ingress = self.ingresses[next(self._turn) % settings.ingresses]
         choice, lacking = ingress.choose(arrival, chain, self.now_s)
-        task = Task(arrival, chain, lacking, choice.row, choice.ttft_s)
+        task = Task(arrival, chain, lacking=lacking, worker=choice.row, predicted_s=choice.ttft_s)
         self._tasks.append(task)
         if choice.pull_from is None or not self._pull(task, choice):
             self._submit(task)
