@@ -34,10 +34,10 @@ from cluster.metrics import CONTENT_TYPE, Record
 log = logging.getLogger("kvatlas.ingress")
 
 SWITCH_S = 0.001
-"""How long a thread of an ingress may keep the interpreter when another wants it."""
+"""Python's switch interval in an ingress: how long a thread may keep the interpreter."""
 
 STAYS = "x-request-disconnect-disabled"
-"""Tells Serve's proxy not to say when the client has gone."""
+"""A header that makes Serve's proxy hide a disconnect. Refused: a request ends with its client."""
 
 REREAD_S = 5.0
 """How often files of keys are read again."""

@@ -1,7 +1,7 @@
-"""From the bytes of a body to a typed request, in time that a hostile body cannot stretch.
+"""Parses a request body: from bytes to a typed request, or a 400 that names what is wrong first.
 
-Everything here runs on the event loop: a list or an object that is too long is refused before it is
-looked at, and what is shown of a wrong value is cut while it is written.
+This runs on the event loop, so a hostile body must not hold it: a list or an object that is too
+long is refused before its items are looked at, and a wrong value is cut while it is quoted.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from cluster.errors import ApiError, invalid
 from cluster.http import openai
 from configs.schema import MAX_ITEMS
 
-MAX_PARAMETERS = 1000
-"""Of one request."""
+MAX_PARAMETERS = 1000  # of one request
 
 _SHOWN = 80  # characters of a wrong value
 _BOUNDED_ELSEWHERE = {"prompt", "messages", "tokens"}  # by limits.*, with a message of their own

@@ -1,7 +1,8 @@
-"""One choice of an answer: tokens come in as the worker sends them, text comes out as it is sent.
+"""One choice of an answer: takes the worker's tokens, gives the text that can be sent.
 
-A choice holds what has not been taken yet; what arrives meanwhile is folded into it. So a slow
-client costs one piece of memory per choice, and an answer that is not streamed is taken once.
+`add` and `finish` take tokens, `take` gives all that is new as one `Piece`. What was not taken yet
+is merged: a slow client costs one piece of memory a choice, and an answer that is not streamed is
+taken once, at its end.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Scored(NamedTuple):
 
 @dataclass(slots=True)
 class Piece:
-    """What a choice has to say since it was last asked."""
+    """What is new in a choice since the last `take`."""
 
     text: str
     tokens: list[int]

@@ -1,8 +1,8 @@
-"""One completion request from its body to its last byte, streamed or not.
+"""One completion request, from its body to the last byte of its answer.
 
-Everything that can be refused is refused before the first byte: the status line is sent only once
-the engine has accepted all prompts. The answer that is not streamed is what is left to take from
-the choices at the end.
+Parse, check, tokenise, send to the engines, answer. All that can be refused is refused before the
+status line, which is sent once the engines have accepted the prompts. A streamed answer takes from
+the choices whenever there is news; one that is not streamed takes once, when all have ended.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ KEEP_ALIVE_S = 5.0
 """A stream with nothing to say sends a comment this often."""
 
 SEND_S = 5.0
-"""How much longer than a request may take its client may take to read the rest of the answer."""
+"""After a request's time is over, its client has this long to read the rest of the answer."""
 
 _GONE = 499  # nobody is left to read a status; this one stands in logs and metrics
 _SSE = [

@@ -1,9 +1,9 @@
-"""The engine's side of one HTTP request: its streams, folded into choices.
+"""The engines' side of one completion request.
 
-Each prompt is one stream for all its choices, with a task that reads it. The tasks fold what
-arrives into the choices and say that there is news; whoever answers takes from the choices when it
-can send. When an engine is lost another one goes on after the tokens that have come, so a client
-sees one unbroken answer. Leaving the block ends everything, however it is left.
+Each prompt is a `Job`: one stream of an engine for all its choices, read by a task of its own.
+Tasks add what arrives to the choices and signal news; whoever answers takes from the choices when
+it can send. When an engine is lost, another one continues after the tokens that have come, so the
+client sees one unbroken answer. Leaving `async with Generation(...)` ends all streams.
 """
 
 from __future__ import annotations
@@ -29,24 +29,23 @@ log = logging.getLogger("kvatlas.ingress")
 _REJECTED = {"queue_full": (429, "queue_full"), "invalid": (400, "invalid_value")}
 
 MIN_WAIT_S, MAX_WAIT_S = 0.05, 5.0
-"""Between two attempts of a later prompt of a request to get into a full queue."""
+"""Time between two attempts to get a later prompt of a request into a full queue."""
 
 ABORT_S = 5.0
-"""How long a worker has to end one choice of several; it runs to its own end otherwise."""
-
+"""How long a worker has to end one choice of several; one that does not runs on unseen."""
 
 LOSSES_MAX = 2
-"""Engines that may be lost under a request: it may be what kills them."""
+"""A request that loses this many engines fails: it may be what kills them."""
 
 UNDELIVERED_MAX = 8
-"""Times that a request may find its worker gone before it got there."""
+"""How often a request may find its worker gone before the worker has seen it."""
 
 MORE_GANGS = 2
-"""Gangs that are tried after one whose queue is full."""
+"""How many more gangs are tried after one whose queue is full."""
 
 
 class QueueFull(Exception):
-    """A gang takes no more; `answer` is what the client is told if no other does."""
+    """A gang's queue is full. `answer` is for the client if no other gang takes the request."""
 
     def __init__(self, answer: ApiError) -> None:
         super().__init__(answer)
@@ -56,15 +55,16 @@ class QueueFull(Exception):
 
 @dataclass(slots=True)
 class Job:
-    """One prompt: what the engine is asked, and the choices that its answer goes into.
+    """One prompt: the request to the engine, and the choices that the answer goes into.
 
-    `generated` and `scored` remember what came, so that another engine can go on after it: the
-    token ids of each choice, and the prompt's log-probabilities by their number.
+    `generated` has the token ids of each choice so far and `scored` counts the prompt tokens whose
+    log-probabilities have come, so that another engine can continue there. `open_ended`: the
+    request sets no limit on tokens.
     """
 
     submit: messages.Submit
     choices: Sequence[Choice]
-    open_ended: bool = False  # the answer may be as long as whoever makes it can
+    open_ended: bool = False
     generated: list[list[int]] = field(default_factory=list)
     scored: int = 0
 

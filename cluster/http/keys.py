@@ -1,7 +1,7 @@
-"""API keys: whose a request is, and who may look inside the server.
+"""API keys: whose a request is, and who may use the inside routes (`/metrics`, `/debug`, `/map`).
 
-Keys come from files or the environment. What is kept of them are digests under a key that this
-process draws for itself, so nothing that leaks from here is a key or can be tried against one.
+Keys come from files or the environment. Only digests are kept, made with a secret that each process
+draws for itself: a digest that leaks is no key, and nobody can try keys against it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from cluster.errors import ApiError, UserError
 from configs.schema import ServerConfig
 
 API_KEYS, ADMIN_KEY = "KVATLAS_API_KEYS", "KVATLAS_ADMIN_KEY"
-"""Variables of the environment: `tenant: key` with commas or line ends between; one key."""
+"""Environment variables. The first has pairs `tenant: key`, separated by commas or line ends; the
+second has one key."""
 
 MAX_KEYS = 1000
 """Every request is compared with all of them."""
@@ -30,17 +31,17 @@ _FILE_BYTES_MAX = 1 << 20
 _TENANT = re.compile(r"[A-Za-z0-9._@-]{1,64}")
 _KEY = re.compile(r"[!-~]{16,512}")
 _KEY_RULE = "16 to 512 visible ASCII characters"
-# Whoever sends one of these speaks for somebody else, whose address is not the peer's.
+# A proxy sends these: the address of the connection is not the client's.
 _FORWARDED = frozenset({"forwarded", "via", "x-forwarded-for", "x-real-ip"})
 
 _Line = tuple[str, str]  # where it stands, its text
 
 
 class Access:
-    """Who may do what. `behind_proxy`: all requests come through a proxy on this machine that does
-    not say so, and none is taken for one of this machine's own.
+    """Who may do what. Raises UserError when keys are configured and cannot be used.
 
-    Raises UserError when keys are configured and cannot be used.
+    With `behind_proxy` all requests come through a proxy on this machine that does not say so. Then
+    no client counts as local, and inside routes need the admin key.
     """
 
     def __init__(

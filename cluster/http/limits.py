@@ -1,4 +1,4 @@
-"""Bounds on request bodies, and the client's label on answers: pure ASGI middleware."""
+"""ASGI middleware: bounds on request bodies, and the client's X-Request-Id as a label."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from cluster.http.responses import dumps
 from configs.schema import LimitsConfig
 
 MAX_BODIES = 64
-"""As many bodies of the largest size may be there at once, or more that are smaller."""
+"""All bodies in memory together may have the size of this many of the largest ones."""
 
 LINGER_S = 2.0
-"""A client that goes on sending a refused body may be silent for this long."""
+"""A refused body is read on for as long as no pause in it is longer than this."""
 
 _LABEL_MAX = 128
 _CLOSE = (b"connection", b"close")
 
 
 class BodyLimit:
-    """Refuses a body that is larger than `limits` allow (413), by what its header announces or by
-    what was counted, one that takes longer to arrive (408), and one that is too much with all
-    others that are being answered (429). Asks for the limits each time."""
+    """Refuses a body that is too large (413, by Content-Length or by what has arrived), too slow
+    (408), or too much together with all bodies in memory (429). `limits` gives the settings of the
+    moment; with `echo` the answer carries the client's X-Request-Id."""
 
     def __init__(self, app: ASGIApp, *, limits: Callable[[], LimitsConfig], echo: bool) -> None:
         self._app = app

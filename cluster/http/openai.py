@@ -1,8 +1,8 @@
-"""Requests of the OpenAI API: their types, and the checks that need to know what is served.
+"""Requests of the OpenAI API: their types, and checks against what is served.
 
-Known parameters are typed by pydantic and bounded by the worker's own rules. `null` means default.
-A known parameter that is not served is a 400 unless it asks for what happens anyway; an unknown one
-is ignored and counted, or a 400 with `server.strict_params`.
+Pydantic checks types, the worker's own rules check ranges. A parameter that is null counts as left
+out. One that is known but not supported is a 400, unless its value asks for nothing. One that is
+unknown is ignored and counted, or a 400 with `server.strict_params`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ MAX_PRIORITY = 1000
 TIMEOUT_HEADER = "x-request-timeout"
 _FAR = 10**6  # beyond what any number of a bias may be
 
-# Served in effect, or without an effect on the answer by design.
+# Accepted: they do not change the answer.
 HARMLESS = frozenset(
     {"metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "user"}
 )
-# Known but not served: the values that ask for nothing.
+# Known but not supported, with the values that ask for nothing and are accepted.
 _COMMON: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": ([],),
     "bad_words": ([],),

@@ -1,4 +1,4 @@
-"""What the other ingresses know: any of them answers for all."""
+"""What the other ingresses know, so that any of them answers `/metrics` and `/debug` for all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEADLINE_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What one ingress says of itself: its metrics, and its clients' names of what is running."""
+    """What one ingress knows: its metrics, and its clients' labels of the requests in flight."""
 
     ingress: str
     families: list[Metric] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Prompts and conversations: the part of a request that becomes tokens."""
+"""Prompts and chat messages, checked and in the form that the tokenizer takes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Responses of the OpenAI API as plain dicts, and chunks of a stream as bytes.
+"""Responses of the OpenAI API: plain dicts for whole answers, bytes for the chunks of a stream.
 
-A chunk is built for every delta of every stream: the part that never changes is encoded once.
+A chunk is built for every delta of every stream, so the part that never changes is encoded once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the routes of one ingress share: one `Api`, built by whoever starts the ingress.
+"""What the routes of one ingress share: one `Api`, made by whoever starts the ingress.
 
-Routes read it and call it; it imports none of them. It knows neither Ray nor Serve: the way to the
-workers, the hub and the other ingresses are given.
+Routes read it and call it, it imports none of them. The ways to the workers, to the hub and to the
+other ingresses are given to it.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Api:
         self.metrics = Metrics(model, name, self.gangs.snapshots)
         self.created = int(time.time())
         self.supply: ResourceWatch | None = None
-        self.labels: dict[str, str] = {}  # the clients' names of what the engine is working on
+        self.labels: dict[str, str] = {}  # X-Request-Id of the requests in flight, by id
 
     async def served(self) -> openai.Served:
         """What is served, once a worker can take a request.

@@ -1,8 +1,8 @@
-"""Text to tokens and back: chat template, tokenising, incremental text, stop strings.
+"""Text to tokens and back: chat template, tokenising, detokenising, stop strings.
 
-`Detokenizer` and `StopMatcher` turn a stream of tokens into a stream of text that can be sent at
-once: half characters and beginnings of stop strings are held back until they are decided. What they
-give out in total does not depend on how the tokens were cut into deltas.
+`Detokenizer` and `StopMatcher` turn a stream of tokens into a stream of text. They hold back half a
+character and what may be the beginning of a stop string until that is decided. All text together
+does not depend on how the tokens were cut into deltas.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The names of a prompt's blocks, as the workers give them: how an ingress asks the index."""
+"""Block hashes of a prompt, as the workers compute them: what an ingress looks up in the index.
+
+The hash of a full block covers its tokens and all before them. It is keyed with the cluster's
+secret, and depends on the model and on the salt that keeps tenants apart.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,14 @@ from worker.scheduling.prefix import PROBE_BLOCKS, PROBE_SALT
 
 
 class Identities:
-    """Names blocks with the cluster's secret, by what a worker says of its model in `info`."""
+    """Block hashes under the cluster's secret `key`. A worker's `info` describes its model."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
         self._roots: tuple[dict[str, Any], dict[bytes, bytes]] = ({}, {})
 
     def chain(self, info: dict[str, Any], tokens: Sequence[int], salt: bytes) -> list[bytes]:
-        """The identities of the full blocks of a prompt; none where nothing is indexed."""
+        """The hashes of a prompt's full blocks in order; none where the worker caches nothing."""
         parts = info["identity"]
         if parts is None:
             return []

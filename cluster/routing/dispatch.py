@@ -1,8 +1,8 @@
-"""The dispatcher of one ingress: all that a request needs of the workers.
+"""The dispatcher: what a request of one ingress needs of the workers.
 
-It gives the gang that should serve a prompt and the way to it, waits for one where none is ready,
-counts the streams that are open, and takes in what their ends teach: a gang that was lost, an
-answer's length.
+It chooses the gang for a prompt and gives the way to it, or waits until one is ready. It knows
+which streams are open and tells the gangs, which drop all others. Callers report back when a gang
+was lost and how long an answer became.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Target:
 
 
 class Dispatcher:
-    """Where the requests of one ingress are and go. `name` is the ingress's own."""
+    """Sends the requests of the ingress `name` to gangs."""
 
     def __init__(self, gangs: Gangs, router: Router, waiting: Waiting, *, name: str) -> None:
         self._gangs, self._router, self._waiting, self.name = gangs, router, waiting, name
@@ -48,8 +48,8 @@ class Dispatcher:
     def choose(
         self, submit: messages.Submit, length: Length, avoid: Collection[str]
     ) -> Target | None:
-        """The gang that should serve a prompt; None where all that are ready and can hold it are to
-        be avoided."""
+        """The gang that should serve a prompt; None where none is ready that can hold it and is not
+        to be avoided."""
         route = self._router.choose(submit, length, avoid)
         return None if route is None else Target(route, self._gangs.handle(route.gang))
 

@@ -1,13 +1,16 @@
-"""The global prefix index: which gang can find which blocks. Hub and mirrors. No Ray, no clock.
+"""The global prefix index: which gang holds which KV blocks. No Ray, no clock.
 
-Each gang's identities are one Python set. Chained identities and prefix-closed sets make that
-exact: a gang has a chain up to some depth and nothing beyond, so bisecting finds the depth. To drop
-a gang is to drop its set, and what shares no table grows no table. Python grows small sets
-fourfold; they are made anew whenever they got larger than `TABLE_BYTES` an identity.
+Workers send batches of events (blocks stored, removed, all cleared), numbered by `seq`. The `Hub`
+keeps what all gangs hold, a `Mirror` follows the hub in each ingress. Matching a prompt's block
+hashes gives, for each gang, how many leading blocks it holds.
 
-Three things differ: a *gap* (a batch is missing: what is known stays, and `wanted` says what to ask
-for), a *restart* (a later epoch: all of the gang is dropped, its numbers begin again) and a *clear*
-(an event like others). A digest that does not match is repaired by a dump.
+A gang's block hashes are one Python set. A hash covers all tokens before its block, and who holds a
+block holds those before it, so bisecting finds the depth. A gang that goes takes its set with it.
+Python grows small sets fourfold, so a set of more than `TABLE_BYTES` a hash is built anew.
+
+Three cases differ. A *gap*: a batch is missing; what is known stays, and `wanted` says what to ask
+for. A *restart*: a later `epoch`; all of the gang is dropped. A *clear*: an event like others.
+Where a digest does not match, the worker is asked for a dump of all it holds.
 """
 
 from __future__ import annotations
@@ -37,8 +40,8 @@ from kvpaging.host_pool import GPU, HOST
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-TABLE_BYTES = 64  # of an identity in its set at most, but for a small constant
-BLOCK_BYTES = TABLE_BYTES + 64  # and the 16 bytes of the identity as an object
+TABLE_BYTES = 64  # of memory for a block hash in its set, at most
+BLOCK_BYTES = TABLE_BYTES + 64  # and for the 16 bytes of the hash as a Python object
 BATCHES_AHEAD = 64
 EXPECTED_BLOCKS = 1 << 16
 

@@ -1,7 +1,8 @@
-"""Which gang a request goes to: pure policies over one table of gangs. No torch, no Ray, no clock.
+"""Routing policies: which gang a request goes to. Pure: no torch, no Ray, no clock.
 
-The ingress and `kvatlas replay` use the same objects. A policy gets a question (`Ask`) and the rows
-of the table, and gives a `Choice` with the prices that led to it. Seconds and tokens throughout.
+A policy takes a question (`Ask`) and the rows of the table, one for each gang that may be chosen.
+It gives a `Choice`: the row, blocks to pull from another gang first, and the prices that led to it.
+Units are seconds and tokens. The ingress and `kvatlas replay` use the same objects.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class Rates(NamedTuple):
 
 
 class Row(Protocol):
-    """A gang in one ingress's table; `sent_*` is what that ingress sent and no report counts.
-    `ranks` workers serve it: a step of one keeps all of them."""
+    """A gang in one ingress's table. `sent_*` is what that ingress sent and no report counts yet.
+    A step of a gang keeps all its `ranks` GPU workers busy."""
 
     @property
     def name(self) -> str: ...
@@ -50,12 +51,13 @@ class Row(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request. `matched[i]`: leading blocks that row i has or is about to have, `stored[i]`:
-    those it is known to have on its GPUs, `hosted[i]`: those that only its hosts have; `deepest` is
-    the most of any row, and about `demand` more requests will soon want the same for each row that
-    has it. `next_block` names the first block that no row has. Rows in `home` are this ingress's
-    share of the gangs; `unseen_tokens` is what each other row may have been sent by the others
-    since they were last heard of.
+    """One request, and what each row holds of its prompt, counted in leading blocks.
+
+    `matched[i]`: blocks that row i holds or will hold soon. `stored[i]`: those known to be on its
+    GPUs. `hosted[i]`: those that only its hosts hold. `deepest`: the most of any row. `demand`:
+    requests for the same prefix to expect soon, for each row that holds it. `next_block`: the hash
+    of the first block that no row holds. `home`: the rows that are this ingress's share.
+    `unseen_tokens`: what the other ingresses may have sent to each other row since its last report.
     """
 
     number: int

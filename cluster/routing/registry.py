@@ -1,7 +1,7 @@
-"""The registry of gangs: those that are there, how each is called, and whether it is ready.
+"""The registry of gangs: which there are, the way to each, and whether it is ready.
 
-A gang is one engine: a worker alone, or several that shard a sequence. Who is there is read from
-`Workers`; each gang has a `Watch` of its own, which listens to its statistics.
+Who is there is read from `Workers` ten times a second. Each gang has a `Watch` of its own, which
+listens to its statistics; a gang that is silent or fails is not ready until it answers again.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ class Workers(Protocol):
 
 
 class Gangs:
-    """Follows the gangs that `workers` lists, as long as it lists them. `check` says why a worker
-    with this `info` cannot be used, or nothing."""
+    """The gangs that `workers` lists, each watched for as long as it is listed.
+
+    `check` says why a worker with this `info` cannot be used, "" where it can. `on_failure` is
+    called when a worker stops answering.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,9 @@
-"""Which gang a prompt goes to: the policy's question, put together from what an ingress knows."""
+"""The router of one ingress: which gang should serve a prompt.
+
+It gathers what the ingress knows of the gangs that can hold the request (their last reports, their
+blocks, what was sent to them since) and asks the policy of `routing.policy`. The `Route` it gives
+names the gang, perhaps blocks to pull first, and a predicted time to the first token.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +26,16 @@ UNREPORTED_S = 5.0
 """How long a prompt that was sent counts where no report says what became of it."""
 
 OUTPUT_TOKENS = 128.0
-"""Expected of an answer before any has ended."""
+"""Expected length of an answer before any has ended."""
 
 UNMEASURED_TOKEN_S = 1e-3
-"""Of a prompt token on a gang that has computed none yet: a queue must have some price."""
+"""Time of a prompt token on a gang that has computed none yet: a queue must have some price."""
 
 OPEN_ENDED = 4.0
-"""Times the usual answer: room that a request wants which does not say how much it needs."""
+"""A request without a token limit needs room for this many times the usual answer."""
 
 NEW = 0.05
-"""Weight of the latest answer in what is expected of the next."""
+"""Weight of the latest answer in the moving average of answer lengths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +49,16 @@ class Route:
 
 
 class Length(NamedTuple):
-    """Tokens of one sequence: those `known`, with room for another one, and all that are `asked`
-    for; None where the answer may end anywhere."""
+    """Tokens of a job's longest sequence: `known` ones and the next, and the most it may reach;
+    `asked` is None where the request sets no limit."""
 
     known: int
     asked: int | None
 
 
 class Router:
-    """One ingress's choices. `share` says which of how many ingresses it is, `config` gives the
-    settings of the moment, `clock` seconds."""
+    """Chooses gangs for the ingress `name`. `share` gives its number and how many ingresses there
+    are, `config` the settings of the moment, `clock` seconds."""
 
     def __init__(
         self,

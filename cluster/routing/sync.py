@@ -1,6 +1,6 @@
-"""Both ends of the index: workers report what changed, ingresses follow what is known.
+"""Both ends of the index: a `Reporter` sends a worker's changes, a `Follower` updates a mirror.
 
-Neither needs the hub to work: without it workers serve, and mirrors keep what they have.
+Serving does not depend on the hub. While it is away workers serve, and mirrors keep what they have.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from cluster.routing.index import Answer, Mirror, Version
 log = logging.getLogger("kvatlas.index")
 
 EACH_S = 0.025
-"""Between two reports, at least."""
+"""Least time between two reports."""
 
 AT_LEAST_S = 0.5
-"""Between two reports where nothing changes; before the hub is tried again."""
+"""Time between two reports while nothing changes, and before a hub that failed is tried again."""
 
 WAIT_S = 1.0
 """How long the hub may keep an ingress waiting for news."""
 
 
 class News(NamedTuple):
-    """The hub's answer to an ingress: what it lacks, the hub's changes so far, and which of how
-    many ingresses it is."""
+    """The hub's answer to an ingress: what its mirror lacks, the number of changes so far, and that
+    it is ingress number `at` of `ingresses`."""
 
     answer: Answer
     changes: int
@@ -36,7 +36,7 @@ class News(NamedTuple):
 
 
 class Reports(Protocol):
-    """A worker, as far as it reports."""
+    """What a reporter needs of a worker."""
 
     gang: str
 

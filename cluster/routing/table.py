@@ -1,7 +1,7 @@
-"""One ingress's table of gangs: what they report, and what it sent that no report counts yet.
+"""The gangs as one ingress sees them: their last reports, and what it sent since then.
 
-No torch, no Ray, no clock: times are arguments, in seconds of one clock. Every ingress keeps its
-rows in the order of their names, so that all mean the same gangs by the same share.
+No torch, no Ray, no clock: times are arguments, in seconds of one clock. Rows are sorted by name,
+so that all ingresses split the gangs in the same way.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cluster.routing.policies import Ask, Choice, Rates, alike
 from kvpaging.events import Load
 
 DEMAND_S = 10.0
-"""A prefix will be asked for as often as it was in this time."""
+"""Demand for a prefix is how often it was asked for in this time."""
 
 PREFIXES_MAX = 4096
 RATES_S = 1.0
@@ -24,8 +24,8 @@ RATES_S = 1.0
 
 
 class Match(Protocol):
-    """Leading blocks that a gang has on its GPUs, those that it has or is expected to have soon,
-    and how many of these only its hosts have."""
+    """Leading blocks of a prompt: on a gang's GPUs, there or expected soon, and how many of these
+    only its hosts hold."""
 
     @property
     def stored(self) -> int: ...
@@ -48,7 +48,7 @@ class Index(Protocol):
 
 
 class Sent(NamedTuple):
-    """A request on its way, in the units of `Load`."""
+    """A request that was sent and is in no report yet, in the units of `Load`."""
 
     at_s: float
     tokens: int

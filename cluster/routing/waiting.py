@@ -1,4 +1,7 @@
-"""Requests that have come while no worker can take them wait for one, within bounds."""
+"""A request that finds no worker ready waits for one.
+
+It waits `limits.worker_wait_s` at most, and of one ingress at most `scheduler.max_waiting` wait.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,12 @@ from configs.schema import Config
 _T = TypeVar("_T")
 
 LOOK_S = 0.1
-"""How often they look."""
+"""How often a waiting request looks for a worker."""
 
 
 class Waiting:
-    """Those of one ingress. Asks for the settings each time."""
+    """The waiting requests of one ingress; `number` counts them. `config` gives the settings of the
+    moment."""
 
     def __init__(self, config: Callable[[], Config]) -> None:
         self._config = config
@@ -29,11 +33,10 @@ class Waiting:
         *,
         begun: bool = False,
     ) -> _T:
-        """What `found` gives, as soon as it gives something.
+        """The first value of `found` that is not None.
 
-        Raises what `failure` makes of words on the time that has passed, after
-        `limits.worker_wait_s`, and 429 where `scheduler.max_waiting` requests wait already, unless
-        this one has `begun`.
+        Raises `failure("after 5 s (limits.worker_wait_s)")` when the time is over, and 429 where
+        too many wait already. A request that has `begun` to answer is never refused for that.
         """
         if (value := found()) is not None:
             return value

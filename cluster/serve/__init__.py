@@ -1,0 +1,1 @@
+"""What runs on Ray Serve: deployments, the way of calls between replicas, the hub's actor."""
