@@ -26,7 +26,7 @@ from cluster.http import bodies, debug, keys, openai, prompts
 from cluster.http.completions import Completion, while_there
 from cluster.http.limits import BodyLimit, label_of
 from cluster.http.peers import merged
-from cluster.http.responses import json_response
+from cluster.http.responses import error_response, json_response
 from cluster.http.state import DEBUG_DEADLINE_S, Api
 from cluster.http.ui.page import add_map
 from cluster.metrics import CONTENT_TYPE, Record
@@ -113,7 +113,7 @@ def _on_api_error(api: Api) -> Callable[[Request, Exception], Awaitable[Response
     async def answer(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
         api.metrics.answered(request.scope["route"].path, error.status)
-        return _refused(error)
+        return error_response(error)
 
     return answer
 
@@ -121,7 +121,7 @@ def _on_api_error(api: Api) -> Callable[[Request, Exception], Awaitable[Response
 async def _on_http_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
-    return _refused(ApiError(error.status_code, code, str(error.detail)), error.headers)
+    return error_response(ApiError(error.status_code, code, str(error.detail)), error.headers)
 
 
 async def _on_disconnect(_: Request, __: Exception) -> Response:
@@ -131,11 +131,7 @@ async def _on_disconnect(_: Request, __: Exception) -> Response:
 async def _on_any_error(request: Request, error: Exception) -> Response:
     # Starlette logs the trace; this is what the client is told.
     message = f"the server failed on {request.url.path}: {type(error).__name__}"
-    return _refused(ApiError(500, "internal_error", message))
-
-
-def _refused(error: ApiError, more: Mapping[str, str] | None = None) -> Response:
-    return json_response(error.body(), error.status, {**(more or {}), **error.headers()})
+    return error_response(ApiError(500, "internal_error", message))
 
 
 def _body_docs(kind: type[Any]) -> dict[str, Any]:

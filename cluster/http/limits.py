@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.errors import ApiError
-from cluster.http.responses import dumps
+from cluster.http.responses import error_response
 from configs.schema import LimitsConfig
 
 MAX_BODIES = 64
@@ -48,7 +48,7 @@ class BodyLimit:
         try:
             if _announced(headers) > limits.max_body_bytes:
                 body.refused = True
-                await _answer(send, _too_large(limits))
+                await error_response(_too_large(limits))(scope, body, send)
             else:
                 await self._app(scope, body, send)
         finally:
@@ -146,13 +146,3 @@ def _with(send: Send, more: Callable[[], list[tuple[bytes, bytes]]]) -> Send:
         await send(message)
 
     return sending
-
-
-async def _answer(send: Send, error: ApiError) -> None:
-    body = dumps(error.body())
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-    ]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

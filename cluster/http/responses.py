@@ -14,6 +14,7 @@ from typing import Any
 
 from starlette.responses import Response
 
+from cluster.errors import ApiError
 from cluster.http.choices import Piece, Scored
 
 LEAST_LOGPROB = -9999.0
@@ -40,6 +41,11 @@ def json_response(
 ) -> Response:
     """A whole answer in JSON."""
     return Response(dumps(body), status, headers, media_type="application/json")
+
+
+def error_response(error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
+    """The answer that an error is, with these headers besides its own."""
+    return json_response(error.body(), error.status, {**(headers or {}), **error.headers()})
 
 
 def event(body: object) -> bytes:
