@@ -297,27 +297,18 @@ _GAUGES = (
     ("kvatlas:kv_unshared_blocks", "Blocks without sharing", "unshared_blocks"),
     ("kvatlas:kv_wasted_slots", "Unused slots of sequences", "wasted_slots"),
     ("kvatlas:pulling", "Requests that wait for blocks", "transfers.pulling"),
-    (
-        "kvatlas:unconfirmed_blocks",
-        "Blocks that a late copy may write to",
-        "transfers.unconfirmed_blocks",
-    ),
-    (
-        "kvatlas:prefill_tokens_per_second",
-        "Measured rate of computing prompts",
-        "transfers.prefill_tokens_per_s",
-    ),
+    ("kvatlas:unconfirmed_blocks", "Blocks that a late copy may write to",
+     "transfers.unconfirmed_blocks"),
+    ("kvatlas:prefill_tokens_per_second", "Measured rate of computing prompts",
+     "transfers.prefill_tokens_per_s"),
     ("kvatlas:queued_seconds", "Wait of a request that comes now", "queued_s"),
     ("kvatlas:filled_ratio", "Share of seats or of blocks asked for", "filled"),
     ("kvatlas:step_age_seconds", "Age of the step under way", "step_age_s"),
     ("kvatlas:host_out_bytes_per_second", "Measured rate to the host", "tier.out_bytes_per_s"),
     ("kvatlas:host_back_bytes_per_second", "Measured rate back", "tier.back_bytes_per_s"),
-    (
-        "kvatlas:swapped_sequences",
-        "Sequences whose blocks the host keeps",
-        "tier.swapped_sequences",
-    ),
-)
+    ("kvatlas:swapped_sequences", "Sequences whose blocks the host keeps",
+     "tier.swapped_sequences"),
+)  # fmt: skip
 
 _COUNTERS = (
     ("vllm:prompt_tokens", "Prompt tokens computed", "prompt_tokens"),
@@ -348,11 +339,8 @@ _COUNTERS = (
     ("kvatlas:kv_evictions", "Cached blocks reused", "evictions"),
     ("vllm:spec_decode_num_drafts", "Rows with guesses", "speculation.drafts"),
     ("vllm:spec_decode_num_draft_tokens", "Tokens guessed", "speculation.draft_tokens"),
-    (
-        "vllm:spec_decode_num_accepted_tokens",
-        "Guesses that were right",
-        "speculation.accepted_tokens",
-    ),
+    ("vllm:spec_decode_num_accepted_tokens", "Guesses that were right",
+     "speculation.accepted_tokens"),
     ("kvatlas:pulls", "Requests that asked another engine", "transfers.pulls"),
     ("kvatlas:pulled_blocks", "Blocks that came", "transfers.pulled_blocks"),
     ("kvatlas:pulled_bytes", "Bytes that came", "transfers.pulled_bytes"),
@@ -366,7 +354,7 @@ _COUNTERS = (
     ("kvatlas:host_dropped_blocks", "Blocks evicted without a place there", "tier.dropped_blocks"),
     ("kvatlas:host_evictions", "Blocks that the host gave up", "tier.evictions"),
     ("kvatlas:host_failures", "Copies that failed", "tier.failures"),
-)
+)  # fmt: skip
 
 
 class _Labelled(NamedTuple):
@@ -380,63 +368,24 @@ class _Labelled(NamedTuple):
 
 
 _LABELLED = (
-    _Labelled(
-        GaugeMetricFamily, "kvatlas:blocks", "KV blocks by state", "state", lambda s: s["blocks"]
-    ),
-    _Labelled(
-        GaugeMetricFamily,
-        "kvatlas:host_blocks",
-        "Room for blocks on the host, by state",
-        "state",
-        lambda s: {} if s["tier"] is None else s["tier"]["blocks"],
-    ),
-    _Labelled(
-        CounterMetricFamily,
-        "kvatlas:prefix_hits",
-        "Prompt tokens found, by where they were",
-        "tier",
-        _hits,
-    ),
-    _Labelled(
-        CounterMetricFamily,
-        "kvatlas:preemptions",
-        "Sequences put back, by what was chosen",
-        "choice",
-        _preemptions,
-    ),
-    _Labelled(
-        CounterMetricFamily,
-        "kvatlas:preemption_expected_seconds",
-        "What that was to cost",
-        "choice",
-        _preemption_expected_s,
-    ),
-    _Labelled(
-        CounterMetricFamily,
-        "kvatlas:pull_failures",
-        "Pulls that brought less",
-        "reason",
-        lambda s: s["transfers"]["failures"],
-    ),
-    _Labelled(
-        GaugeMetricFamily,
-        "kvatlas:pull_bytes_per_second",
-        "Measured rate of pulls",
-        "source",
-        lambda s: {at: link["bytes_per_s"] for at, link in s["transfers"]["links"].items()},
-    ),
-    _Labelled(
-        CounterMetricFamily,
-        "vllm:spec_decode_num_accepted_tokens_per_pos",
-        "Guesses that were right, by place",
-        "position",
-        lambda s: dict(enumerate(s["speculation"]["right_at"])),
-    ),
-    _Labelled(
-        CounterMetricFamily,
-        "kvatlas:speculation_off",
-        "Requests without guesses",
-        "reason",
-        lambda s: s["speculation"]["off"],
-    ),
-)
+    _Labelled(GaugeMetricFamily, "kvatlas:blocks", "KV blocks by state", "state",
+              lambda s: s["blocks"]),
+    _Labelled(GaugeMetricFamily, "kvatlas:host_blocks", "Room for blocks on the host, by state",
+              "state", lambda s: {} if s["tier"] is None else s["tier"]["blocks"]),
+    _Labelled(CounterMetricFamily, "kvatlas:prefix_hits", "Prompt tokens found, by where they were",
+              "tier", _hits),
+    _Labelled(CounterMetricFamily, "kvatlas:preemptions", "Sequences put back, by what was chosen",
+              "choice", _preemptions),
+    _Labelled(CounterMetricFamily, "kvatlas:preemption_expected_seconds", "What that was to cost",
+              "choice", _preemption_expected_s),
+    _Labelled(CounterMetricFamily, "kvatlas:pull_failures", "Pulls that brought less", "reason",
+              lambda s: s["transfers"]["failures"]),
+    _Labelled(GaugeMetricFamily, "kvatlas:pull_bytes_per_second", "Measured rate of pulls",
+              "source",
+              lambda s: {at: link["bytes_per_s"] for at, link in s["transfers"]["links"].items()}),
+    _Labelled(CounterMetricFamily, "vllm:spec_decode_num_accepted_tokens_per_pos",
+              "Guesses that were right, by place", "position",
+              lambda s: dict(enumerate(s["speculation"]["right_at"]))),
+    _Labelled(CounterMetricFamily, "kvatlas:speculation_off", "Requests without guesses", "reason",
+              lambda s: s["speculation"]["off"]),
+)  # fmt: skip

@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import importlib.metadata
 import json
-import multiprocessing
 import os
 import platform
 import random
@@ -24,37 +23,16 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from scripts import served
-from scripts.served import Client, Load, Prompt, Turn, metrics, percentiles, started_server
+from scripts.served import Apart, Client, Load, Prompt, Turn, metrics, percentiles, started_server
 
 REQUESTS_MIN = 4  # of one turn, so that a turn at concurrency 1 is long enough to time
 
 
-class Reference:
-    """`transformers` in a process of its own, which computes only when it is asked to."""
-
-    def __init__(self, config_path: str | None, overrides: Sequence[str]) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, other = context.Pipe()
-        self.process = context.Process(
-            target=serve_reference, args=(other, config_path, tuple(overrides)), daemon=True
-        )
-        self.process.start()
-        other.close()
-        self.facts: dict[str, Any] = self._receive()
-
-    def _receive(self) -> Any:
-        try:
-            return self.pipe.recv()
-        except EOFError:
-            raise SystemExit("the reference process ended, its error is above") from None
+class Reference(Apart):
+    """`transformers` in a process of its own."""
 
     def turn(self, prompts: Sequence[Prompt], batch: int, output: int) -> Turn:
-        self.pipe.send((list(prompts), batch, output))
-        return Turn(*self._receive())
-
-    def close(self) -> None:
-        self.pipe.close()
-        self.process.join()
+        return Turn(*self.ask(list(prompts), batch, output))
 
 
 def serve_reference(pipe: Connection, config_path: str | None, overrides: tuple[str, ...]) -> None:
@@ -184,7 +162,9 @@ def main() -> None:
     options = arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server it started ends with it
     with contextlib.ExitStack() as stack:
-        reference = stack.enter_context(contextlib.closing(Reference(options.config, options.set)))
+        reference = stack.enter_context(
+            contextlib.closing(Reference(serve_reference, options.config, options.set))
+        )
         url = options.url or stack.enter_context(started_server(options.config, options.set))
         client = Client(url)
         model = json.loads(client.get("/v1/models")[1])["data"][0]["id"]

@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import importlib.metadata
 import json
-import multiprocessing
 import os
 import platform
 import random
@@ -28,42 +27,21 @@ from pathlib import Path
 from typing import Any
 
 from cluster.serve.local import THREADS_ENVIRONMENT
-from scripts.served import Client, Load, Prompt, Sample, Turn, percentiles, started_server
+from scripts.served import Apart, Client, Load, Prompt, Sample, Turn, percentiles, started_server
 
 REQUESTS_MIN = 4  # of one turn, so that a turn at concurrency 1 is long enough to time
 GOAL = 0.85  # of the tokens/s in-process, at concurrency 32
 KINDS = ("worker", "ingress", "proxy", "other", "client")
 
 
-class InProcess:
-    """The engine in a process of its own, which computes only when it is asked to."""
-
-    def __init__(self, config_path: str | None, overrides: Sequence[str]) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, other = context.Pipe()
-        self.process = context.Process(
-            target=serve_engine, args=(other, config_path, tuple(overrides)), daemon=True
-        )
-        self.process.start()
-        other.close()
-        self.facts: dict[str, Any] = self._receive()
-
-    def _receive(self) -> Any:
-        try:
-            return self.pipe.recv()
-        except EOFError:
-            raise SystemExit("the engine's process ended, its error is above") from None
+class InProcess(Apart):
+    """The engine in a process of its own."""
 
     def turn(self, prompts: Sequence[Prompt], concurrency: int, output: int) -> tuple[Turn, float]:
         """The answers, and the CPU seconds they took."""
-        self.pipe.send((list(prompts), concurrency, output))
-        wall_s, samples, cpu_s = self._receive()
+        wall_s, samples, cpu_s = self.ask(list(prompts), concurrency, output)
         samples = tuple(Sample(*one) for one in samples)
         return Turn(wall_s, sum(s.tokens for s in samples), samples), cpu_s
-
-    def close(self) -> None:
-        self.pipe.close()
-        self.process.join()
 
 
 def serve_engine(pipe: Connection, config_path: str | None, overrides: tuple[str, ...]) -> None:
@@ -252,7 +230,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server it started ends with it
     os.environ.update({k: os.environ.get(k, v) for k, v in THREADS_ENVIRONMENT.items()})
     with contextlib.ExitStack() as stack:
-        engine = stack.enter_context(contextlib.closing(InProcess(options.config, options.set)))
+        engine = stack.enter_context(
+            contextlib.closing(InProcess(serve_engine, options.config, options.set))
+        )
         client = Client(stack.enter_context(started_server(options.config, options.set)))
         model = json.loads(client.get("/v1/models")[1])["data"][0]["id"]
         setup: dict[str, Any] = {n: engine.facts[n] for n in ("dtype", "device", "threads")}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,41 @@ import numpy as np
 ROOT = Path(__file__).parents[1]
 SNAPSHOT_S = 3.0  # the server's counters are at most this old
 Prompt = list[int]
+
+
+class Apart:
+    """Work in a process of its own, which computes only when it is asked to.
+
+    `target(pipe, config_path, overrides)` sends facts first, then an answer for each thing it gets.
+    """
+
+    def __init__(
+        self, target: Callable[..., None], config_path: str | None, overrides: Sequence[str]
+    ) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, other = context.Pipe()
+        self.process = context.Process(
+            target=target, args=(other, config_path, tuple(overrides)), daemon=True
+        )
+        self.process.start()
+        other.close()
+        self.facts: dict[str, Any] = self._receive()
+
+    def ask(self, *arguments: Any) -> Any:
+        """Send the arguments as one tuple and wait for the answer."""
+        self.pipe.send(arguments)
+        return self._receive()
+
+    def _receive(self) -> Any:
+        try:
+            return self.pipe.recv()
+        except EOFError:
+            raise SystemExit("the process beside this one ended, its error is above") from None
+
+    def close(self) -> None:
+        """No more is asked: wait for the process to end."""
+        self.pipe.close()
+        self.process.join()
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,7 +84,9 @@ def test_sides_take_turns_with_the_same_prompts(
 def test_the_engine_alone_answers_in_a_process_of_its_own(tmp_path: Path) -> None:
     settings = ("model.device=cpu", "model.max_model_len=64", "kv.blocks=32", "kv.block_size=8")
     model = tiny.save(tmp_path)
-    engine = bench_serve.InProcess(None, (f"model.path={model}", *settings))
+    engine = bench_serve.InProcess(
+        bench_serve.serve_engine, None, (f"model.path={model}", *settings)
+    )
     try:
         turn, cpu_s = engine.turn([[5, 6, 7], [8, 9, 10], [11, 12]], 2, 4)
     finally:
