@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextvars
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from prometheus_client.core import Metric
-
-DEADLINE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,22 +20,9 @@ class Said:
 class Peers(Protocol):
     """All ingresses, this one among them."""
 
-    async def all(self) -> list[Said]: ...
-
-
-class ServePeers:
-    """The replicas of this ingress's own deployment. `handle` gives Serve's handle of it."""
-
-    def __init__(self, handle: Callable[[], Any]) -> None:
-        self._handle = handle
-
     async def all(self) -> list[Said]:
-        """What each says. Raises TimeoutError where one says nothing, and what Serve raises."""
-        context = contextvars.Context()
-        response = context.run(lambda: self._handle().broadcast("says"))
-        async with asyncio.timeout(DEADLINE_S):
-            found: list[Said] = await response.results_async()
-        return found
+        """What each knows. Raises where one does not answer in time."""
+        ...
 
 
 def merged(own: Said, others: list[Said]) -> list[Metric]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import gc
 import importlib
 import json
@@ -27,7 +28,7 @@ from ray.serve.config import (
 from ray.serve.schema import LoggingConfig
 
 from cluster.errors import UserError
-from cluster.http.peers import Said, ServePeers
+from cluster.http.peers import Said
 from cluster.routing import registry
 from cluster.routing.calls import Misrouted, ServeHandle
 from cluster.routing.sync import Reporter
@@ -50,6 +51,7 @@ _SEQUENCES_AUTO_MAX = 256
 _MARK = "kvatlas cannot start: "
 _REFUSALS = ("DoesNotFit", "MeetingFailed", "ModelError", "UnsupportedModel")
 _FIRST_LOOK_S = 3.0
+_SIBLINGS_S = 2.0  # for all ingresses to answer one of them
 _SHARE_OF_A_RESOURCE = 0.001  # what an ingress takes of `cluster.ingress_resource`: next to nothing
 
 log = logging.getLogger("kvatlas.start")
@@ -175,6 +177,19 @@ async def _for_ever(turn: Callable[[], Awaitable[None]]) -> None:
         await turn()
 
 
+class Siblings:
+    """All replicas of the ingress that asks: its `http.peers.Peers`."""
+
+    async def all(self) -> list[Said]:
+        """What each knows. Raises TimeoutError, and what Serve raises."""
+        context = contextvars.Context()  # of no request, see `calls`
+        handle: Any = context.run(serve.get_deployment_handle, INGRESS, APP)
+        response = context.run(handle.broadcast, "says")
+        async with asyncio.timeout(_SIBLINGS_S):
+            found: list[Said] = await response.results_async()
+        return found
+
+
 class Ingress:
     """The HTTP side in a replica of Serve. `workers` are the handles of all pools, by their
     deployments' names, and `asked` what each worker asks Ray for."""
@@ -208,7 +223,7 @@ class Ingress:
             name=name,
             key=key,
             hub=HubClient(config.cluster.index_bytes, config.server.log_level),
-            peers=ServePeers(lambda: serve.get_deployment_handle(INGRESS, APP)),
+            peers=Siblings(),
             behind_proxy=haproxy.in_use(os.environ),
         )
         self._api.supply = Supply(
