@@ -10,6 +10,8 @@ import pytest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of pydantic, about Ray Serve
+    from ray.serve.config import RequestRouterConfig
+
     from cluster.serve import pools
     from cluster.serve.delivery import ANYONE, Delivery
 
@@ -76,6 +78,15 @@ async def test_who_is_there_is_known_to_the_whole_process(
     monkeypatch.setattr(Delivery, "curr_replicas", property(lambda self: there))
     router._publish()
     assert pools.DIRECTORY.gangs("worker") == frozenset([*"abc", "gang"])
+
+
+def test_the_copy_that_serve_ships_names_the_directory_and_does_not_bring_one() -> None:
+    """Each process makes the class anew from bytes; what it publishes must be seen by others."""
+    delivery: Any = Delivery
+    shipped = RequestRouterConfig(request_router_class=delivery)._serialized_request_router_cls
+    assert b"choose_replicas" in shipped  # by value
+    assert b"cluster.serve.pools" in shipped
+    assert b"_gangs" not in shipped
 
 
 async def test_a_gang_is_called_by_its_name_and_a_follower_by_its_own(router: Any) -> None:
