@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import time
+from functools import partial
 from typing import Any, Protocol
 
 from cluster.errors import ApiError, invalid
@@ -21,6 +22,7 @@ from cluster.metrics import Metrics, Record
 from cluster.routing.block_hashes import Identities
 from cluster.routing.calls import Refused
 from cluster.routing.dispatch import Dispatcher
+from cluster.routing.health import Watch
 from cluster.routing.index import Mirror
 from cluster.routing.registry import Gangs, Workers
 from cluster.routing.router import Router
@@ -68,16 +70,16 @@ class Api:
         self.model = model
         self.text = TextService(tokenizer)
         self.identities = Identities(key)
-        self.gangs = Gangs(
-            workers,
+        watch = partial(
+            Watch,
             ingress=name,
-            model=model,
             period_s=config.cluster.health_period_s,
             timeout_s=config.cluster.health_timeout_s,
             step_timeout_s=config.cluster.step_timeout_s,
             on_failure=lambda: self.metrics.background_failure("watch"),
             check=self.identities.problem,
         )
+        self.gangs = Gangs(workers, model=model, watch=watch)
         self.mirror = Mirror()
         self.follower = Follower(name, self.mirror, hub, time.monotonic)
         router = Router(

@@ -7,7 +7,6 @@ listens to its statistics; a gang that is silent or fails is not ready until it 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -28,30 +27,11 @@ class Workers(Protocol):
 
 
 class Gangs:
-    """The gangs that `workers` lists, each watched for as long as it is listed.
+    """The gangs that `workers` lists; `watch` makes the watch of each, which runs while it is
+    listed."""
 
-    `check` says why a worker with this `info` cannot be used, "" where it can. `on_failure` is
-    called when a worker stops answering.
-    """
-
-    def __init__(
-        self,
-        workers: Workers,
-        *,
-        ingress: str,
-        model: str,
-        period_s: float,
-        timeout_s: float,
-        step_timeout_s: float,
-        on_failure: Callable[[], None],
-        check: Callable[[dict[str, Any]], str] = lambda info: "",
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._workers, self._model, self._ingress = workers, model, ingress
-        self._times = {
-            "period_s": period_s, "timeout_s": timeout_s, "step_timeout_s": step_timeout_s
-        }  # fmt: skip
-        self._on_failure, self._check, self._clock = on_failure, check, clock
+    def __init__(self, workers: Workers, *, model: str, watch: Callable[[Handle], Watch]) -> None:
+        self._workers, self._model, self._watch = workers, model, watch
         self._info: dict[str, Any] | None = None
         self._limits: dict[str, int] = {}
         self._handles: dict[str, Handle] = {}
@@ -74,14 +54,7 @@ class Gangs:
         listed = self._workers.listed()
         for gang in listed - self._watches.keys():
             handle = self._handles[gang] = self._workers.to(gang)
-            watch = self._watches[gang] = Watch(
-                handle,
-                ingress=self._ingress,
-                on_failure=self._on_failure,
-                check=self._check,
-                clock=self._clock,
-                **self._times,
-            )
+            watch = self._watches[gang] = self._watch(handle)
             self._tasks[gang] = asyncio.create_task(watch.run())
         for gang in self._watches.keys() - listed:
             del self._watches[gang], self._handles[gang]
