@@ -70,13 +70,14 @@ class Api:
         self.model = model
         self.text = TextService(tokenizer)
         self.identities = Identities(key)
+        self.metrics = Metrics(model, name, lambda: self.gangs.snapshots())
         watch = partial(
             Watch,
             ingress=name,
             period_s=config.cluster.health_period_s,
             timeout_s=config.cluster.health_timeout_s,
             step_timeout_s=config.cluster.step_timeout_s,
-            on_failure=lambda: self.metrics.background_failure("watch"),
+            on_failure=partial(self.metrics.background_failure, "watch"),
             check=self.identities.problem,
         )
         self.gangs = Gangs(workers, model=model, watch=watch)
@@ -93,7 +94,6 @@ class Api:
         )
         self.waiting = Waiting(lambda: self.config)
         self.dispatcher = Dispatcher(self.gangs, router, self.waiting, name=name)
-        self.metrics = Metrics(model, name, self.gangs.snapshots)
         self.created = int(time.time())
         self.supply: ResourceWatch | None = None
         self.labels: dict[str, str] = {}  # X-Request-Id of the requests in flight, by id
