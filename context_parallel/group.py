@@ -98,9 +98,10 @@ class Meeting:
     def open(cls, host: str, epoch: int, ranks: int, deadline: Deadline) -> Meeting:
         """Rank 0's side; `host` is how the others reach it."""
         store = dist.TCPStore(
-            host, 0, None, True, _seconds(deadline.left_s), wait_for_workers=False
+            host, 0, is_master=True, timeout=_seconds(deadline.left_s), wait_for_workers=False
         )
-        return cls(store, Address(host, store.port, epoch), 0, ranks, deadline)
+        address = Address(host, store.port, epoch)
+        return cls(store, address, rank=0, ranks=ranks, deadline=deadline)
 
     @classmethod
     def join(cls, address: Address, rank: int, ranks: int, deadline: Deadline) -> Meeting:
@@ -109,16 +110,15 @@ class Meeting:
             store = dist.TCPStore(
                 address.host,
                 address.port,
-                None,
-                False,
-                _seconds(deadline.left_s),
+                is_master=False,
+                timeout=_seconds(deadline.left_s),
                 wait_for_workers=False,
             )
         except RuntimeError as error:
             raise MeetingFailed(
                 f"rank {rank} cannot reach rank 0 at {address.host}:{address.port}: {_cause(error)}"
             ) from None
-        return cls(store, address, rank, ranks, deadline)
+        return cls(store, address, rank=rank, ranks=ranks, deadline=deadline)
 
     def meet(self, stage: str, said: bytes = b"") -> list[bytes]:
         """Wait until every rank has come to this stage; what each said, in the order of ranks.
