@@ -34,14 +34,15 @@ from configs.loading import load
 from kvpaging.pool import BlockPool
 from kvpaging.report import sharing
 from scripts.bench_groups import GEOMETRIES, Load, measure
-from worker.decoding.beam import Offer
 from worker.engine.engine import Engine, Output
 from worker.execution.runner import InFlight, Runner, StepResult
 from worker.messages import Delta, Finish
 from worker.params import SamplingParams
 from worker.request import Request
 from worker.scheduling.prefix import Identity, PrefixCache
-from worker.scheduling.scheduler import Limits, Scheduler, StepPlan
+from worker.scheduling.scheduler import Scheduler
+from worker.scheduling.state import Limits, SchedulerState
+from worker.scheduling.step import Offer, StepPlan
 from worker.startup.start import Launch, build_engine, resolve, start
 
 Prompt = list[int]
@@ -99,7 +100,7 @@ def saved(lengths: Lengths, width: int, *, beams: bool, bank: Bank, seed: int) -
     pool = BlockPool(sum(width * -(-min(LONGEST, sum(s)) // BLOCK_SIZE) + width for s in sizes))
     prefix = PrefixCache([pool], BLOCK_SIZE, Identity(b"", ""), enabled=True, cpu_clock=float)
     limits = Limits(seqs, 8192, 2 * seqs, len(sizes))
-    scheduler = Scheduler([pool], BLOCK_SIZE, limits, prefix)
+    scheduler = Scheduler(SchedulerState([pool], BLOCK_SIZE, limits), prefix)
     device = NoDevice(scheduler, bank, rng)
     engine = Engine(
         scheduler,

@@ -29,7 +29,7 @@ from worker.gang.follower import GPUFollower
 from worker.gang.member import BEATS, Facts, Seat, facts_of, launched, repeat, told
 from worker.gang.pages import GangPages
 from worker.params import ParamError, check
-from worker.request import Request
+from worker.request import Arrival, Request
 from worker.startup.device import keep_freed_memory
 from worker.startup.start import start
 
@@ -85,13 +85,14 @@ class GPUWorker:
 
     def _puller(self, fetch: Fetch) -> Puller:
         engine, cluster = self.loop.engine, self.config.cluster
+        scheduler = engine.scheduler
         threads = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="copy")
 
         def in_thread(work: Callable[[], Any]) -> asyncio.Future[Any]:
             return asyncio.get_running_loop().run_in_executor(threads, work)
 
         return Puller(
-            Transfers(engine.scheduler, TransferStats()),
+            Transfers(scheduler.state, scheduler.prefix, scheduler.tier, TransferStats()),
             self._blocks or engine.runner.model.store,
             self.loop,
             fetch,
@@ -191,7 +192,7 @@ class GPUWorker:
             stream=message.stream,
             generated=tuple(tuple(choice.generated) for choice in message.choices),
             ended=frozenset(i for i, choice in enumerate(message.choices) if choice.finished),
-            pulling=pull is not None and pull.gang != self.gang,
+            arrival=None if pull is None or pull.gang == self.gang else Arrival(),
         )
 
     async def abort(self, request_id: str, choice: int | None = None) -> bool:
@@ -274,7 +275,7 @@ class GPUWorker:
             "speculation": asdict(scheduler.speculation.stats),
             "violations": self.loop.violations,
             "transfers": self._transfers(),
-            "tier": None if scheduler.tier is None else scheduler.tier.shown(),
+            "tier": None if scheduler.swaps is None else scheduler.swaps.shown(),
             "blocks": {name: sum(getattr(c, name) for c in counts) for name in states},
             "evictions": sum(pool.stats.evictions for pool in pools),
             "copies": scheduler.copies,

@@ -9,12 +9,20 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
     from kvpaging.table import BlockTable
-    from worker.blocks.host_cache import Return
-    from worker.decoding.beam import BeamSearch, Offer
-    from worker.decoding.speculation import Speculator
     from worker.params import SamplingParams
+    from worker.scheduling.step import Offer
 
 NO_SLOT = -1
+
+
+class Arrival:
+    """Blocks on their way here, from another worker or from the host: whoever needs them waits
+    until this has `ended`, whatever has come by then."""
+
+    __slots__ = ("ended",)
+
+    def __init__(self) -> None:
+        self.ended = False
 
 
 class Sequence:
@@ -45,7 +53,6 @@ class Sequence:
         "scored",
         "seated",
         "slot",
-        "speculator",
         "stop_token",
         "stored",
         "synced",
@@ -66,15 +73,14 @@ class Sequence:
         self.published = 0  # leading blocks that have an identity
         self.chains: list[list[bytes]] = []  # identities of full blocks, per layer group
         self.cached_tokens = 0
-        self.awaited: Return | None = None  # blocks on their way back that it waits for
+        self.awaited = request.arrival  # blocks on their way here that it waits for
         self.returned = 0  # tokens that came back from the host for it
         self.lacking = 1 << 62  # blocks that were not in the pools when some were last sent for
         self.last_step: int | None = None
-        self.seated = False  # the sampler's seat for penalties is filled
+        self.seated = False  # a row that was planned tells the sampler its tokens, for penalties
         self.synced = 0  # table entries that the device has been told
         self.scored = 0  # prompt log-probabilities reported: entries below this token index
         self.offer: Offer | None = None  # of a beam: what may follow, until all beams know
-        self.speculator: Speculator | None = None
         self.finish_reason: str | None = None
         self.stop_token: int | None = None
 
@@ -89,6 +95,12 @@ class Sequence:
         if params.max_tokens == 0:  # at most prompt log-probabilities are wanted
             return 0 if params.prompt_logprobs is None else self.prompt_tokens - 1
         return len(self.tokens) + self.pending
+
+    @property
+    def waits(self) -> bool:
+        """Whether it cannot start yet: its search goes on without it, or blocks are to come."""
+        coming = self.awaited is not None and not self.awaited.ended
+        return coming or self.offer is not None
 
     @property
     def scores(self) -> bool:
@@ -134,9 +146,9 @@ class Request:
     admitted_s: float | None = None
     first_token_s: float | None = None
     preemptions: int = 0
-    pulling: bool = False  # blocks are on their way from another worker: it waits for them
+    arrival: Arrival | None = None  # of blocks of another worker
     sequences: list[Sequence] = field(default_factory=list)  # a search: its beams, best first
-    beams: BeamSearch | None = None
+    candidates: int = 0  # of a beam search: continuations of each beam that its steps report
 
     def __post_init__(self) -> None:
         # A search has no choices before its end; it starts with one beam and never in its middle.
@@ -144,6 +156,11 @@ class Request:
         self.sequences = [Sequence(self, i, done) for i, done in enumerate(generated)]
         for choice in self.ended:
             self.sequences[choice].finish_reason = "earlier"
+
+    @property
+    def pulling(self) -> bool:
+        """Whether blocks of another worker are on their way to it."""
+        return self.arrival is not None and not self.arrival.ended
 
     @property
     def choices(self) -> int:

@@ -31,7 +31,7 @@ class SlowWorker(GPUWorker):
         launch, device = engine.runner.launch, threading.Event()
 
         def slowly(plan: Any) -> Any:
-            if any(row.sequence.request.priority for row in plan.rows):
+            if any(s.request.priority for s in engine.scheduler.sequences(plan) if s):
                 device.wait(STEP_S)
             return launch(plan)
 

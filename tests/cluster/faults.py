@@ -26,7 +26,7 @@ class Worker(GPUWorker):
         launch = runner.launch
 
         def raising(plan: Any) -> Any:
-            if any(row.sequence.request.params.seed == seeds.BREAKS for row in plan.rows):
+            if any(row.params.seed == seeds.BREAKS for row in plan.rows):
                 raise RuntimeError("this step breaks")
             return launch(plan)
 

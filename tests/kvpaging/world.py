@@ -13,11 +13,10 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import pytest
-from kvpaging.states import Counts
 
 from kvpaging import audit
 from kvpaging.audit import follow
-from kvpaging.pool import BlockPool, OutOfBlocks
+from kvpaging.pool import BlockPool, Counts, OutOfBlocks
 from kvpaging.table import BlockTable, Copy
 from kvpaging.windows import GONE
 from tests.kvpaging.model import IDLE, Model

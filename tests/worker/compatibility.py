@@ -291,7 +291,7 @@ class Lab:
             random = Random(2) if setup.preemption else None
             said = answer(engine, asked, random=random, each_turn=each_turn)
             tier = scheduler.tier
-            swaps = None if tier is None else tier.swaps.stats
+            swaps = None if scheduler.swaps is None else scheduler.swaps.stats
             if tier is not None:
                 assert not any(host.check() or host.counts().held for host in tier.arenas)
                 if tier.stats.back_blocks:
@@ -319,7 +319,7 @@ class Lab:
             return
         gang = gang_engine(launch, model, setup.ranks, depth=2, sharded_from=setup.spreads_at)
         with gang as (engine, _):
-            engine.scheduler.policy = ShardPolicy(setup.ranks, setup.spreads_at, NEVER)
+            engine.scheduler.state.policy = ShardPolicy(setup.ranks, setup.spreads_at, NEVER)
             self._equip(setup, engine)
             yield engine
 
@@ -418,8 +418,7 @@ def _counted(speculation: Speculation) -> Counter[tuple[str, bool]]:
     true = speculation.note
 
     def note(sequence: Sequence, guessed: int, right: int) -> None:
-        assert sequence.speculator is not None
-        proposer = type(sequence.speculator.proposer).__name__
+        proposer = type(speculation.speculators[sequence].proposer).__name__
         guesses[proposer, True] += right
         guesses[proposer, False] += guessed - right
         true(sequence, guessed, right)
@@ -450,8 +449,8 @@ def _shake(engine: Engine, setup: Setup) -> None:
 def _look(engine: Engine, seen: set[str]) -> None:
     """Note what can be seen at work between two steps."""
     scheduler = engine.scheduler
-    pool, ranks = scheduler.pools[0], scheduler.policy.ranks
-    together = Counter(id(s.request) for s in scheduler.running if s.request.beams is not None)
+    pool, ranks = scheduler.pools[0], scheduler.state.policy.ranks
+    together = Counter(id(s.request) for s in scheduler.running if s.request.candidates)
     if 3 in together.values():
         seen.add("three beams")
     for sequence in scheduler.running:

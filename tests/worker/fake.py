@@ -22,14 +22,18 @@ from kvpaging.pool import BlockPool
 from kvpaging.windows import GONE
 from worker import messages
 from worker.blocks.host_cache import Tier
-from worker.decoding.beam import Offer
+from worker.blocks.swap import Swaps
+from worker.blocks.transfer import Transfers, TransferStats
 from worker.decoding.speculation import Speculation
 from worker.engine.engine import Engine
+from worker.engine.stats import Rates
 from worker.execution.runner import InFlight, StepResult
 from worker.params import SamplingParams
-from worker.request import Request, Sequence
+from worker.request import Arrival, Request, Sequence
 from worker.scheduling.prefix import Identity, PrefixCache
-from worker.scheduling.scheduler import Limits, Scheduler, StepPlan
+from worker.scheduling.scheduler import Scheduler
+from worker.scheduling.state import Limits, SchedulerState
+from worker.scheduling.step import Offer, Row, StepPlan
 
 VOCAB = 97
 UNLIKELY = messages.PromptLogprob(-9.0, 9, [])
@@ -109,6 +113,8 @@ class FakeRunner:
         self.seen: Counter[str] = Counter()
         self.fault = fault or (lambda point, plan: None)
         self.running: list[Sequence] = []
+        self.rows_of: dict[int, Sequence] = {}  # by slot, in the step that is launched
+        self.tables: dict[int, list[list[int]]] = {}  # by slot and group, as far as rows said
         self.build_s = self.execute_s = 0.0
         self.saved_reads = 0
         self.shared = False  # groups draw from one pool
@@ -151,6 +157,7 @@ class FakeRunner:
             "a chain of copies"
         )
         self._afford(plan)
+        self._hear(plan)
         moved = {}  # all at once, as on a device: a source is read before any copy is made
         for copy in plan.copies:
             for offset in range(self.block_size):
@@ -175,9 +182,30 @@ class FakeRunner:
                 offers.append(Offer(ids, [values[t] for t in ids]))
         self.fault("sample", plan)
         none = [None] * len(tokens)
-        scores = [[UNLIKELY] * r.scored_count for r in plan.rows if r.scored_from is not None]
+        scores = [[UNLIKELY] * len(r.targets) for r in plan.rows if r.scored_from is not None]
         self._results[plan.step] = StepResult(tokens, [False] * len(tokens), none, scores, offers)
         return InFlight(plan, None, None)
+
+    def _hear(self, plan: StepPlan) -> None:
+        """What rows say of the tables is what the tables are; tokens are those of the sequences."""
+        self.rows_of = {sequence.slot: sequence for sequence in self.running}
+        for row in plan.rows:
+            sequence = self.rows_of[row.slot]
+            tables = self.tables.setdefault(row.slot, [[] for _ in range(self.groups)])
+            for column, new in zip(tables, row.blocks, strict=True):
+                assert len(column) >= row.changed_from
+                column[row.changed_from :] = new
+            table = sequence.table
+            assert table is not None
+            for column, blocks, first in zip(tables, table.blocks, table.first, strict=True):
+                assert column[first:] == blocks[first:], "the device does not know the table"
+            assert [*row.tokens] == sequence.tokens[row.start : row.start + row.known]
+            assert row.prompt_tokens == sequence.prompt_tokens
+            assert row.params is sequence.params
+            if row.scored_from is not None:
+                first = row.scored_from + 1
+                scored = sequence.tokens[first : sequence.prompt_tokens]
+                assert [*row.targets] == scored[: row.start + row.count - row.scored_from]
 
     def _afford(self, plan: StepPlan) -> None:
         """The plan costs no rank more than it may: rows on one rank, short rows on all, and of long
@@ -197,9 +225,9 @@ class FakeRunner:
             assert max(tokens.values()) <= self.limits.max_batch_tokens
             assert max(logits.values()) <= self.limits.max_logit_rows
 
-    def _known(self, row) -> list[int]:  # type: ignore[no-untyped-def]
+    def _known(self, row: Row) -> list[int]:
         """The tokens of a row, as every rank that computes it knows them."""
-        known = row.sequence.tokens[row.start : row.start + row.known]
+        known = [*row.tokens]
         if len(known) < row.known:
             ranks = range(self.policy.ranks) if row.sharded else [row.home]
             last = {self.last_token[rank].get(row.slot) for rank in ranks}
@@ -208,22 +236,24 @@ class FakeRunner:
         assert len(known) == row.known
         return [*known, *row.drafts]
 
-    def _locate(self, row, position: int, group: int) -> tuple[int, int]:  # type: ignore[no-untyped-def]
+    def _locate(self, row: Row, position: int, group: int) -> tuple[int, int]:
         """Where a token is; a row of one rank finds it there."""
-        block, offset = row.sequence.table.locate(position, group)
+        table = self.rows_of[row.slot].table
+        assert table is not None
+        block, offset = table.locate(position, group)
         owners = {
             pool.rank_of(blocks[position // self.block_size])
-            for pool, blocks in zip(
-                row.sequence.table.pools, row.sequence.table.blocks, strict=True
-            )
+            for pool, blocks in zip(table.pools, table.blocks, strict=True)
             if blocks[position // self.block_size] != GONE
         }
         assert len(owners) == 1, "the groups of a block are on several ranks"
         assert row.sharded or owners == {row.home}, "a rank touches another's block"
         return block, offset
 
-    def _write(self, row) -> int:  # type: ignore[no-untyped-def]
-        table = row.sequence.table
+    def _write(self, row: Row) -> int:
+        sequence = self.rows_of[row.slot]
+        table = sequence.table
+        assert table is not None
         for position, token in enumerate(self._known(row), row.start):
             for group in range(self.groups):
                 block, offset = self._locate(row, position, group)
@@ -231,7 +261,7 @@ class FakeRunner:
                     assert self.pages[group, block, offset] == (position, token), "a false hit"
                     continue
                 if table.pools[group].references(block) > 1:
-                    self._prove_unused(row.sequence, group, position)
+                    self._prove_unused(sequence, group, position)
                 self.pages[group, block, offset] = (position, token)
         return row.start + row.count
 
@@ -245,10 +275,10 @@ class FakeRunner:
             ]:
                 assert max(other.stored, other.computed) <= position, "another's key is written"
 
-    def _read(self, row, length: int) -> list[int]:  # type: ignore[no-untyped-def]
+    def _read(self, row: Row, length: int) -> list[int]:
         """The tokens, as each group finds them that sees them from the row's first query on; those
         that none sees, as they are known."""
-        known = [*row.sequence.tokens[: row.start], *self._known(row)][:length]
+        known = [*self.rows_of[row.slot].tokens[: row.start], *self._known(row)][:length]
         for group, window in enumerate(self.windows):
             first = 0 if window is None else max(0, row.start - window + 1)
             for position in range(first, length):
@@ -306,10 +336,23 @@ def make_engine(
         pools, block_size, identity, enabled=prefix_cache, cpu_clock=clock, windows=windows
     )
     limits = Limits(seqs, batch_tokens, 2 * seqs, max_waiting)
-    scheduler = Scheduler(pools, block_size, limits, prefix, policy, speculation)
+    state = SchedulerState(pools, block_size, limits, windows=windows, policy=policy)
     runner = FakeRunner(block_size, groups, fault, policy, limits, windows)
     runner.shared, runner.per_rank = shared, arenas[0].per_rank
-    runner.running = scheduler.running
+    runner.running = state.running
+    rates, swaps = Rates(), None
+    if host_blocks:
+        hosts = {a: HostPool(a, host_blocks * (groups if shared else 1)) for a in arenas}
+        tier = Tier(
+            state,
+            prefix,
+            [hosts[pool] for pool in pools],
+            runner,
+            arena_bytes=[10] * len(arenas),
+            step_bytes=10 * host_step_blocks,
+        )
+        swaps = Swaps(tier, rates, preemption)
+    scheduler = Scheduler(state, prefix, speculation, swaps)
     engine = Engine(
         scheduler,
         runner,  # type: ignore[arg-type]
@@ -317,19 +360,9 @@ def make_engine(
         max_model_len=max_model_len,
         cpu_clock=clock,
         depth=depth,
+        rates=rates,
     )
     engine.on_step_error = _tell_wrong_from_failed
-    if host_blocks:
-        hosts = {a: HostPool(a, host_blocks * (groups if shared else 1)) for a in arenas}
-        Tier(
-            scheduler,
-            [hosts[pool] for pool in pools],
-            runner,
-            engine.rates,
-            arena_bytes=[10] * len(arenas),
-            step_bytes=10 * host_step_blocks,
-            preemption=preemption,
-        )
     return engine
 
 
@@ -341,8 +374,14 @@ def _tell_wrong_from_failed(error: BaseException, retried: bool) -> None:
 
 def make_request(name: str, prompt: Seq[int], count: int, **fields) -> Request:  # type: ignore[no-untyped-def]
     options = fields.pop("options", {})
+    if fields.pop("pulling", False):
+        fields["arrival"] = Arrival()
     params = SamplingParams(max_tokens=count, temperature=0.0, **options)
     return Request(name, list(prompt), params, **fields)
+
+
+def transfers_of(scheduler: Scheduler) -> Transfers:
+    return Transfers(scheduler.state, scheduler.prefix, scheduler.tier, TransferStats())
 
 
 def random_prompt(rng: random.Random, most: int = 20) -> list[int]:

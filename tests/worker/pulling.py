@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from kvpaging.windows import GONE
-from tests.worker.fake import check, make_engine, make_request
+from tests.worker.fake import check, make_engine, make_request, transfers_of
 from worker.blocks.pull import Puller
-from worker.blocks.transfer import Transfers, TransferStats
 from worker.engine.engine import Engine
 from worker.request import Request
 
@@ -86,7 +85,7 @@ class Side:
         self.clock_s = 0.0
         self.fetch = fetch
         self.puller = Puller(
-            Transfers(self.engine.scheduler, TransferStats()),
+            transfers_of(self.engine.scheduler),
             self.pages,
             self.inline,
             self._fetch,
@@ -144,5 +143,5 @@ class Side:
             counts = pool.counts()
             assert (counts.quarantined, counts.owned, counts.leased) == (0, 0, 0)
             assert not any(pool.holds(block) for block in range(pool.blocks))
-        assert not self.puller.transfers._coming
+        assert not self.puller.transfers.incoming.coming
         assert self.stats.pulling == 0

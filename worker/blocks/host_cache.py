@@ -1,9 +1,14 @@
-"""Blocks that leave the GPU for host memory, and those that come back while others compute.
+"""The host cache: blocks that leave the GPU for host memory, and come back while others compute.
 
-What a plan evicts is copied out between planning and launching the step that overwrites it. A
-waiting sequence whose next blocks are on the host waits for them as for a pull, and others pass it.
-A copy that fails costs nothing but the time to compute its blocks again. Runs in the engine's
-thread; `HostPool` keeps the books, a runner moves the bytes.
+It takes a scheduler's state, its prefix cache, and one `HostPool` below each pool, which keeps the
+books of the slots; a mover, the runner, moves the bytes. What a plan evicts is kept in a slot and
+copied out between planning and launching the step that overwrites it (`keep`, `issue`). A waiting
+sequence whose next blocks are only here is told to wait (`brings`); they come in as
+`worker.blocks.incoming` says, others pass it meanwhile, and `land` publishes them. It promises that
+a copy that fails costs nothing but the time to compute its blocks again.
+
+Words: an *arena* is the memory that a pool of pages numbers, a *slot* a place for one of its blocks
+in host memory; a block is *astray* whose slot is on another rank. Runs in the engine's thread.
 """
 
 from __future__ import annotations
@@ -11,21 +16,21 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from copy import copy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kvpaging.host_pool import HostPool, Move, Moves, Union, below
 from kvpaging.pool import IDLE, STATES
-from worker.blocks.swap import Swaps
-from worker.blocks.transfer import Rate
-from worker.scheduling import admission
+from kvpaging.windows import GONE
+from worker.blocks.incoming import Incoming, IncomingBlocks, Piece
+from worker.engine.stats import Rate
+from worker.scheduling.prefix import Matcher
 
 if TYPE_CHECKING:
     from kvpaging.table import BlockTable
-    from worker.engine.load import Rates
     from worker.request import Sequence as Served
-    from worker.scheduling.scheduler import Scheduler
+    from worker.scheduling.prefix import PrefixCache
+    from worker.scheduling.state import SchedulerState
 
 log = logging.getLogger("kvatlas.worker")
 
@@ -68,51 +73,38 @@ class TierStats:
 
 
 class Place(NamedTuple):
-    """A block or a slot of a layer group."""
+    """A block or a slot of a layer group, and which of a sequence's logical blocks it is."""
 
     group: int
     number: int
-
-
-class Coming(NamedTuple):
-    """A block of a group that is held here and filled from a slot, which is held too, and what it
-    is named."""
-
-    group: int
-    identity: bytes
-    parent: bytes | None
-    slot: int
-    block: int
+    at: int
 
 
 @dataclass(slots=True, eq=False)
-class Return:
-    """What comes back for a sequence, heads first. `kept` are the blocks that it builds on, held;
-    `copying` is None until it has begun. Others may await it too, until it has `ended`."""
+class HostLoad(Incoming):
+    """What comes back for a sequence, in one piece, out of `slots`, which are held. `copying` is
+    None until it has begun."""
 
     sequence: Served
-    kept: list[Place]
-    blocks: list[Coming]
+    slots: list[Place] = field(default_factory=list)
     copying: Copying | None = None
-    ended: bool = False
 
 
 class Tier:
     """The host tier of one engine; `hosts[g]` serves layer group g, `step_bytes` bounds what is
-    copied in each direction between two steps."""
+    copied in each direction between two steps, `arena_bytes` are those of a block."""
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        state: SchedulerState,
+        prefix: PrefixCache,
         hosts: Sequence[HostPool],
         mover: Mover,
-        rates: Rates,
         *,
         arena_bytes: Sequence[int],
         step_bytes: int,
-        preemption: str = "auto",
     ) -> None:
-        self.scheduler, self.hosts = scheduler, tuple(hosts)
+        self.state, self.prefix, self.hosts = state, prefix, tuple(hosts)
         self.arenas = list(dict.fromkeys(hosts))  # in the order of the layout's
         self.block_bytes = dict(zip(self.arenas, arena_bytes, strict=True))
         self.step_bytes = step_bytes = max(step_bytes, self.slice_bytes)
@@ -122,21 +114,18 @@ class Tier:
         self._out: list[Move] = []
         self._back: list[Move] = []
         self._room = {"out": step_bytes, "back": step_bytes}
-        self._returns: deque[Return] = deque()  # in the order of their copies
-        self._coming: dict[bytes, Return] = {}
+        self._loads: deque[HostLoad] = deque()  # in the order of their copies
         self._timed: deque[tuple[Copying, Moves]] = deque()
-        self.swaps = Swaps(self, rates, preemption)
+        self.incoming = IncomingBlocks[HostLoad](prefix)
+        self.unions = [Union(host) for host in self.hosts]
+        self._both = Matcher(self.unions, prefix.windows, prefix.block_size)
         for host in self.arenas:
             host.pool.on_evict = self._evicts(host)
-        self.unions = [Union(host) for host in self.hosts]
-        self.union = copy(scheduler.prefix)  # the same over both tiers
-        self.union.pools = tuple(self.unions)  # type: ignore[arg-type]
-        scheduler.tier = self
 
     @property
     def busy(self) -> bool:
         """Whether blocks are on their way back."""
-        return bool(self._returns)
+        return bool(self._loads)
 
     @property
     def slice_bytes(self) -> int:
@@ -146,14 +135,13 @@ class Tier:
     @property
     def back_tokens_per_s(self) -> float:
         """How fast tokens come back; 0 where that was not measured yet."""
-        return self.back_rate.per_s * self.scheduler.block_size / self.slice_bytes
+        return self.back_rate.per_s * self.state.block_size / self.slice_bytes
 
     def shown(self) -> dict[str, Any]:
         """Counters, slots by state, and measured rates in bytes per second."""
         counts = [host.counts() for host in self.arenas]
         return {
             **asdict(self.stats),
-            **self.swaps.shown(),
             "blocks": {name: sum(getattr(c, name) for c in counts) for name in counts[0]._fields},
             "evictions": sum(host.evictions for host in self.arenas),
             "out_bytes_per_s": self.out_rate.per_s,
@@ -205,13 +193,13 @@ class Tier:
         """Whether so many bytes may still be copied out before the next step."""
         return size <= self._room["out"]
 
+    def match(self, sequence: Served) -> list[list[int]]:
+        """As the prefix cache, in the pools and here: numbers are those of `unions`."""
+        return self.prefix.match(sequence, within=self._both)
+
     def depth(self, sequence: Served) -> int:
         """Leading blocks of a sequence that are in the pools or on the host."""
-        return len(self.union.match(sequence)[0])
-
-    def awaits(self, sequence: Served) -> bool:
-        """Whether blocks that a waiting sequence was told to wait for are still on their way."""
-        return sequence.awaited is not None and not sequence.awaited.ended
+        return len(self.match(sequence)[0])
 
     @property
     def spent(self) -> bool:
@@ -227,36 +215,36 @@ class Tier:
         """
         if not any(map(len, self.arenas)):
             return False
-        found = self.union.match(sequence)
+        found = self.match(sequence)
         if len(found[0]) <= len(hit[0]):
             return False
         wanted, kept = self.parts(found)
-        names = (self.hosts[g].identity(slot) for g, slot in wanted)
-        sequence.awaited = next((self._coming[n] for n in names if n in self._coming), None)
-        if sequence.awaited is not None:
+        coming = self.incoming.find(self.hosts[g].identity(slot) for g, slot, _ in wanted)
+        if coming is not None:
+            sequence.awaited = coming.arrival
             return True
         if not 0 < len(wanted) < sequence.lacking:
             return False
         some = self._in_time(wanted, self._room["back"])
         if not some:  # there may be time for them after the next step
             return bool(self._back)
-        if not self._fits(some, kept) or not admission.affordable(self.scheduler, sequence, table):
-            return self.busy and not self.scheduler.running
+        if not self._fits(some, kept) or not self.state.affordable(sequence, table):
+            return self.busy and not self.state.running
         sequence.lacking = len(wanted)
-        self._begin(sequence, some, kept)
+        self._begin(sequence, found, some)
         return True
 
     def parts(self, found: Sequence[Sequence[int]]) -> tuple[list[Place], list[Place]]:
         """Slots and blocks of what a match in both tiers found, heads first."""
         slots: list[Place] = []
         blocks: list[Place] = []
-        for row in zip(*found, strict=True):
+        for index, row in enumerate(zip(*found, strict=True)):
             for group, number in enumerate(row):
                 slot = self.unions[group].slot(number)
                 if slot is not None:
-                    slots.append(Place(group, slot))
-                elif number >= 0:  # windows hide some blocks
-                    blocks.append(Place(group, number))
+                    slots.append(Place(group, slot, index))
+                elif number != GONE:
+                    blocks.append(Place(group, number, index))
         return slots, blocks
 
     def _in_time(self, wanted: Sequence[Place], left: int) -> list[Place]:
@@ -272,32 +260,36 @@ class Tier:
     def _fits(self, wanted: Sequence[Place], kept: Sequence[Place]) -> bool:
         """Whether each rank has the blocks now, beside those that are kept."""
         hosts, idle = self.hosts, STATES[IDLE]
-        need = Counter((hosts[g].pool, hosts[g].rank_of(slot)) for g, slot in wanted)
-        for pool, block in ((hosts[group].pool, block) for group, block in kept):
+        need = Counter((hosts[g].pool, hosts[g].rank_of(slot)) for g, slot, _ in wanted)
+        for pool, block in ((hosts[group].pool, block) for group, block, _ in kept):
             need[pool, pool.rank_of(block)] += pool.state(block) == idle
         return all(n <= pool.available_on(rank) for (pool, rank), n in need.items())
 
-    def _begin(self, sequence: Served, wanted: Sequence[Place], kept: list[Place]) -> None:
+    def _begin(self, sequence: Served, found: Sequence[list[int]], slots: list[Place]) -> None:
         """Hold what is there, then take blocks for what is not, which may evict others."""
-        for group, block in kept:
-            self.hosts[group].pool.hold(block)
-        for group, slot in wanted:
+        first, stop = slots[0].at, slots[-1].at + 1
+        chains = self.prefix.chains(sequence)
+        names = [chains[place.group][place.at] for place in slots]
+        load = HostLoad(sequence, slots, names=names)
+        load.parents = [chain[first - 1] if first else None for chain in chains]
+        load.wanted = [chain[first:stop] for chain in chains]
+        load.kept = [
+            [GONE if union.slot(number) is not None else number for number in column]
+            for union, column in zip(self.unions, found, strict=True)
+        ]
+        self.incoming.begin(load)
+        for group, slot, _ in slots:
             self.hosts[group].hold(slot)
-        coming = Return(sequence, kept, [self._take(*place) for place in wanted])
-        sequence.awaited = coming
-        self._returns.append(coming)
-        self._coming.update((each.identity, coming) for each in coming.blocks)
-
-    def _take(self, group: int, slot: int) -> Coming:
-        host = self.hosts[group]
-        identity, parent = host.identity(slot), host.parent(slot)
-        assert identity is not None
-        (block,) = host.pool.allocate(1, host.rank_of(slot))
-        host.pool.hold(block)
-        host.pool.unref(block)
-        self._room["back"] -= self.block_bytes[host]
-        self._back.append(Move(self.arenas.index(host), block, slot))
-        return Coming(group, identity, parent, slot, block)
+        piece = Piece(0, stop - first, blocks=[[GONE] * (stop - first) for _ in self.hosts])
+        for group, slot, index in slots:
+            host = self.hosts[group]
+            block = self.incoming.take(group, host.rank_of(slot))
+            piece.blocks[group][index - first] = block
+            self._room["back"] -= self.block_bytes[host]
+            self._back.append(Move(self.arenas.index(host), block, slot))
+        load.pieces.append(piece)
+        sequence.awaited = load.arrival
+        self._loads.append(load)
 
     def issue(self) -> None:
         """Begin the copies that were asked for, before anything writes to the blocks of those out.
@@ -309,7 +301,7 @@ class Tier:
         if not moves.out and not moves.back:
             return
         self._out, self._back = [], []
-        waiting = [coming for coming in self._returns if coming.copying is None]
+        waiting = [load for load in self._loads if load.copying is None]
         try:
             copying = self._mover.move(moves)
         except Exception as error:
@@ -321,12 +313,12 @@ class Tier:
                 identity = host.identity(move.slot)
                 if identity is not None:
                     host.forget(identity)
-            for coming in waiting:
-                self._returns.remove(coming)
-                self._end(coming)
+            for load in waiting:
+                self._loads.remove(load)
+                self._end(load)
             return
-        for coming in waiting:
-            coming.copying = copying
+        for load in waiting:
+            load.copying = copying
         self._timed.append((copying, moves))
         self.stats.out_blocks += len(moves.out)
         self.stats.back_blocks += len(moves.back)
@@ -351,23 +343,19 @@ class Tier:
             stats.out_bytes, stats.out_s = stats.out_bytes + out, stats.out_s + out_s
             stats.back_bytes, stats.back_s = stats.back_bytes + back, stats.back_s + back_s
         landed = False
-        while self._returns and (copying_ := self._returns[0].copying) is not None:
-            if not copying_.done:
-                break
-            self._land(self._returns.popleft())
+        while self._loads and (begun := self._loads[0].copying) is not None and begun.done:
+            self._land(self._loads.popleft())
             landed = True
         return landed
 
-    def _land(self, coming: Return) -> None:
+    def _land(self, load: HostLoad) -> None:
         """Publish what has come, unless it was computed meanwhile."""
-        indexed = self.scheduler.prefix.indexed
-        for group, identity, parent, _, block in coming.blocks:
-            pool = self.hosts[group].pool
-            pool.publish(block, identity, parent, quiet=group != indexed)
-        if coming.sequence.epoch == 0:
-            columns = Counter(each.group for each in coming.blocks)
-            coming.sequence.returned += max(columns.values()) * self.scheduler.block_size
-        self._end(coming)
+        (piece,) = load.pieces
+        self.incoming.land(load, piece, piece.stop)
+        if load.sequence.epoch == 0:
+            columns = Counter(place.group for place in load.slots)
+            load.sequence.returned += max(columns.values()) * self.state.block_size
+        self._end(load)
 
     def started(self, sequence: Served) -> None:
         """A sequence starts for the first time: count where what it found was."""
@@ -375,16 +363,11 @@ class Tier:
         self.stats.hit_tokens += back
         self.stats.gpu_hit_tokens += sequence.cached_tokens - back
 
-    def _end(self, coming: Return) -> None:
+    def _end(self, load: HostLoad) -> None:
         """Tails first, so that a chain's tail is evicted before its head."""
-        coming.ended = True
-        for group, identity, _, slot, block in reversed(coming.blocks):
-            if self._coming.get(identity) is coming:
-                del self._coming[identity]
-            self.hosts[group].pool.unhold(block)
+        self.incoming.end(load)
+        for group, slot, _ in reversed(load.slots):
             self.hosts[group].unhold(slot)
-        for group, block in reversed(coming.kept):
-            self.hosts[group].pool.unhold(block)
 
 
 def host_slots(tier: Tier | None, rank: int) -> dict[str, int]:

@@ -15,7 +15,8 @@ from typing import Any, Protocol, TypeVar
 
 from kvpaging.hashing import IDENTITY_BYTES
 from worker import messages
-from worker.blocks.transfer import Loan, Piece, Pull, PullFailed, Transfers, TransferStats, counted
+from worker.blocks.incoming import Piece, counted
+from worker.blocks.transfer import Loan, Pull, PullFailed, Transfers, TransferStats
 from worker.request import Request
 
 log = logging.getLogger("kvatlas.worker")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvpaging.host_pool import HostPool
     from worker.blocks.host_cache import Place, Tier
-    from worker.engine.load import Rates
+    from worker.engine.stats import Rates
     from worker.request import Sequence as Served
 
 log = logging.getLogger("kvatlas.worker")
@@ -44,19 +44,20 @@ class Swaps:
         self._held: dict[Served, list[tuple[HostPool, int]]] = {}
 
     def shown(self) -> dict[str, Any]:
+        """Its counters, with those of the tier."""
         self.stats.swapped_sequences = len(self._held)
-        return asdict(self.stats)
+        return {**self.tier.shown(), **asdict(self.stats)}
 
     def preempt(self, sequence: Served) -> None:
         """Called before the sequence gives its blocks back."""
         tier, tokens = self.tier, sequence.computed
-        found = tier.union.match(sequence)
+        found = tier.match(sequence)
         slots, blocks = tier.parts(found)
-        new = [place for place in blocks if self._slot(*place) is None]
-        out = sum(tier.block_bytes[tier.hosts[group]] for group, _ in new)
-        back = sum(tier.block_bytes[tier.hosts[group]] for group, _ in (*slots, *blocks))
+        new = [place for place in blocks if self._slot(place.group, place.number) is None]
+        out = sum(tier.block_bytes[tier.hosts[group]] for group, _, _ in new)
+        back = sum(tier.block_bytes[tier.hosts[group]] for group, _, _ in (*slots, *blocks))
         again_s = tokens * self.rates.token_s
-        rest = max(0, tokens - len(found[0]) * tier.scheduler.block_size)
+        rest = max(0, tokens - len(found[0]) * tier.state.block_size)
         swap_s = self._copy_s(out, back)
         if swap_s is not None:
             swap_s += rest * self.rates.token_s
@@ -112,12 +113,12 @@ class Swaps:
         ]
         for host, slot in held:
             host.hold(slot)
-        need = Counter((tier.hosts[g], tier.hosts[g].pool.rank_of(block)) for g, block in new)
+        need = Counter((tier.hosts[g], tier.hosts[g].pool.rank_of(block)) for g, block, _ in new)
         counts = {place: place[0].counts(place[1]) for place in need}
         if any(n > counts[place].free + counts[place].idle for place, n in need.items()):
             self._unhold(held)
             return False
-        for group, block in new:
+        for group, block, _ in new:
             host, pool = tier.hosts[group], tier.hosts[group].pool
             identity = pool.identity(block)
             assert identity is not None

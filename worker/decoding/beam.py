@@ -21,13 +21,8 @@ from worker.params import ParamError
 
 if TYPE_CHECKING:
     from worker.scheduling.scheduler import Scheduler
-
-
-class Offer(NamedTuple):
-    """What a beam may go on with: token ids and their log-probabilities, best first."""
-
-    tokens: list[int]
-    logprobs: list[float]
+    from worker.scheduling.state import SchedulerState
+    from worker.scheduling.step import Offer
 
 
 class Child(NamedTuple):
@@ -117,14 +112,14 @@ class BeamSearch:
 
 def begin(
     request: requests.Request,
-    scheduler: Scheduler,
+    state: SchedulerState,
     end_tokens: frozenset[int],
     max_model_len: int,
 ) -> BeamSearch:
     """The search that a request asks for. Raises ParamError where its beams can never all run."""
     params = request.params
     max_tokens = min(params.max_tokens, max_model_len - len(request.prompt))
-    _check_room(scheduler, params.beam_width, len(request.prompt), max_tokens)
+    _check_room(state, params.beam_width, len(request.prompt), max_tokens)
     ends = frozenset(params.stop_token_ids)
     return BeamSearch(
         params.beam_width,
@@ -135,22 +130,22 @@ def begin(
     )
 
 
-def _check_room(scheduler: Scheduler, width: int, prompt: int, more: int) -> None:
+def _check_room(state: SchedulerState, width: int, prompt: int, more: int) -> None:
     """Every beam needs a slot, and all at their longest must fit beside the prompt they share."""
-    if width > scheduler.limits.max_num_seqs:
-        allowed = f"at most {scheduler.limits.max_num_seqs}, the sequences that run at a time"
+    if width > state.limits.max_num_seqs:
+        allowed = f"at most {state.limits.max_num_seqs}, the sequences that run at a time"
         raise ParamError("beam_width", width, allowed, "scheduler.max_num_seqs")
-    needs, tokens = scheduler.needs, prompt + more
-    shared = prompt // scheduler.block_size
-    whole = -(-(tokens - 1) // scheduler.block_size)
+    needs, tokens = state.needs, prompt + more
+    shared = prompt // state.block_size
+    whole = -(-(tokens - 1) // state.block_size)
     most = needs.blocks(tokens - 1)
     each = needs.by_arena(min(blocks, whole - shared) for blocks in most)
     common = needs.by_arena(min(blocks, shared) for blocks in most)
-    for pool, one, together in zip(dict.fromkeys(scheduler.pools), each, common, strict=True):
+    for pool, one, together in zip(dict.fromkeys(state.pools), each, common, strict=True):
         if width * one > pool.blocks - together:
             allowed = (
                 f"at most {(pool.blocks - together) // one} for sequences of {tokens} tokens in a "
-                f"pool of {pool.blocks} blocks of {scheduler.block_size}"
+                f"pool of {pool.blocks} blocks of {state.block_size}"
             )
             raise ParamError("beam_width", width, allowed, "kv.memory")
 

@@ -15,8 +15,7 @@ from kvpaging.pool import BlockPool, OutOfBlocks
 from kvpaging.table import BlockTable
 from worker.execution.logits import best
 from worker.params import SamplingParams
-from worker.request import NO_SLOT, Request, Sequence
-from worker.scheduling.scheduler import Row, StepPlan
+from worker.scheduling.step import Row, StepPlan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
@@ -24,9 +23,12 @@ if TYPE_CHECKING:
     from worker.execution.batch import BatchBuilder
     from worker.execution.model import PagedModel
 
+ANY = SamplingParams()
+"""Of rows that nothing is sampled for."""
+
 
 class DraftModel:
-    """The model, its pages and a seat for each running sequence. `max_model_len` tokens are the
+    """The model, its pages and a slot for each running sequence. `max_model_len` tokens are the
     longest it guesses for, `chunk` the most it computes in one call."""
 
     def __init__(
@@ -44,45 +46,58 @@ class DraftModel:
         return Drafter(self)
 
     @torch.inference_mode()
-    def next_token(self, sequence: Sequence, count: int) -> int | None:
+    def next_token(self, drafter: Drafter, count: int) -> int | None:
         """Compute `count` tokens more; the likeliest token after the last known one, None where
         that is not reached. Raises OutOfBlocks, and nothing has changed."""
-        table = sequence.table
+        table, tokens, start = drafter.table, drafter.tokens, drafter.computed
         assert table is not None
-        start, before = sequence.computed, len(table.blocks[0])
+        before, reached = len(table.blocks[0]), start + count == len(tokens)
         copies = table.append(count)
         assert not copies, "tables of drafts are never shared"
-        changed, reached = min(sequence.synced, before), start + count == len(sequence.tokens)
-        row = Row(sequence, sequence.slot, 0, start, count, reached, False, changed)
+        changed = min(drafter.synced, before)
+        row = Row(
+            slot=drafter.slot,
+            start=start,
+            count=count,
+            tokens=tokens[start : start + count],
+            params=ANY,
+            prompt_tokens=0,
+            blocks=tuple(blocks[changed:] for blocks in table.blocks),
+            changed_from=changed,
+            sampled=reached,
+        )
         batch = self.builder.build(StepPlan(self.step, (row,), ()))
         self.step += 1
-        sequence.synced = len(table.blocks[0])
+        drafter.synced = len(table.blocks[0])
         logits = self.model.forward(
             batch.ids, batch.positions, batch.rows, batch.logits_at, batch.local, batch.sharded
         )
-        sequence.computed += count
+        drafter.computed += count
         return int(best(logits)[1]) if reached else None
 
 
 class Drafter:
-    """The proposer of one sequence: a mirror of it over the draft model's pages."""
+    """The proposer of one sequence: its tokens and the drafts after them, over the draft model's
+    pages. `computed` of them have their K,V there, and the device knows `synced` table entries."""
 
-    __slots__ = ("_confirmed", "_draft", "_mirror")
+    __slots__ = ("_confirmed", "_draft", "computed", "slot", "synced", "table", "tokens")
 
     def __init__(self, draft: DraftModel) -> None:
         self._draft = draft
         self._confirmed = 0  # tokens that were known at the last call
-        self._mirror = Sequence(Request("", [], SamplingParams()), 0, ())
+        self.tokens: list[int] = []
+        self.table: BlockTable | None = None
+        self.slot = self.computed = self.synced = 0
 
     def propose(self, tokens: Seq[int], k: int) -> list[int]:
-        """None while a long prompt is being caught up with, and where seats run out. Raises
+        """None while a long prompt is being caught up with, and where slots run out. Raises
         OutOfBlocks where pages cannot hold all tokens: others may have them, so close it."""
-        draft, mirror = self._draft, self._mirror
+        draft = self._draft
         k = min(k, draft.max_model_len - len(tokens))
         if k < 1:  # for good
             self.close()
             return []
-        if not self._seated():
+        if not self._has_slot():
             return []
         table = self._corrected(tokens)
         lack = table.lacking(len(tokens) - table.length)
@@ -91,45 +106,43 @@ class Drafter:
         drafts: list[int] = []
         try:
             while len(drafts) < k:
-                count = min(len(mirror.tokens) - mirror.computed, draft.chunk)
-                token = draft.next_token(mirror, count)
+                count = min(len(self.tokens) - self.computed, draft.chunk)
+                token = draft.next_token(self, count)
                 if token is None:
                     break
                 drafts.append(token)
-                mirror.tokens.append(token)
+                self.tokens.append(token)
         except OutOfBlocks:
             pass  # what there is can be verified all the same
         return drafts
 
     def close(self) -> None:
-        mirror = self._mirror
-        if mirror.table is not None:
-            mirror.table.release()
-            self._draft.slots.append(mirror.slot)
-            mirror.table, mirror.slot = None, NO_SLOT
+        if self.table is not None:
+            self.table.release()
+            self.table = None
+            self._draft.slots.append(self.slot)
 
-    def _seated(self) -> bool:
-        draft, mirror = self._draft, self._mirror
-        if mirror.table is None:
+    def _has_slot(self) -> bool:
+        draft = self._draft
+        if self.table is None:
             if not draft.slots:
                 return False
-            mirror.slot = draft.slots.pop()
-            mirror.table = BlockTable(draft.pools, draft.builder.layout.block_size)
-            mirror.computed = mirror.synced = self._confirmed = 0
-            mirror.tokens.clear()
+            self.slot = draft.slots.pop()
+            self.table = BlockTable(draft.pools, draft.builder.layout.block_size)
+            self.computed = self.synced = self._confirmed = 0
+            self.tokens.clear()
         return True
 
     def _corrected(self, tokens: Seq[int]) -> BlockTable:
         """Cut off what was guessed wrongly; the last token is computed (again) for its logits."""
-        mirror = self._mirror
-        table = mirror.table
+        table = self.table
         assert table is not None
-        right, most = self._confirmed, min(mirror.computed, len(tokens) - 1)
-        right = min(right, most)
-        while right < most and mirror.tokens[right] == tokens[right]:
+        most = min(self.computed, len(tokens) - 1)
+        right = min(self._confirmed, most)
+        while right < most and self.tokens[right] == tokens[right]:
             right += 1
         table.truncate(right)
-        mirror.computed, mirror.synced = right, min(mirror.synced, len(table.blocks[0]))
-        mirror.tokens[right:] = tokens[right:]
+        self.computed, self.synced = right, min(self.synced, len(table.blocks[0]))
+        self.tokens[right:] = tokens[right:]
         self._confirmed = len(tokens)
         return table

@@ -160,6 +160,7 @@ class Speculation:
         if draft is not None:
             self.makers[DRAFT_MODEL] = draft
         self.stats = SpeculationStats()
+        self.speculators: dict[Sequence, Speculator] = {}
         self.on_error: Callable[[Exception], None] = lambda error: None
 
     def equip(self, request: Request) -> None:
@@ -174,18 +175,31 @@ class Speculation:
             allowed = f"one of {', '.join((NO_SPECULATION, *self.makers))}"
             raise ParamError("speculation.method", method, allowed, "speculation.draft_model")
         # Penalties need the counts of every guess; a search samples nothing.
-        reason = "beams" if request.beams is not None else "penalties" * params.penalised
+        reason = "beams" if params.beam_width else "penalties" * params.penalised
         if reason:
             self._switched_off(reason)
             return
         for sequence in request.sequences:
-            sequence.speculator = Speculator(make(), params.speculation_k or self.k)
+            if sequence.finish_reason is None:
+                self.speculators[sequence] = Speculator(make(), params.speculation_k or self.k)
 
-    def guess(
-        self, sequence: Sequence, speculator: Speculator, room: int
-    ) -> tuple[int, ...] | None:
+    def guesses(self, sequence: Sequence) -> bool:
+        """Whether anything is guessed for a sequence."""
+        return sequence in self.speculators
+
+    def close(self, sequence: Sequence) -> None:
+        """It has left its slot, and may return."""
+        if sequence in self.speculators:
+            self.speculators[sequence].proposer.close()
+
+    def forget(self, sequence: Sequence) -> None:
+        """It is finished, or goes on without guesses."""
+        self.speculators.pop(sequence, None)
+
+    def guess(self, sequence: Sequence, room: int) -> tuple[int, ...] | None:
         """At most `room` tokens that may follow a sequence. None where it should let this step
-        pass to know its last token, which a step under way is to say."""
+        pass to know its last token, which a step in flight is to say."""
+        speculator = self.speculators[sequence]
         length = len(sequence.tokens) + sequence.pending
         most = min(sequence.request.params.max_tokens + sequence.prompt_tokens, self.max_model_len)
         # The token that is sampled after the guesses is the last there can be.
@@ -203,8 +217,8 @@ class Speculation:
             # Where the device itself failed, so does the next step.
             self._switched_off("error")
             self.on_error(error)
-        speculator.proposer.close()
-        sequence.speculator = None  # it goes on without guesses
+        self.close(sequence)
+        self.forget(sequence)
         return ()
 
     def _switched_off(self, reason: str) -> None:
@@ -219,8 +233,7 @@ class Speculation:
         stats.right_at += [0] * (guessed - len(stats.right_at))
         for place in range(right):
             stats.right_at[place] += 1
-        assert sequence.speculator is not None
-        sequence.speculator.learn(guessed, right, len(sequence.tokens))
+        self.speculators[sequence].learn(guessed, right, len(sequence.tokens))
 
 
 class Said(NamedTuple):

@@ -15,14 +15,14 @@ from itertools import islice
 from worker import messages
 from worker.decoding import beam
 from worker.decoding.speculation import Said, judge
-from worker.engine.ending import ending, ending_of_beam, started
-from worker.engine.load import Rates, blocks_in_use
-from worker.engine.stats import EngineStats
+from worker.engine.load import blocks_in_use
+from worker.engine.stats import EngineStats, Rates
 from worker.execution.philox import derive
 from worker.execution.runner import InFlight, Runner, StepResult
-from worker.params import ParamError
+from worker.params import ParamError, SamplingParams
 from worker.request import Request, Sequence
-from worker.scheduling.scheduler import QueueFull, Row, Scheduler, StepPlan
+from worker.scheduling.scheduler import QueueFull, Scheduler
+from worker.scheduling.step import StepPlan
 
 Output = tuple[Request, messages.Event]
 
@@ -43,6 +43,7 @@ class Engine:
         max_model_len: int,
         cpu_clock: Callable[[], float],
         depth: int = 1,
+        rates: Rates | None = None,
     ) -> None:
         assert depth in (1, 2)
         self.scheduler, self.runner, self.depth = scheduler, runner, depth
@@ -50,7 +51,8 @@ class Engine:
         self.cpu_clock = cpu_clock
         self.requests: dict[str, Request] = {}
         self.stats = EngineStats()
-        self.rates = Rates()
+        self.rates = rates or Rates()
+        self.searches: dict[str, beam.BeamSearch] = {}  # by request
         self.on_step_error: Callable[[BaseException, bool], None] = lambda error, retried: None
         self._flying: deque[InFlight] = deque()
 
@@ -69,11 +71,13 @@ class Engine:
         for sequence in request.sequences[1:]:
             seed = derive(request.params.seed, sequence.choice)
             sequence.params = replace(request.params, seed=seed)
+        search = None
         try:
             if request.params.beam_width:
-                request.beams = beam.begin(
-                    request, self.scheduler, self.end_tokens, self.max_model_len
+                search = beam.begin(
+                    request, self.scheduler.state, self.end_tokens, self.max_model_len
                 )
+                request.candidates = search.candidates
             if any(s.target > 0 for s in request.sequences):
                 self.scheduler.submit(request)
         except ParamError as error:
@@ -84,6 +88,8 @@ class Engine:
         if request.params.prompt_logprobs is not None:
             events.append(messages.PromptLogprobs(0, [None]))
         self.requests[request.id] = request
+        if search is not None:
+            self.searches[request.id] = search
         for sequence in request.sequences:
             if sequence.target <= 0:
                 sequence.finish_reason = "length"
@@ -99,7 +105,7 @@ class Engine:
         request = self.requests.get(request_id)
         if request is None:
             return []
-        if request.beams is not None:
+        if request.id in self.searches:
             return self._finish_search(request, "abort")
         chosen = [s for s in request.sequences if choice in (None, s.choice)]
         return self._close(chosen, "abort")
@@ -115,7 +121,7 @@ class Engine:
         return out
 
     def step(self, now: float) -> list[Output]:
-        """One turn: plan and launch a step, settle the oldest one under way. Empty when idle."""
+        """One turn: plan and launch a step, settle the oldest one in flight. Empty when idle."""
         out = self._expire(now)
         plan = self._plan()
         if plan.rows:
@@ -124,10 +130,10 @@ class Engine:
                 self._flying.append(self.runner.launch(plan))
             except Exception as error:
                 self._note(error)
-                rows = self.scheduler.rollback(plan)
+                lost = self._roll_back([plan])
                 while self._flying:
                     out += self._settle(now)
-                return out + self._recover(rows, now)
+                return out + self._recover(lost, now)
         if self._flying and (len(self._flying) >= self.depth or not plan.rows):
             out += self._settle(now)
         return out
@@ -155,8 +161,7 @@ class Engine:
             self._note(error)
             plans = [*(later.plan for later in reversed(self._flying)), flight.plan]
             self._flying.clear()
-            rows = [row for plan in plans for row in self.scheduler.rollback(plan)]
-            return self._recover(rows, now)
+            return self._recover(self._roll_back(plans), now)
         return self._commit(flight.plan, result, now)
 
     def _note(self, error: Exception) -> None:
@@ -164,14 +169,22 @@ class Engine:
         self.on_step_error(error, False)
         self.runner.raise_if_dead(error)
 
-    def _recover(self, rows: list[Row], now: float) -> list[Output]:
+    def _roll_back(self, plans: Iterable[StepPlan]) -> dict[Sequence, bool]:
+        """Undo failed steps, newest first. The sequences that are to be tried again, and whether
+        one of these steps admitted them."""
+        lost: dict[Sequence, bool] = {}
+        for plan in plans:
+            for row, sequence in zip(plan.rows, self.scheduler.rollback(plan), strict=True):
+                if sequence is not None:
+                    lost[sequence] = row.admitted or lost.get(sequence, False)
+        return lost
+
+    def _recover(self, lost: dict[Sequence, bool], now: float) -> list[Output]:
         """Try rows of failed steps again, without the sequences just admitted; those, and all if
         that fails too, run alone, and what fails alone gets a 500."""
-        sequences = {id(row.sequence): row.sequence for row in rows}
-        fresh = {id(row.sequence) for row in rows if row.admitted}
-        old = [s for key, s in sequences.items() if key not in fresh]
+        old = [sequence for sequence, fresh in lost.items() if not fresh]
         out: list[Output] = []
-        alone = [s for key, s in sequences.items() if key in fresh]
+        alone = [sequence for sequence, fresh in lost.items() if fresh]
         if old:
             done, failure = self._try(old, now)
             out += done
@@ -213,20 +226,20 @@ class Engine:
         out: list[Output] = []
         samples = zip(result.tokens, result.bad, result.logprobs, strict=True)
         said = {
-            row.slot: judge(row.drafts, [*islice(samples, row.samples)], self._ends(row.sequence))
+            row.slot: judge(row.drafts, [*islice(samples, row.samples)], self._ends(row.params))
             for row in plan.rows
             if row.sampled
         }
         guessed = {row.slot: said[row.slot].tokens for row in plan.rows if row.drafts}
         scores, offers = iter(result.scores), iter(result.offers)
-        for row, valid in zip(plan.rows, self.scheduler.commit(plan, guessed), strict=True):
+        for row, sequence in zip(plan.rows, self.scheduler.commit(plan, guessed), strict=True):
             scored = next(scores) if row.scored_from is not None else None
             offer = next(offers) if row.candidates else None
-            if not valid or row.sequence.finish_reason is not None:
+            if sequence is None or sequence.finish_reason is not None:
                 continue
-            sequence, request = row.sequence, row.sequence.request
-            if scored is not None:
-                out += self._report_scores(row, scored)
+            request = sequence.request
+            if row.scored_from is not None and scored is not None:
+                out += self._report_scores(sequence, row.scored_from, scored)
             tokens, logprobs, bad = said.get(row.slot, SILENT)
             if bad or (row.candidates and offer is None):
                 out += self._fail(request, ArithmeticError(BAD_LOGITS))
@@ -253,9 +266,9 @@ class Engine:
 
     def _search(self, request: Request) -> list[Output]:
         """Take a step of a beam search when all its beams have said what may follow."""
-        search, beams = request.beams, request.sequences
+        search, beams = self.searches[request.id], request.sequences
         offers = [beam.offer for beam in beams if beam.offer is not None]
-        if search is None or len(offers) < len(beams):
+        if len(offers) < len(beams):
             return []
         children = search.select(offers, lambda place: beams[place].tokens[len(request.prompt) :])
         if children:
@@ -265,8 +278,7 @@ class Engine:
 
     def _finish_search(self, request: Request, reason: str | None = None) -> list[Output]:
         """End a beam search with its `n` best, in order of score; for a `reason`, with nothing."""
-        search, first = request.beams, request.sequences[0]
-        assert search is not None
+        search, first = self.searches[request.id], request.sequences[0]
         best: list[beam.Ended | None] = [*search.ended[: request.choices]]
         if reason is not None:
             best = [None] * request.choices
@@ -278,9 +290,8 @@ class Engine:
         self._end(request, events[0].reason)
         return [(request, event) for event in events]
 
-    def _ends(self, sequence: Sequence) -> Set[int]:
+    def _ends(self, params: SamplingParams) -> Set[int]:
         """The tokens that end a sequence."""
-        params = sequence.request.params
         ends = frozenset() if params.ignore_eos else self.end_tokens
         return ends.union(params.stop_token_ids) if params.stop_token_ids else ends
 
@@ -293,7 +304,7 @@ class Engine:
         self.stats.generated_tokens += len(tokens)
         known = [entry for entry in entries if entry is not None]
         logprobs = None if params.logprobs is None else known
-        if token in self._ends(sequence):
+        if token in self._ends(params):
             reason, sequence.stop_token = "stop", token
         elif (
             sequence.generated_tokens >= params.max_tokens
@@ -307,17 +318,18 @@ class Engine:
         self._forget_if_finished(request)
         return event
 
-    def _report_scores(self, row: Row, entries: list[messages.PromptLogprob]) -> list[Output]:
-        assert row.scored_from is not None
-        row.sequence.scored = row.scored_from + len(entries)
-        if row.sequence.choice or not entries:
+    def _report_scores(
+        self, sequence: Sequence, first: int, entries: list[messages.PromptLogprob]
+    ) -> list[Output]:
+        sequence.scored = first + len(entries)
+        if sequence.choice or not entries:
             return []
-        return [(row.sequence.request, messages.PromptLogprobs(row.scored_from + 1, [*entries]))]
+        return [(sequence.request, messages.PromptLogprobs(first + 1, [*entries]))]
 
     def _mark_admitted(self, plan: StepPlan, now: float) -> None:
-        for row in plan.rows:
-            if row.sequence.request.admitted_s is None:
-                row.sequence.request.admitted_s = now
+        for sequence in self.scheduler.sequences(plan):
+            if sequence is not None and sequence.request.admitted_s is None:
+                sequence.request.admitted_s = now
 
     def _expire(self, now: float) -> list[Output]:
         late = [r for r in self.requests.values() if now > r.deadline_s]
@@ -355,6 +367,7 @@ class Engine:
     def _forget_if_finished(self, request: Request) -> None:
         if request.finished:
             self.requests.pop(request.id, None)
+            self.searches.pop(request.id, None)
             reason = request.sequences[0].finish_reason or ""
             self.stats.finished[reason] = self.stats.finished.get(reason, 0) + 1
 
@@ -373,3 +386,47 @@ class Engine:
 
 BAD_LOGITS = "its logits are not finite numbers; model.dtype=float32 has the widest range"
 SILENT = Said([], [], False)
+
+
+def ending(
+    sequence: Sequence, tokens: list[int], logprobs: list[messages.TokenLogprob] | None
+) -> messages.Finish:
+    """The end of a choice, with the tokens not yet sent."""
+    assert sequence.finish_reason is not None
+    return messages.Finish(
+        choice=sequence.choice,
+        reason=sequence.finish_reason,
+        prompt_tokens=sequence.prompt_tokens,
+        cached_tokens=sequence.cached_tokens,
+        generated_tokens=sequence.generated_tokens,
+        stop_token=sequence.stop_token,
+        tokens=tokens,
+        logprobs=logprobs,
+    )
+
+
+def started(sequence: Sequence) -> messages.Started:
+    """How a request began."""
+    request = sequence.request
+    assert request.admitted_s is not None
+    return messages.Started(
+        queue_s=request.admitted_s - request.arrival_s, cached_tokens=sequence.cached_tokens
+    )
+
+
+def ending_of_beam(
+    first: Sequence, choice: int, ended: beam.Ended | None, reason: str | None
+) -> messages.Finish:
+    """The end of an answer of a beam search; with a `reason` it has none."""
+    stop_token = None if ended is None else ended.stop_token
+    tokens = [] if ended is None else ended.tokens
+    return messages.Finish(
+        choice=choice,
+        reason=reason or ("length" if stop_token is None else "stop"),
+        prompt_tokens=first.prompt_tokens,
+        cached_tokens=first.cached_tokens,
+        generated_tokens=len(tokens),
+        stop_token=stop_token,
+        tokens=tokens,
+        score=None if ended is None else ended.score,
+    )

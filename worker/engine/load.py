@@ -1,70 +1,14 @@
-"""How busy an engine is and how fast, as the router is told. No torch, no clock."""
+"""How busy an engine is, as the router is told. No torch, no clock."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvpaging.events import Load
 
 if TYPE_CHECKING:
-    from worker.scheduling.scheduler import Scheduler, StepPlan
-
-NEW = 0.05
-"""Weight of the latest step in a rate."""
-
-LARGE_TOKENS = 128
-"""Steps with this many prompt tokens say what a token costs, smaller ones what the rest does."""
-
-
-@dataclass(slots=True)
-class Rates:
-    """Seconds as measured over the last steps, 0 where nothing was measured yet.
-
-    prompt_s for having prompts in a step at all and token_s more for each of their tokens; step_s
-    for a step of single tokens on an empty pool and block_s more for each block in use, by the
-    line of least squares.
-    """
-
-    prompt_s: float = 0.0
-    token_s: float = 0.0
-    step_s: float = 0.0
-    block_s: float = 0.0
-    _weight: float = 0.0
-    _blocks: float = 0.0  # means over steps of single tokens, as are the next three
-    _took_s: float = 0.0
-    _square: float = 0.0
-    _product: float = 0.0
-
-    def note(self, plan: StepPlan, took_s: float, blocks: int) -> None:
-        """A step was computed in that time with so many blocks in use."""
-        singles = sum(row.known == 1 for row in plan.rows)
-        prompt = sum(row.known for row in plan.rows) - singles
-        if not prompt:
-            self._fit(took_s, float(blocks))
-            return
-        rest_s = max(0.0, took_s - (self.step_s + self.block_s * blocks if singles else 0.0))
-        if prompt >= LARGE_TOKENS or not self.token_s:
-            self.token_s = _mean(self.token_s, max(0.0, rest_s - self.prompt_s) / prompt)
-        else:
-            self.prompt_s = _mean(self.prompt_s, max(0.0, rest_s - prompt * self.token_s))
-
-    def _fit(self, took_s: float, blocks: float) -> None:
-        self._weight += NEW * (1 - self._weight)
-        share = NEW / self._weight
-        self._blocks += share * (blocks - self._blocks)
-        self._took_s += share * (took_s - self._took_s)
-        self._square += share * (blocks * blocks - self._square)
-        self._product += share * (blocks * took_s - self._product)
-        spread = self._square - self._blocks**2
-        slope = (self._product - self._blocks * self._took_s) / spread if spread > 1 else 0.0
-        most = self._took_s / self._blocks if self._blocks else 0.0
-        self.block_s = min(max(0.0, slope), most)
-        self.step_s = self._took_s - self.block_s * self._blocks
-
-
-def _mean(old: float, new: float) -> float:
-    return old + NEW * (new - old) if old else new
+    from worker.engine.stats import Rates
+    from worker.scheduling.scheduler import Scheduler
 
 
 class Pressure(NamedTuple):

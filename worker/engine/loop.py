@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 from kvpaging import audit
 from worker import messages
-from worker.blocks.transfer import PrefillRate
 from worker.engine.engine import Engine, Output
+from worker.engine.stats import PrefillRate
 from worker.execution.runner import EngineDead
 from worker.request import Request
 

@@ -1,4 +1,4 @@
-"""What an engine counts. No torch, no clock."""
+"""What an engine counts, and how fast it has been. No torch, no clock."""
 
 from __future__ import annotations
 
@@ -6,7 +6,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from worker.scheduling.scheduler import StepPlan
+    from worker.scheduling.step import StepPlan
+
+RATE_WEIGHT = 0.2
+PREFILL_TOKENS = 32
+"""A step that computes fewer tokens says little about how fast prompts are computed."""
+
+NEW = 0.05
+"""Weight of the latest step in a rate."""
+
+LARGE_TOKENS = 128
+"""Steps with this many prompt tokens say what a token costs, smaller ones what the rest does."""
 
 
 @dataclass(slots=True)
@@ -38,3 +48,81 @@ class EngineStats:
         elif sharded:
             self.mixed_steps += 1
             self.mixed_s += took_s
+
+
+@dataclass(slots=True)
+class Rate:
+    """Amounts per second, a moving average in which a new value counts for a fifth."""
+
+    per_s: float = 0.0
+
+    def add(self, amount: float, seconds: float) -> None:
+        if seconds > 0:
+            value = amount / seconds
+            self.per_s += (value - self.per_s) * (RATE_WEIGHT if self.per_s else 1.0)
+
+
+class PrefillRate:
+    """How fast this engine computes prompts, in tokens per second, from the counters it keeps."""
+
+    def __init__(self) -> None:
+        self.rate = Rate()
+        self._seen = (0, 0, 0.0)
+
+    def note(self, stats: EngineStats) -> None:
+        """A turn has passed. Counts where most tokens were of chunks, not one per row."""
+        seen = (stats.batch_tokens, stats.rows, stats.execute_s)
+        tokens, rows, seconds = (now - was for now, was in zip(seen, self._seen, strict=True))
+        self._seen = seen
+        if tokens >= max(PREFILL_TOKENS, 2 * rows):
+            self.rate.add(tokens, seconds)
+
+
+@dataclass(slots=True)
+class Rates:
+    """Seconds as measured over the last steps, 0 where nothing was measured yet.
+
+    prompt_s for having prompts in a step at all and token_s more for each of their tokens; step_s
+    for a step of single tokens on an empty pool and block_s more for each block in use, by the
+    line of least squares.
+    """
+
+    prompt_s: float = 0.0
+    token_s: float = 0.0
+    step_s: float = 0.0
+    block_s: float = 0.0
+    _weight: float = 0.0
+    _blocks: float = 0.0  # means over steps of single tokens, as are the next three
+    _took_s: float = 0.0
+    _square: float = 0.0
+    _product: float = 0.0
+
+    def note(self, plan: StepPlan, took_s: float, blocks: int) -> None:
+        """A step was computed in that time with so many blocks in use."""
+        singles = sum(row.known == 1 for row in plan.rows)
+        prompt = sum(row.known for row in plan.rows) - singles
+        if not prompt:
+            self._fit(took_s, float(blocks))
+            return
+        rest_s = max(0.0, took_s - (self.step_s + self.block_s * blocks if singles else 0.0))
+        if prompt >= LARGE_TOKENS or not self.token_s:
+            self.token_s = _mean(self.token_s, max(0.0, rest_s - self.prompt_s) / prompt)
+        else:
+            self.prompt_s = _mean(self.prompt_s, max(0.0, rest_s - prompt * self.token_s))
+
+    def _fit(self, took_s: float, blocks: float) -> None:
+        self._weight += NEW * (1 - self._weight)
+        share = NEW / self._weight
+        self._blocks += share * (blocks - self._blocks)
+        self._took_s += share * (took_s - self._took_s)
+        self._square += share * (blocks * blocks - self._square)
+        self._product += share * (blocks * took_s - self._product)
+        spread = self._square - self._blocks**2
+        slope = (self._product - self._blocks * self._took_s) / spread if spread > 1 else 0.0
+        most = self._took_s / self._blocks if self._blocks else 0.0
+        self.block_s = min(max(0.0, slope), most)
+        self.step_s = self._took_s - self.block_s * self._blocks
+
+
+def _mean(old: float, new: float) -> float:
+    return old + NEW * (new - old) if old else new

@@ -21,7 +21,7 @@ from context_parallel.attention import ShardedBatch
 from kvpaging.attention.inputs import Rows, Run
 from kvpaging.attention.shared_prefix import find
 from kvpaging.store import Layout
-from worker.scheduling.scheduler import Row, StepPlan
+from worker.scheduling.step import Row, StepPlan
 
 RING = 3
 
@@ -207,13 +207,9 @@ class BatchBuilder:
         changed: list[tuple[int, int, int, int]] = []
         on_host_only = self.device.type == "cpu"
         for row in plan.rows:
-            table = row.sequence.table
-            assert table is not None
-            for group, blocks in enumerate(table.blocks):
-                new = blocks[row.changed_from :]
-                if row.changed_from < table.first[group]:
-                    new = [max(block, NEVER_READ) for block in new]
-                if new:
+            for group, blocks in enumerate(row.blocks):
+                if blocks:
+                    new = [max(block, NEVER_READ) for block in blocks]
                     end = row.changed_from + len(new)
                     self.host[group, row.slot, row.changed_from : end] = new
                     if not on_host_only:
@@ -242,10 +238,8 @@ class BatchBuilder:
 def tokens_of(row: Row) -> list[int]:
     """The input of a row: token ids, the last one -1 - slot where the host does not know it yet,
     then its guesses."""
-    known = row.sequence.tokens[row.start : row.start + row.known]
-    if len(known) < row.known:
-        known.append(-1 - row.slot)
-    return [*known, *row.drafts] if row.drafts else known
+    unknown = (-1 - row.slot,) if len(row.tokens) < row.known else ()
+    return [*row.tokens, *unknown, *row.drafts]
 
 
 def _logit_rows(ends: Iterable[tuple[Row, int]]) -> tuple[Ints, Ints, Ints]:
@@ -258,7 +252,7 @@ def _logit_rows(ends: Iterable[tuple[Row, int]]) -> tuple[Ints, Ints, Ints]:
     for row, end in ends:
         if row.scored_from is not None:
             first = end - row.count + row.scored_from - row.start
-            scored.extend(range(first, first + row.scored_count))
+            scored.extend(range(first, first + len(row.targets)))
         if row.sampled:
             sampled.extend(range(end - row.samples, end))
             slots.extend([row.slot] * row.samples)

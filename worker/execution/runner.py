@@ -14,7 +14,6 @@ from kvpaging.host_pool import Moves
 from kvpaging.host_store import Copying, HostStore
 from kvpaging.table import Copy
 from worker import messages
-from worker.decoding.beam import Offer
 from worker.execution.batch import Batch, BatchBuilder
 from worker.execution.logits import (
     PromptLogprobs,
@@ -26,7 +25,7 @@ from worker.execution.logits import (
 )
 from worker.execution.model import PagedModel
 from worker.execution.sampler import Sampled, Sampler, SampleRow
-from worker.scheduling.scheduler import Row, StepPlan
+from worker.scheduling.step import Offer, Row, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +117,9 @@ class Runner:
         """Sample and score the logits; the sampler plans on the host while the model runs."""
         cpu_started = self.cpu_clock()
         sampled_rows = [row for row in plan.rows if row.sampled]
-        self._seat(sampled_rows)
+        for row in sampled_rows:
+            if row.history is not None:
+                self.sampler.state.seat(row.slot, *row.history)
         samples = [one for row in sampled_rows for one in _sample_rows(row)]
         sample_plan = self.sampler.plan(samples)
         self.build_s += self.cpu_clock() - cpu_started
@@ -162,15 +163,6 @@ class Runner:
         if isinstance(error, torch.AcceleratorError):
             raise EngineDead(f"the device failed: {error}") from error
 
-    def _seat(self, rows: list[Row]) -> None:
-        """Tell the sampler about the tokens so far of sequences with penalties that (re)start."""
-        for row in rows:
-            sequence = row.sequence
-            if sequence.request.params.penalised and not sequence.seated:
-                tokens, prompt = sequence.tokens, sequence.prompt_tokens
-                self.sampler.state.seat(row.slot, tokens[:prompt], tokens[prompt:])
-                sequence.seated = True
-
     def _copy(self, copies: Iterable[Copy]) -> None:
         """Copy-on-write, one call per arena."""
         store = self.model.store
@@ -189,9 +181,8 @@ class Runner:
         top = 0
         for row in plan.rows:
             if row.scored_from is not None:
-                first = row.scored_from + 1
-                targets += row.sequence.tokens[first : first + row.scored_count]
-                top = max(top, row.sequence.request.params.prompt_logprobs or 0)
+                targets += row.targets
+                top = max(top, row.params.prompt_logprobs or 0)
         on_device = torch.tensor(targets, dtype=torch.int64).to(logits.device)
         rows = self.sampler.slice_rows
         return prompt_logprobs(lambda a, b: logits[a:b], on_device, top, rows=rows)
@@ -216,8 +207,8 @@ class Runner:
 
 
 def _sample_rows(row: Row) -> list[SampleRow]:
-    params, first = row.sequence.params, row.start + row.known - row.sequence.prompt_tokens
-    return [SampleRow(row.slot, params, first + i) for i in range(row.samples)]
+    first = row.start + row.known - row.prompt_tokens
+    return [SampleRow(row.slot, row.params, first + i) for i in range(row.samples)]
 
 
 def _host_offers(part: tuple[Tensor, Tensor, Tensor]) -> list[Offer | None]:
@@ -235,7 +226,7 @@ def _host_logprobs(flight: InFlight) -> list[messages.TokenLogprob | None]:
     values = sampled.top_logprobs.tolist()
     out: list[messages.TokenLogprob | None] = []
     for i, row in enumerate(rows):
-        wanted = row.sequence.request.params.logprobs
+        wanted = row.params.logprobs
         if wanted is None:
             out.append(None)
         else:
@@ -255,8 +246,8 @@ def _host_scores(flight: InFlight) -> list[list[messages.PromptLogprob]]:
     for row in flight.rows:
         if row.scored_from is None:
             continue
-        wanted = row.sequence.request.params.prompt_logprobs or 0
-        some = [next(entries) for _ in range(row.scored_count)]
+        wanted = row.params.prompt_logprobs or 0
+        some = [next(entries) for _ in row.targets]
         out.append(
             [
                 messages.PromptLogprob(

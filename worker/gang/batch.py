@@ -20,7 +20,7 @@ from context_parallel.tables import LocalTables
 from kvpaging.store import Layout
 from worker.execution.batch import Batch, BatchBuilder, Ints, tokens_of
 from worker.gang.protocol import Change
-from worker.scheduling.scheduler import Row, StepPlan
+from worker.scheduling.step import Row, StepPlan
 
 
 class GangBuilder(BatchBuilder):

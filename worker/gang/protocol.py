@@ -1,7 +1,7 @@
 """Messages inside a gang: rank 0 tells each step to the others, each answers with its results.
 
-msgpack arrays that begin with a version. A step says only what is new: table entries and tokens
-since the last message, parameters with the first row of a sequence in its slot. Every rank applies
+msgpack arrays that begin with a version. A step says only what is new: table entries, the tokens
+it computes, parameters with the first row of a sequence in its slot. Every rank applies
 the same changes to the same tables, and the digest in a step says whether it has.
 """
 
@@ -16,10 +16,9 @@ from kvpaging.host_pool import Moves
 from kvpaging.table import Copy
 from worker.execution.runner import StepResult
 from worker.params import SamplingParams
-from worker.request import Request, Sequence
-from worker.scheduling.scheduler import Row, StepPlan
+from worker.scheduling.step import Row, StepPlan
 
-VERSION = 3
+VERSION = 4
 STEP, SETTLE, BEAT, STOP, RESULT, MOVE = KINDS = range(6)
 
 
@@ -43,7 +42,7 @@ class Start(NamedTuple):
 
 
 class RowMessage(NamedTuple):
-    """A row of a plan, with the `tokens` of its sequence that are new to the others."""
+    """A row of a plan as it travels: its table entries are among the changes of the step."""
 
     slot: int
     start: int
@@ -56,6 +55,8 @@ class RowMessage(NamedTuple):
     sharded: bool
     drafts: Int32s
     tokens: Int32s
+    targets: Int32s
+    history: tuple[Int32s, Int32s] | None
     first: Start | None
 
 
@@ -99,57 +100,52 @@ _STEP, _RESULT, _MOVES = map(codec.plan, (StepMessage, Result, Moves))
 
 def changes_of(plan: StepPlan) -> list[Change]:
     """The table entries of a plan's rows that are new to the devices."""
-    found = []
-    for row in plan.rows:
-        table = row.sequence.table
-        assert table is not None
-        if row.changed_from < len(table.blocks[0]):
-            ids = tuple(blocks[row.changed_from :] for blocks in table.blocks)
-            found.append(Change(row.slot, row.changed_from, ids))
-    return found
+    return [
+        Change(row.slot, row.changed_from, tuple(map(list, row.blocks)))
+        for row in plan.rows
+        if row.blocks and row.blocks[0]
+    ]
 
 
 class Teller:
-    """Rank 0's side of steps: knows what the others were told of the sequence in each slot."""
+    """Rank 0's side of steps."""
 
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
-        self._told: dict[int, tuple[Sequence, int, int]] = {}  # sequence, its epoch, tokens
 
     def step(self, plan: StepPlan, changes: Iterable[Change], digest: int) -> bytes:
         """The message for a plan, `digest` being that of the tables after the changes."""
-        rows = [self._row(row) for row in plan.rows]
+        rows = [_row(row) for row in plan.rows]
         message = StepMessage(self.epoch, plan.step, digest, [*changes], plan.copies, rows)
         return _packed(STEP, _STEP.written(message))
 
-    def _row(self, row: Row) -> RowMessage:
-        sequence = row.sequence
-        known, epoch, told = self._told.get(row.slot, (None, 0, 0))
-        first = known is not sequence or epoch != sequence.epoch
-        told = 0 if first else told
-        self._told[row.slot] = (sequence, sequence.epoch, len(sequence.tokens))
-        return RowMessage(
-            row.slot,
-            row.start,
-            row.count,
-            row.sampled,
-            row.stored,
-            row.scored_from,
-            row.candidates,
-            row.home,
-            row.sharded,
-            [*row.drafts],
-            sequence.tokens[told:],
-            Start(sequence.prompt_tokens, sequence.params) if first else None,
-        )
+
+def _row(row: Row) -> RowMessage:
+    first = row.changed_from == 0
+    return RowMessage(
+        slot=row.slot,
+        start=row.start,
+        length=row.count,
+        sampled=row.sampled,
+        stored=row.stored,
+        scored_from=row.scored_from,
+        candidates=row.candidates,
+        home=row.home,
+        sharded=row.sharded,
+        drafts=[*row.drafts],
+        tokens=[*row.tokens],
+        targets=[*row.targets],
+        history=None if row.history is None else ([*row.history[0]], [*row.history[1]]),
+        first=Start(row.prompt_tokens, row.params) if first else None,
+    )
 
 
 class Listener:
-    """A follower's side of steps: mirrors of the sequences by slot, as far as a runner and a batch
-    builder look at them. Their tables are elsewhere, in `LocalTables`."""
+    """A follower's side of steps: knows the parameters of the sequence in each slot. Their tables
+    are elsewhere, in `LocalTables`."""
 
     def __init__(self) -> None:
-        self._seated: dict[int, Sequence] = {}
+        self._known: dict[int, Start] = {}
 
     def step(self, body: list[Any]) -> Told:
         """What `read` gave for a message of rank 0. Raises WrongMessage."""
@@ -163,24 +159,21 @@ class Listener:
 
     def _row(self, told: RowMessage) -> Row:
         """Raises KeyError where a slot has no sequence yet."""
-        slot, known = told.slot, told.tokens
         if told.first is not None:
-            prompt_tokens, params = told.first
-            request = Request(str(slot), known[:prompt_tokens], params)
-            self._seated[slot] = Sequence(request, 0, known[prompt_tokens:])
-        else:
-            self._seated[slot].tokens += known
+            self._known[told.slot] = told.first
+        prompt_tokens, params = self._known[told.slot]
         return Row(
-            self._seated[slot],
-            slot,
-            epoch=0,
+            slot=told.slot,
             start=told.start,
             count=told.length,
+            tokens=told.tokens,
+            params=params,
+            prompt_tokens=prompt_tokens,
             sampled=told.sampled,
-            admitted=False,
-            changed_from=0,
             stored=told.stored,
             scored_from=told.scored_from,
+            targets=told.targets,
+            history=told.history,
             candidates=told.candidates,
             home=told.home,
             sharded=told.sharded,

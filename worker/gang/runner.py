@@ -30,7 +30,7 @@ from worker.gang import protocol
 from worker.gang.batch import GangBuilder
 from worker.gang.pages import Copied
 from worker.gang.protocol import BEAT, SETTLE, STEP, STOP, Listener, Result, Teller, WrongMessage
-from worker.scheduling.scheduler import Row, StepPlan
+from worker.scheduling.step import Row, StepPlan
 
 NOTHING = StepResult([], [], [], [])
 
@@ -134,7 +134,7 @@ class RankRunner(Runner):
         """
         if error is not None and self.last_token.is_cuda:
             raise GangBroken(f"step {step}: rank {self.gang.rank}: {error}") from error
-        unknown = [row for row in rows if len(row.sequence.tokens) < row.start + row.known]
+        unknown = [row for row in rows if len(row.tokens) < row.known]
         if self.last_token.is_cuda and not unknown:
             return
         slots, homes = (

@@ -1,141 +1,89 @@
-"""Which tokens the next step computes, and the step as data. No torch, no clock.
+"""Which tokens the next step computes: one round of planning over the scheduler's state.
 
 There is no prefill or decode phase: each sequence catches up from computed to known tokens under
 one budget, so chunks of prompts and single tokens share steps. The budget is of each rank of a
-gang, and a row on all ranks takes its fullest share from each.
+gang, and a row on all ranks takes its fullest share from each. Who runs goes first, single tokens
+before chunks, then who waits is admitted; where blocks run out, newer sequences are preempted.
+No torch, no clock.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from kvpaging.pool import OutOfBlocks
-from kvpaging.table import Copy
 from worker.request import NO_SLOT, Sequence
 from worker.scheduling import admission
+from worker.scheduling.step import Row
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from collections.abc import Sequence as Seq
 
-    from kvpaging.table import BlockTable
-    from worker.scheduling.scheduler import Scheduler
-
+    from kvpaging.table import BlockTable, Copy
+    from worker.blocks.host_cache import Tier
+    from worker.decoding.speculation import Speculation
+    from worker.scheduling.prefix import PrefixCache
+    from worker.scheduling.state import SchedulerState
 
 IN_VAIN_MAX = 8
 """Sequences whose ranks a step finds full, or that it has no time to bring blocks back for: each
 costs a look at its prefix."""
 
 
-class Row(NamedTuple):
-    """`count` tokens of a sequence from position `start` on.
-
-    `sampled`: the last of them is the last known one, so its logits give the next token.
-    `scored`: prompt log-probabilities are wanted for the tokens after positions
-    `scored_from .. start + count - 1` that belong to the prompt, of a request's first choice, for
-    all its choices. Table entries from `changed_from` on are new to the device; tokens before
-    position `stored` have their K,V in the pages already. `candidates`, of a beam at its last
-    token: how many of the tokens that may follow are wanted.
-
-    `drafts` are guesses for the tokens after the last known one, which come at the end of `count`;
-    the row is sampled before and after each.
-
-    `home` is the rank that samples. The table of a `sharded` row may have blocks on all ranks, that
-    of others has them on `home`.
-    """
-
-    sequence: Sequence
-    slot: int
-    epoch: int
-    start: int
-    count: int  # type: ignore[assignment]  # hides the method of tuples
-    sampled: bool
-    admitted: bool
-    changed_from: int
-    stored: int = 0
-    scored_from: int | None = None
-    copies: tuple[Copy, ...] = ()
-    candidates: int = 0
-    home: int = 0
-    sharded: bool = False
-    drafts: tuple[int, ...] = ()
-
-    @property
-    def samples(self) -> int:
-        """How many tokens are sampled."""
-        return 1 + len(self.drafts) if self.sampled else 0
-
-    @property
-    def known(self) -> int:
-        """How many of its tokens are no guesses."""
-        return self.count - len(self.drafts)
-
-    @property
-    def logit_rows(self) -> int:
-        return self.scored_count + (self.samples or self.candidates > 0)
-
-    @property
-    def scored_count(self) -> int:
-        if self.scored_from is None:
-            return 0
-        end = min(self.start + self.count, self.sequence.prompt_tokens - 1)
-        return max(0, end - self.scored_from)
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """One step as data: what to copy first, then which rows to compute."""
-
-    step: int
-    rows: tuple[Row, ...]
-    copies: tuple[Copy, ...]
-
-    @property
-    def tokens(self) -> int:
-        return sum(row.count for row in self.rows)
-
-
 class Step:
-    """One round of planning. `only` limits it to some running sequences, by id."""
+    """One round. `only` limits it to some running sequences, and admits none. `run` gives a
+    sequence a slot and the table it starts with, `preempt` takes both away: the scheduler's."""
 
-    def __init__(self, scheduler: Scheduler, only: set[int] | None) -> None:
-        self.scheduler, self.only = scheduler, only
-        self.policy = scheduler.policy
+    def __init__(
+        self,
+        state: SchedulerState,
+        *,
+        prefix: PrefixCache,
+        speculation: Speculation,
+        tier: Tier | None,
+        run: Callable[[Sequence, BlockTable], None],
+        preempt: Callable[[Sequence], None],
+        only: set[Sequence] | None,
+    ) -> None:
+        self.state, self.prefix, self.speculation, self.tier = state, prefix, speculation, tier
+        self.run, self.preempt, self.only = run, preempt, only
+        self.policy = state.policy
         ranks = self.policy.ranks
         self.gang = ranks > 1
-        self.tokens_left = [scheduler.limits.max_batch_tokens] * ranks
-        self.logits_left = [scheduler.limits.max_logit_rows] * ranks
-        self.rows: dict[int, Row] = {}
+        self.tokens_left = [state.limits.max_batch_tokens] * ranks
+        self.logits_left = [state.limits.max_logit_rows] * ranks
+        self.rows: dict[Sequence, Row] = {}
+        self.spreads = 0  # sequences that go on, on all ranks
         self.spare = 0  # tokens more that may be guessed
         self.preempted = False
 
-    def rows_to_compute(self) -> tuple[Row, ...]:
+    def fill(self) -> None:
+        """Plan `rows`, in order, each with the table entries that it needs."""
         self._fill()
-        while self.only is None and not self.rows and not self.scheduler.under_way:
+        while self.only is None and not self.rows and not self.state.in_flight:
             # Beams that are ahead hold what those they wait for need. They have said all they can.
-            ahead = [s for s in self.scheduler.running if s.offer is not None]
+            ahead = [s for s in self.state.running if s.offer is not None]
             if not ahead:
                 break
-            self.scheduler.preempt(ahead[-1])
+            self.preempt(ahead[-1])
             self.preempted = False
             self._fill()
-        return tuple(self.rows.values())
 
     def _fill(self) -> None:
         singles: list[Sequence] = []
         chunks: list[Sequence] = []
-        for sequence in self.scheduler.running:
+        for sequence in self.state.running:
             want = sequence.target - sequence.computed - sequence.planned
-            if want > 0 and (self.only is None or id(sequence) in self.only):
+            if want > 0 and (self.only is None or sequence in self.only):
                 (singles if want == 1 else chunks).append(sequence)
-        most = self.scheduler.limits.max_batch_tokens
-        if chunks and chunks[0] is self.scheduler.running[0]:
+        most = self.state.limits.max_batch_tokens
+        if chunks and chunks[0] is self.state.running[0]:
             # The oldest always gets a token, whatever the rest would take of the budget.
             oldest = chunks.pop(0)
             self._take(oldest, max(1, self._beside(oldest, singles)))
-        speculation = self.scheduler.speculation
         wanted = (s.target - s.computed - s.planned for s in chunks)
-        self.spare = speculation.step_tokens - len(singles) - sum(wanted)
+        self.spare = self.speculation.step_tokens - len(singles) - sum(wanted)
         for left, sequence in zip(range(len(singles), 0, -1), singles, strict=True):
             drafts = self._guess(sequence, left)
             if drafts is not None:
@@ -147,12 +95,12 @@ class Step:
 
     def _guess(self, sequence: Sequence, singles: int) -> tuple[int, ...] | None:
         """What is guessed to follow, with room left for so many `singles`; None where it waits."""
-        table, scheduler = sequence.table, self.scheduler
-        if sequence.speculator is None or table is None or self.only is not None:
+        table = sequence.table
+        if table is None or self.only is not None or not self.speculation.guesses(sequence):
             return ()
-        logits = self.logits_left[table.ranks[0]] - len(scheduler.running)
+        logits = self.logits_left[table.ranks[0]] - len(self.state.running)
         room = min(self.spare, self.policy.tile - 1, self._left(table) - singles, logits)
-        drafts = scheduler.speculation.guess(sequence, sequence.speculator, room)
+        drafts = self.speculation.guess(sequence, room)
         self.spare -= len(drafts or ())
         return drafts
 
@@ -183,16 +131,16 @@ class Step:
         guesses that follow them."""
         if sequence.slot == NO_SLOT:
             return  # preempted a moment ago by an older one
-        table, scheduler = sequence.table, self.scheduler
+        table = sequence.table
         assert table is not None
         start = sequence.computed + sequence.planned
-        target, params = sequence.target, sequence.request.params
+        target, scored = sequence.target, sequence.params.prompt_logprobs is not None
         if self.gang and not self._at_degree(sequence, table):
             return
         most = min(most, self._left(table) if self.gang else self.tokens_left[0])
         while True:
             count, scored_from = 1, None
-            if target - start != 1 or most < 1 or params.prompt_logprobs is not None:
+            if target - start != 1 or most < 1 or scored:
                 count, scored_from = self._count(sequence, table, start, most)
             if count < 1:
                 return
@@ -207,28 +155,20 @@ class Step:
                 if not self._make_room(sequence, table, lack, start + count - table.length):
                     return
                 most = min(most, self._left(table))  # it may be on all ranks now
-        last = start + count == target and params.max_tokens > 0
-        beams = sequence.request.beams
-        row = Row(
+        row = _row(
             sequence,
-            sequence.slot,
-            sequence.epoch,
-            start,
-            count + len(drafts),
-            last and beams is None,
-            admitted,
-            min(sequence.synced, before - bool(copies)),
-            sequence.stored,
-            scored_from,
-            tuple(copies),
-            beams.candidates if last and beams is not None else 0,
-            table.ranks[0],
-            len(table.ranks) > 1,
-            drafts,
+            table,
+            start=start,
+            count=count,
+            scored_from=scored_from,
+            changed_from=min(sequence.synced, before - bool(copies)),
+            admitted=admitted,
+            copies=tuple(copies),
+            drafts=drafts,
         )
         sequence.synced = len(table.blocks[0])
-        self.rows[id(sequence)] = row
-        scheduler.prefix.begin(scheduler.step, sequence, start, start + count)
+        self.rows[sequence] = row
+        self.prefix.begin(self.state.step, sequence, start, start + count)
         if self.gang:
             self._charge(row, 1)
         else:
@@ -251,7 +191,7 @@ class Step:
             below = scored_from - start
             if wide and below > self.policy.tile:
                 return min(count, below), None
-            reserve = self.logits_left[table.ranks[0]] - len(self.scheduler.running)
+            reserve = self.logits_left[table.ranks[0]] - len(self.state.running)
             count = min(count, max(0, below) + max(1, reserve))
             if wide:
                 count = min(count, self.policy.tile)
@@ -279,7 +219,7 @@ class Step:
             if sequence.pending:
                 return False
             table.ranks = self.policy.wide(table.ranks[0])
-            self.scheduler.spreads += 1
+            self.spreads += 1
         return True
 
     def _make_room(
@@ -287,24 +227,24 @@ class Step:
     ) -> bool:
         """A step towards room for `grow` tokens: go on, on all ranks, where others have what one
         lacks, else preempt a newer sequence. False when this one must wait for its blocks."""
-        scheduler = self.scheduler
+        state = self.state
         narrow = len(table.ranks) < self.policy.ranks
         if narrow and self._fits_on_all(table, grow):
             return self._spread(sequence, table)
-        pools = set(scheduler.pools)
-        if scheduler.under_way and any(p.counts(r).leased for p in pools for r in lack.ranks):
+        pools = set(state.pools)
+        if state.in_flight and any(p.counts(r).leased for p in pools for r in lack.ranks):
             return False  # blocks are on their way back
         if self.only is not None:
             return False
         victim = self._victim(sequence, lack.ranks)
         if victim is None:
             # Older ones finish first. The oldest has its rank full, and makes room on others.
-            oldest = sequence is scheduler.running[0]
+            oldest = sequence is state.running[0]
             return oldest and narrow and self._spread(sequence, table)
-        row = self.rows.pop(id(victim), None)
+        row = self.rows.pop(victim, None)
         if row is not None:
             self._undo(row)
-        scheduler.preempt(victim)
+        self.preempt(victim)
         self.preempted = True
         return True
 
@@ -316,7 +256,7 @@ class Step:
 
     def _victim(self, sequence: Sequence, ranks: Seq[int]) -> Sequence | None:
         """The newest of the newer sequences that has blocks on these ranks."""
-        for other in reversed(self.scheduler.running):
+        for other in reversed(self.state.running):
             if other is sequence:
                 return None
             loads = [] if other.table is None else other.table.loads
@@ -327,7 +267,7 @@ class Step:
     def _undo(self, row: Row) -> None:
         self._charge(row, -1)
         for copy in row.copies:
-            self.scheduler.pools[copy.group].unhold(copy.src)
+            self.state.pools[copy.group].unhold(copy.src)
 
     def _admit(self) -> None:
         """Admit while the whole of a sequence fits beside what running ones were promised.
@@ -335,34 +275,39 @@ class Step:
         One whose next block is being computed waits for it and lets others pass; so does one that
         goes to a rank whose share of the step is full, and one whose blocks come from the host.
         """
-        scheduler, tier, in_vain = self.scheduler, self.scheduler.tier, 0
-        for sequence in list(scheduler.waiting):
-            if not scheduler.slots or max(self.tokens_left) == 0 or max(self.logits_left) < 1:
+        state, tier, in_vain = self.state, self.tier, 0
+        for sequence in list(state.waiting):
+            if not state.slots or max(self.tokens_left) == 0 or max(self.logits_left) < 1:
                 return
             if self.preempted:
                 return
-            if sequence.offer is not None or sequence.request.pulling:
-                continue  # it waits for the other beams of its search, or for blocks to arrive
-            if tier is not None and tier.awaits(sequence):
+            if sequence.waits:
                 continue
-            if not admission.has_slot(scheduler, sequence):
+            if not state.has_slot(sequence):
                 return
-            table = admission.start(scheduler, sequence, self.rows.values(), self._busy())
+            table = admission.start(
+                state,
+                self.prefix,
+                sequence,
+                rows=self.rows.values(),
+                busy=self._busy(),
+                tier=tier,
+            )
             if table is None:
                 in_vain += tier is not None and tier.spent
                 if in_vain < IN_VAIN_MAX:
                     continue
                 return
             full = self._left(table) == 0 or self.logits_left[table.ranks[0]] < 1
-            if full or not admission.affordable(scheduler, sequence, table):
+            if full or not state.affordable(sequence, table):
                 table.release()
                 in_vain += 1
                 if full and len(table.ranks) == 1 and in_vain < IN_VAIN_MAX:
                     continue
                 return
-            scheduler.waiting.remove(sequence)
+            state.waiting.remove(sequence)
             self._adopt(sequence, table)
-            scheduler.run(sequence, table)
+            self.run(sequence, table)
             self._take(sequence, self._left(table), admitted=True)
 
     def _busy(self) -> frozenset[int]:
@@ -374,17 +319,17 @@ class Step:
         """Go on after what the table stores; the last token is always computed, for its logits,
         and prompt log-probabilities from the first one asked for."""
         sequence.stored = table.length
-        sequence.published = table.length // self.scheduler.block_size
+        sequence.published = table.length // self.state.block_size
         sequence.computed = sequence.resumes_at(table.length)
         if sequence.epoch == 0:
-            stats = self.scheduler.prefix.stats
+            stats = self.prefix.stats
             sequence.cached_tokens = min(sequence.computed, sequence.prompt_tokens)
-            if not self.scheduler.prefix.enabled:
+            if not self.prefix.enabled:
                 return
             stats.queries_tokens += sequence.prompt_tokens
             stats.hit_tokens += sequence.cached_tokens
-            if self.scheduler.tier is not None:
-                self.scheduler.tier.started(sequence)
+            if self.tier is not None:
+                self.tier.started(sequence)
 
 
 def scoring_from(sequence: Sequence, start: int) -> int | None:
@@ -393,3 +338,48 @@ def scoring_from(sequence: Sequence, start: int) -> int | None:
         return None
     first = max(start, sequence.scored)
     return first if first < sequence.prompt_tokens - 1 else None
+
+
+def _row(
+    sequence: Sequence,
+    table: BlockTable,
+    *,
+    start: int,
+    count: int,
+    scored_from: int | None,
+    changed_from: int,
+    admitted: bool,
+    copies: tuple[Copy, ...],
+    drafts: tuple[int, ...],
+) -> Row:
+    """The row of `count` known tokens from `start` on, and the drafts after them."""
+    tokens, params, prompt = sequence.tokens, sequence.params, sequence.prompt_tokens
+    last = start + count == sequence.target and params.max_tokens > 0
+    candidates = sequence.request.candidates if last else 0
+    sampled, history = last and not candidates, None
+    if sampled and params.penalised and not sequence.seated:
+        history, sequence.seated = (tokens[:prompt], tokens[prompt:]), True
+    targets = []
+    if scored_from is not None:
+        targets = tokens[scored_from + 1 : min(start + count + 1, prompt)]
+    return Row(
+        slot=sequence.slot,
+        start=start,
+        count=count + len(drafts),
+        tokens=tokens[start : start + count],
+        params=params,
+        prompt_tokens=prompt,
+        blocks=tuple(blocks[changed_from:] for blocks in table.blocks),
+        changed_from=changed_from,
+        sampled=sampled,
+        admitted=admitted,
+        stored=sequence.stored,
+        scored_from=scored_from,
+        targets=targets,
+        history=history,
+        copies=copies,
+        candidates=candidates,
+        home=table.ranks[0],
+        sharded=len(table.ranks) > 1,
+        drafts=drafts,
+    )

@@ -1,9 +1,15 @@
-"""The prefix cache: full blocks of earlier sequences, found again by their identities.
+"""The prefix cache: full blocks of earlier sequences, found again by their block hashes.
 
-A match is tentative until the scheduler admits the sequence with it. It has all blocks of layer
-groups without a window, and of the others those that the first token to be computed sees. Blocks
-are published at commit only, generated ones included; what a step under way is computing is known
-too, so that a request waits a step and hits it instead of computing it a second time.
+`match` gives the longest run of leading blocks that a sequence can start with, `publish` makes its
+full blocks findable, at commit only and generated ones included. A match is tentative until the
+scheduler admits the sequence with it. It has all blocks of layer groups without a window, and of
+the others those that the first token to be computed sees. What a step in flight is computing is
+known too (`begin`, `end`), so that a request waits a step and hits it instead of computing it a
+second time.
+
+Words: an *identity* is the hash of a block's tokens and all before them; a *chain* is the list of a
+sequence's, one for each layer group; a block that no query will see is UNWANTED and its number
+GONE. A `Matcher` only looks: over the pools here, over pools and host memory in the host tier.
 """
 
 from __future__ import annotations
@@ -11,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from kvpaging import hashing
 from kvpaging.events import Announcer
@@ -51,6 +57,92 @@ class PrefixStats:
     publish_s: float = 0.0
 
 
+class Lookup(Protocol):
+    """A pool to look into, or several as one."""
+
+    ranks: int
+
+    def lookup(self, identity: bytes) -> int | None: ...
+
+    def rank_of(self, number: int, /) -> int: ...
+
+
+class Matcher:
+    """Finds leading blocks in `lookups[g]` of each layer group, whose window is `windows[g]`."""
+
+    def __init__(
+        self, lookups: Sequence[Lookup], windows: Sequence[int | None], block_size: int
+    ) -> None:
+        self.lookups, self.windows, self.block_size = tuple(lookups), tuple(windows), block_size
+        self.scattered = lookups[0].ranks > 1 < len(lookups)
+        """Whether the groups could have one logical block on several ranks."""
+
+    def find(self, chains: Sequence[Sequence[bytes]]) -> list[list[int]]:
+        """The longest run of leading blocks that are all here, each on one rank; `chains` are as
+        many identities of each group, UNWANTED ones give GONE. Raises ValueError for any other."""
+        found: list[list[int]] = [[] for _ in self.lookups]
+        for identities in zip(*chains, strict=True):
+            blocks = self._row(identities)
+            if blocks is None:
+                break
+            for column, block in zip(found, blocks, strict=True):
+                column.append(block)
+        return found
+
+    def _row(self, identities: Sequence[bytes]) -> list[int] | None:
+        """The blocks of one logical block; None unless all that are wanted are here, on one
+        rank."""
+        blocks = []
+        for pool, identity in zip(self.lookups, identities, strict=True):
+            block = GONE if identity == UNWANTED else pool.lookup(identity)
+            if block is None:
+                return None
+            blocks.append(block)
+        return None if self.scattered and len(self.owners(blocks)) > 1 else blocks
+
+    def longest(
+        self, chains: Sequence[Sequence[bytes]], resumes_at: Callable[[int], int]
+    ) -> list[list[int]]:
+        """Groups without a window are looked at from their heads, the others from their tails: a
+        missing block there leaves the tokens before it as the most there can be."""
+        if all(window is None for window in self.windows):
+            return self.find(chains)
+        wanted = [
+            chain if window is None else [UNWANTED] * len(chain)
+            for chain, window in zip(chains, self.windows, strict=True)
+        ]
+        count = len(self.find(wanted)[0])
+        while count:
+            since = self.needed_from(resumes_at(count * self.block_size))
+            missing = self._missing(chains, since, count)
+            if missing is None:
+                parts = zip(chains, since, strict=True)
+                return self.find([[UNWANTED] * n + [*chain[n:count]] for chain, n in parts])
+            count = missing
+        return [[] for _ in self.lookups]
+
+    def _missing(
+        self, chains: Sequence[Sequence[bytes]], since: Sequence[int], count: int
+    ) -> int | None:
+        """The last of the first `count` blocks that is not here, of group g from `since[g]` on;
+        groups without a window are known to have theirs."""
+        lowest = min(n for n, w in zip(since, self.windows, strict=True) if w is not None)
+        for index in range(count - 1, lowest - 1, -1):
+            parts = zip(chains, since, strict=True)
+            if self._row([c[index] if index >= n else UNWANTED for c, n in parts]) is None:
+                return index
+        return None
+
+    def needed_from(self, position: int) -> list[int]:
+        """Of each group, the first block that a query at `position` sees."""
+        return [first_seen(position, window, self.block_size) for window in self.windows]
+
+    def owners(self, blocks: Sequence[int | None]) -> set[int]:
+        """The ranks of these blocks of the groups, None and GONE left out."""
+        pairs = zip(self.lookups, blocks, strict=True)
+        return {pool.rank_of(block) for pool, block in pairs if block not in (None, GONE)}
+
+
 class PrefixCache:
     """Matches and publishes over `pools[g]` of each layer group; `enabled` False does neither.
 
@@ -72,6 +164,7 @@ class PrefixCache:
     ) -> None:
         self.pools, self.block_size = tuple(pools), block_size
         self.windows = tuple(windows) or (None,) * len(self.pools)
+        self.here = Matcher(self.pools, self.windows, block_size)
         self.identity, self.enabled, self.indexed = identity, enabled, indexed
         self.cpu_clock = cpu_clock
         self.stats = PrefixStats()
@@ -123,86 +216,22 @@ class PrefixCache:
             "group": group,
         }
 
-    def match(self, sequence: requests.Sequence, most: int | None = None) -> list[list[int]]:
-        """The most leading blocks, up to `most`, that a sequence can start with; one list of blocks
-        per group, GONE where it will not look. All groups have a logical block on one rank."""
+    def match(
+        self,
+        sequence: requests.Sequence,
+        most: int | None = None,
+        within: Matcher | None = None,
+    ) -> list[list[int]]:
+        """The most leading blocks, up to `most`, that a sequence can start with, here or `within`
+        more; one list of blocks per group, GONE where it will not look. All groups have a logical
+        block on one rank."""
         if not self.enabled:
             return [[] for _ in self.pools]
         chains = self.chains(sequence)
         started = self.cpu_clock()
-        found = self._longest([chain[:most] for chain in chains], sequence.resumes_at)
+        found = (within or self.here).longest([c[:most] for c in chains], sequence.resumes_at)
         self.stats.match_s += self.cpu_clock() - started
         return found
-
-    def find(self, chains: Sequence[Sequence[bytes]]) -> list[list[int]]:
-        """The longest run of leading blocks that are all here, each on one rank; `chains` are as
-        many identities of each group, UNWANTED ones give GONE. Raises ValueError for any other."""
-        found: list[list[int]] = [[] for _ in self.pools]
-        for identities in zip(*chains, strict=True):
-            blocks = self._row(identities)
-            if blocks is None:
-                break
-            for column, block in zip(found, blocks, strict=True):
-                column.append(block)
-        return found
-
-    def _row(self, identities: Sequence[bytes]) -> list[int] | None:
-        """The blocks of one logical block; None unless all that are wanted are here, on one
-        rank."""
-        blocks = []
-        for pool, identity in zip(self.pools, identities, strict=True):
-            block = GONE if identity == UNWANTED else pool.lookup(identity)
-            if block is None:
-                return None
-            blocks.append(block)
-        return None if self._scattered and len(self._owners(blocks)) > 1 else blocks
-
-    def _longest(
-        self, chains: Sequence[Sequence[bytes]], resumes_at: Callable[[int], int]
-    ) -> list[list[int]]:
-        """Groups without a window are looked at from their heads, the others from their tails: a
-        missing block there leaves the tokens before it as the most there can be."""
-        if all(window is None for window in self.windows):
-            return self.find(chains)
-        wanted = [
-            chain if window is None else [UNWANTED] * len(chain)
-            for chain, window in zip(chains, self.windows, strict=True)
-        ]
-        count = len(self.find(wanted)[0])
-        while count:
-            since = self.needed_from(resumes_at(count * self.block_size))
-            missing = self._missing(chains, since, count)
-            if missing is None:
-                parts = zip(chains, since, strict=True)
-                return self.find([[UNWANTED] * n + [*chain[n:count]] for chain, n in parts])
-            count = missing
-        return [[] for _ in self.pools]
-
-    def _missing(
-        self, chains: Sequence[Sequence[bytes]], since: Sequence[int], count: int
-    ) -> int | None:
-        """The last of the first `count` blocks that is not here, of group g from `since[g]` on;
-        groups without a window are known to have theirs."""
-        lowest = min(n for n, w in zip(since, self.windows, strict=True) if w is not None)
-        for index in range(count - 1, lowest - 1, -1):
-            parts = zip(chains, since, strict=True)
-            if self._row([c[index] if index >= n else UNWANTED for c, n in parts]) is None:
-                return index
-        return None
-
-    def needed_from(self, position: int) -> list[int]:
-        """Of each group, the first block that a query at `position` sees."""
-        return [first_seen(position, window, self.block_size) for window in self.windows]
-
-    @property
-    def _scattered(self) -> bool:
-        """Whether the groups could have one logical block on several ranks."""
-        return self.pools[0].ranks > 1 < len(self.pools)
-
-    def _owners(self, blocks: Sequence[int | None]) -> set[int]:
-        """The ranks of these blocks of the groups, None and GONE left out."""
-        pairs = zip(self.pools, blocks, strict=True)
-        return {pool.rank_of(block) for pool, block in pairs if block not in (None, GONE)}
 
     def being_computed(self, sequence: requests.Sequence, index: int) -> bool:
         """Whether a step planned or under way computes the sequence's block `index`."""
@@ -269,12 +298,12 @@ class PrefixCache:
 
         No rank can use it where its groups are found on several: earlier ones elsewhere give way.
         """
-        if self._scattered:
+        if self.here.scattered:
             twins = [p.lookup(i) for p, i in zip(self.pools, identities, strict=True)]
-            (own,) = self._owners(blocks)
+            (own,) = self.here.owners(blocks)
             pairs = zip(blocks, twins, strict=True)
             lacking = any(block != GONE and twin is None for block, twin in pairs)
-            owners = self._owners(twins) | ({own} if lacking else set())
+            owners = self.here.owners(twins) | ({own} if lacking else set())
             for pool, identity, twin in zip(self.pools, identities, twins, strict=True):
                 if len(owners) > 1 and twin is not None and pool.rank_of(twin) != own:
                     pool.forget(identity)

@@ -1,35 +1,43 @@
-"""Sequences that wait and run, and steps as they are planned, committed and taken back.
+"""The scheduler: who runs, what each step computes, and what becomes of it.
 
-A step is planned from counts alone (a token sampled by a step under way is `pending`), so planning
-may run ahead of the device. No torch, no clock.
+It takes requests (`submit`), gives steps (`plan`) and is told how each ended: `commit`, oldest
+first, where its results count; `rollback`, newest first, where it failed and all is as before it.
+Between the two a step is in flight. It is planned from counts alone (a token sampled by a step in
+flight is `pending`), so planning may run ahead of the device. `finish` and `preempt` take a
+sequence out at any time: its rows in flight are void, its blocks go back after the last step that
+may touch them.
+
+It promises: the oldest request always goes on; nobody is admitted who does not fit beside what
+running ones were promised; a block is published only when a commit has made it true.
+
+Words: a *sequence* is one choice of a request; it waits, or runs in a *slot* of the batch with a
+*block table* (its pages in the pools). *Preempted* means: its blocks went back and it waits to
+compute them again. The parts: `state` (who runs and waits, what room that leaves), `planner` (one
+round), `admission` (what a waiting sequence starts with), `prefix` (blocks found again), `step` (a
+plan as data). No torch, no clock.
 """
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from itertools import compress
 from typing import TYPE_CHECKING
 
-from context_parallel.policy import ShardPolicy
-from kvpaging.pool import BlockPool
 from kvpaging.report import PageMap, page_map
-from kvpaging.table import BlockTable, Copy
-from kvpaging.windows import Needs
 from worker.decoding.speculation import Speculation
 from worker.request import NO_SLOT, Request, Sequence
 from worker.scheduling.fair_queue import Turns
-from worker.scheduling.planner import Row, Step, StepPlan
-from worker.scheduling.prefix import PrefixCache
+from worker.scheduling.planner import Step
+from worker.scheduling.step import Row, StepPlan
 
 if TYPE_CHECKING:
     from kvpaging.events import Announcer
-    from worker.blocks.host_cache import Tier
+    from kvpaging.table import BlockTable
+    from worker.blocks.swap import Swaps
+    from worker.scheduling.prefix import PrefixCache
+    from worker.scheduling.state import SchedulerState
 
 NOTHING: Mapping[int, list[int]] = {}
-
-__all__ = ["Limits", "QueueFull", "Row", "Scheduler", "StepPlan"]
 
 
 class QueueFull(Exception):
@@ -42,56 +50,26 @@ class QueueFull(Exception):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds of one step and of the queue."""
-
-    max_num_seqs: int
-    max_batch_tokens: int
-    max_logit_rows: int
-    max_waiting: int
-
-
 class Scheduler:
-    """Waiting and running sequences over a gang's pools (`pools[g]` serves layer group g).
-
-    Limits of tokens and logits are those of each rank.
-    """
+    """Plans over a `state` that it alone changes. `swaps` decides about preempted sequences where
+    there is a host tier below the pools."""
 
     def __init__(
         self,
-        pools: Iterable[BlockPool],
-        block_size: int,
-        limits: Limits,
+        state: SchedulerState,
         prefix: PrefixCache,
-        policy: ShardPolicy | None = None,
         speculation: Speculation | None = None,
+        swaps: Swaps | None = None,
     ) -> None:
-        assert limits.max_logit_rows >= limits.max_num_seqs > 0 < limits.max_batch_tokens
-        self.pools, self.block_size, self.limits = tuple(pools), block_size, limits
-        self.policy = policy or ShardPolicy()
-        assert all(pool.ranks == self.policy.ranks for pool in self.pools)
-        arenas = [*dict.fromkeys(self.pools)]
-        self.needs = Needs(
-            prefix.windows,
-            tuple(map(arenas.index, self.pools)),
-            block_size,
-            self.policy.most(limits.max_batch_tokens),
-        )
-        self.rank_blocks = self.needs.longest([pool.per_rank for pool in arenas]) // block_size
-        self.running: list[Sequence] = []  # by rank
-        self.waiting: list[Sequence] = []  # by rank
-        self.slots = list(range(limits.max_num_seqs - 1, -1, -1))
-        self.step = 0
-        self.under_way: list[int] = []
+        self.state, self.prefix, self.swaps = state, prefix, swaps
+        self.pools, self.block_size, self.limits = state.pools, state.block_size, state.limits
+        self.running, self.waiting = state.running, state.waiting
+        self.speculation = speculation or Speculation()
+        self.tier = None if swaps is None else swaps.tier
         self.preemptions = 0
         self.spreads = 0  # sequences that went on, on all ranks
         self.copies = 0  # copies-on-write done
         self.given_back = 0  # blocks behind windows
-        self.copies_due: list[Copy] = []
-        self.prefix = prefix
-        self.speculation = speculation or Speculation()
-        self.tier: Tier | None = None  # below the pools, where there is one
         self._orders, self._turns = 0, Turns()
 
     def submit(self, request: Request) -> None:
@@ -114,9 +92,9 @@ class Scheduler:
 
     def run(self, sequence: Sequence, table: BlockTable) -> None:
         """Give a sequence a slot and the table it starts with."""
-        sequence.table, sequence.slot = table, self.slots.pop()
-        if self.tier is not None:
-            self.tier.swaps.release(sequence)
+        sequence.table, sequence.slot = table, self.state.slots.pop()
+        if self.swaps is not None:
+            self.swaps.release(sequence)
         self._turns.begun(sequence.request.turn)
         bisect.insort(self.running, sequence, key=_rank)
 
@@ -141,37 +119,57 @@ class Scheduler:
 
         `only` limits it to some running sequences and admits none (used after a failed step).
         """
-        step = Step(self, None if only is None else set(map(id, only)))
-        rows = step.rows_to_compute()
-        copies = (*self.copies_due, *(copy for row in rows for copy in row.copies))
-        self.copies_due.clear()
-        plan = StepPlan(self.step, rows, copies)
-        if rows:
-            self.step += 1
-            self.under_way.append(plan.step)
-        else:
-            self.copies_due.extend(copies)
-            self.prefix.end(self.step)
-        for row in rows:
-            sequence = row.sequence
+        state = self.state
+        step = Step(
+            state,
+            prefix=self.prefix,
+            speculation=self.speculation,
+            tier=self.tier,
+            run=self.run,
+            preempt=self.preempt,
+            only=None if only is None else {*only},
+        )
+        step.fill()
+        self.spreads += step.spreads
+        rows = tuple(step.rows.values())
+        copies = (*state.copies_due, *(copy for row in rows for copy in row.copies))
+        plan = StepPlan(state.step, rows, copies)
+        if not rows:
+            self.prefix.end(plan.step)
+            return plan
+        state.copies_due.clear()
+        state.step += 1
+        state.in_flight[plan.step] = [(sequence, sequence.epoch) for sequence in step.rows]
+        for sequence, row in step.rows.items():
             sequence.planned += row.count
             sequence.pending += row.sampled
             sequence.last_step = plan.step
         return plan
 
-    def commit(self, plan: StepPlan, said: Mapping[int, list[int]] = NOTHING) -> list[bool]:
-        """The step has ended. Which rows still count: others were preempted or are finished.
+    def sequences(self, plan: StepPlan) -> list[Sequence | None]:
+        """Whose rows those of a step in flight are; None for one that counts no more, as the
+        sequence was preempted or is finished."""
+        return [
+            sequence if sequence.epoch == epoch and sequence.finish_reason is None else None
+            for sequence, epoch in self.state.in_flight[plan.step]
+        ]
+
+    def commit(
+        self, plan: StepPlan, said: Mapping[int, list[int]] = NOTHING
+    ) -> list[Sequence | None]:
+        """The step has ended. Whose rows still count, see `sequences`.
 
         `said` are the tokens, by slot, that rows with guesses go on with; of those all but the
         last were guessed, and are known from now on.
         """
-        valid = [_valid(row) for row in plan.rows]
-        for row in compress(plan.rows, valid):
-            sequence = row.sequence
+        sequences = self.sequences(plan)
+        for row, sequence in zip(plan.rows, sequences, strict=True):
+            if sequence is None:
+                continue
             sequence.planned -= row.count
             sequence.pending -= row.sampled
             if row.drafts:
-                self._keep(row, said.get(row.slot, []))
+                self._keep(sequence, row, said.get(row.slot, []))
             else:
                 sequence.computed += row.count
             self.prefix.publish(sequence)
@@ -180,43 +178,44 @@ class Scheduler:
             self.pools[copy.group].unhold(copy.src)
         self.copies += len(plan.copies)
         self._ended(plan.step)
-        return valid
+        return sequences
 
     def _give_back(self, sequence: Sequence) -> None:
         """What no token to come sees goes back, after the last step that was planned before."""
-        if self.needs.windowed:
+        if self.state.needs.windowed:
             assert sequence.table is not None
             step = sequence.last_step if sequence.planned else None
             self.given_back += sequence.table.give_back(sequence.computed, step)
 
-    def _keep(self, row: Row, said: list[int]) -> None:
+    def _keep(self, sequence: Sequence, row: Row, said: list[int]) -> None:
         """Go on after the guesses that were right; blocks that only others needed go back."""
-        sequence, table = row.sequence, row.sequence.table
+        table, right = sequence.table, said[:-1]
         assert table is not None
-        right = said[:-1]
         sequence.tokens += right
-        sequence.computed += row.count - len(row.drafts) + len(right)
+        sequence.computed += row.known + len(right)
         table.truncate(sequence.computed)
         sequence.synced = min(sequence.synced, len(table.blocks[0]))
         self.speculation.note(sequence, len(row.drafts), len(right))
 
-    def rollback(self, plan: StepPlan) -> list[Row]:
-        """The step has failed: all is as before it, with its copies still to be done.
+    def rollback(self, plan: StepPlan) -> list[Sequence | None]:
+        """The step has failed: all is as before it, with its copies still to be done, and the
+        device is to be told of its sequences anew.
 
-        Steps under way are rolled back newest first. Returns the rows that still count.
+        Steps in flight are rolled back newest first. Whose rows still count, see `sequences`.
         """
-        self.copies_due.extend(plan.copies)
-        valid = [row for row in plan.rows if _valid(row)]
-        for row in valid:
-            sequence = row.sequence
+        self.state.copies_due.extend(plan.copies)
+        sequences = self.sequences(plan)
+        for row, sequence in zip(plan.rows, sequences, strict=True):
+            if sequence is None:
+                continue
             sequence.planned -= row.count
             sequence.pending -= row.sampled
             assert sequence.table is not None
             kept = max(sequence.stored, sequence.computed + sequence.planned)
             sequence.table.truncate(kept, plan.step)
-            sequence.synced = 0
+            sequence.synced, sequence.seated = 0, False
         self._ended(plan.step)
-        return valid
+        return sequences
 
     def finish(self, sequence: Sequence, reason: str) -> None:
         """Take a sequence out, wherever it is; its blocks go back after the last step that may
@@ -224,18 +223,19 @@ class Scheduler:
         if sequence.finish_reason is not None:
             return
         sequence.finish_reason = reason
-        if self.tier is not None:
-            self.tier.swaps.release(sequence)
+        if self.swaps is not None:
+            self.swaps.release(sequence)
         if sequence.slot == NO_SLOT:
             self.waiting.remove(sequence)
         else:
             self._leave(sequence)
+        self.speculation.forget(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
         """Give a running sequence's blocks back; it waits, at its old place, to compute again what
         is not found when its turn comes."""
-        if self.tier is not None:
-            self.tier.swaps.preempt(sequence)
+        if self.swaps is not None:
+            self.swaps.preempt(sequence)
         self._leave(sequence)
         sequence.request.preemptions += 1
         self.preemptions += 1
@@ -243,31 +243,26 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self.slots.append(sequence.slot)
+        self.state.slots.append(sequence.slot)
         sequence.slot = NO_SLOT
-        if sequence.speculator is not None:
-            sequence.speculator.proposer.close()
+        self.speculation.close(sequence)
         assert sequence.table is not None
         sequence.table.release(sequence.last_step if sequence.planned else None)
         sequence.table = None
         sequence.reset()
         # What a failed step was to copy for this sequence nobody needs now.
-        gone = [c for c in self.copies_due if not self.pools[c.group].references(c.dst)]
-        for copy in gone:
-            self.copies_due.remove(copy)
+        due = self.state.copies_due
+        for copy in [c for c in due if not self.pools[c.group].references(c.dst)]:
+            due.remove(copy)
             self.pools[copy.group].unhold(copy.src)
 
     def _ended(self, step: int) -> None:
-        self.under_way.remove(step)
+        del self.state.in_flight[step]
         self.prefix.end(step)
-        before = min(self.under_way, default=self.step)
+        before = min(self.state.in_flight, default=self.state.step)
         for pool in set(self.pools):
             pool.step_ended(before - 1)
 
 
 def _rank(sequence: Sequence) -> tuple[bool, int, int, float, int, int]:
     return (*sequence.request.rank, sequence.choice)
-
-
-def _valid(row: Row) -> bool:
-    return row.epoch == row.sequence.epoch and row.sequence.finish_reason is None

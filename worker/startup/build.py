@@ -18,9 +18,11 @@ from kvpaging.pool import BlockPool
 from kvpaging.quant import SCALE_BYTES
 from kvpaging.store import BlockStore, Layout
 from worker.blocks.host_cache import Tier
+from worker.blocks.swap import Swaps
 from worker.decoding.draft_model import DraftModel
 from worker.decoding.speculation import Speculation
 from worker.engine.engine import Engine
+from worker.engine.stats import Rates
 from worker.execution.batch import BatchBuilder
 from worker.execution.model import ModelShape, PagedModel
 from worker.execution.runner import Runner
@@ -29,6 +31,7 @@ from worker.gang.batch import GangBuilder
 from worker.gang.runner import Ends, Follower, GangRunner, RankRunner
 from worker.scheduling.prefix import Identity, PrefixCache
 from worker.scheduling.scheduler import Scheduler
+from worker.scheduling.state import SchedulerState
 from worker.startup.memory import GIB, DoesNotFit
 
 if TYPE_CHECKING:
@@ -72,47 +75,54 @@ def build_engine(
         if gang is None
         else GangRunner(gang, model, _gang_builder(launch, gang), sampler, depth=depth, **options)
     )
-    engine = Engine(
-        Scheduler(
-            pools,
-            launch.layout.block_size,
-            limits,
-            prefix,
-            policy or _policy(launch, ranks),
-            speculation(launch, draft),
-        ),
+    state = SchedulerState(
+        pools,
+        launch.layout.block_size,
+        limits,
+        windows=prefix.windows,
+        policy=policy or _policy(launch, ranks),
+    )
+    rates, swaps = Rates(), None
+    if launch.host_slices:
+        tier = _tier(launch, state, prefix, arenas, runner, clock)
+        swaps = Swaps(tier, rates, launch.config.scheduler.preemption)
+    return Engine(
+        Scheduler(state, prefix, speculation(launch, draft), swaps),
         runner,
         end_tokens=frozenset(ends),
         max_model_len=launch.memory.max_model_len,
         cpu_clock=cpu_clock,
         depth=depth,
+        rates=rates,
     )
-    if launch.host_slices:
-        _add_tier(engine, launch, arenas, clock)
-    return engine
 
 
-def _add_tier(
-    engine: Engine, launch: Launch, arenas: Sequence[BlockPool], clock: Callable[[], float]
-) -> None:
-    """Add the host tier below the pages. Raises DoesNotFit."""
-    runner, pages = engine.runner, launch.layout
+def _tier(
+    launch: Launch,
+    state: SchedulerState,
+    prefix: PrefixCache,
+    arenas: Sequence[BlockPool],
+    runner: Runner,
+    clock: Callable[[], float],
+) -> Tier:
+    """Host memory below the pages. Raises DoesNotFit."""
+    pages = launch.layout
     runner.host = _host_store(launch, runner.model.store, clock)
     hosts = [
         HostPool(pool, launch.host_slices * pages.groups_in(a)) for a, pool in enumerate(arenas)
     ]
     tier = Tier(
-        engine.scheduler,
+        state,
+        prefix,
         [hosts[group.arena] for group in pages.groups],
         runner,
-        engine.rates,
         arena_bytes=pages.arena_block_bytes,
         step_bytes=int(launch.config.kv.host_step_gib * GIB),
-        preemption=launch.config.scheduler.preemption,
     )
     size, (out_s, back_s) = runner.host.measure()
     tier.out_rate.add(size, out_s)
     tier.back_rate.add(size, back_s)
+    return tier
 
 
 def _host_store(launch: Launch, store: BlockStore, clock: Callable[[], float]) -> HostStore:

@@ -14,7 +14,7 @@ from kvpaging import quant
 from kvpaging.store import Layout
 from worker.execution.model import ModelShape
 from worker.params import ParamLimits
-from worker.scheduling.scheduler import Limits
+from worker.scheduling.state import Limits
 from worker.startup.memory import MemoryPlan
 from worker.startup.weights import Weights
 

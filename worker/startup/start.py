@@ -30,7 +30,7 @@ from worker.gang.runner import Ends, Follower
 from worker.params import MAX_BEAM_WIDTH, MAX_GUESSES, ParamLimits, SamplingParams
 from worker.request import Request
 from worker.scheduling.prefix import Identity
-from worker.scheduling.scheduler import Limits
+from worker.scheduling.state import Limits
 from worker.startup.build import build_draft, build_engine, build_follower, geometries
 from worker.startup.device import choose_device, free_memory_bytes, has_fast_bfloat16, has_fp8
 from worker.startup.memory import DoesNotFit, plan_host, plan_memory, with_slices

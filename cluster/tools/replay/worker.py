@@ -13,7 +13,9 @@ from kvpaging.table import BlockTable
 from worker import request as requests
 from worker.params import SamplingParams
 from worker.scheduling.prefix import Identity, PrefixCache
-from worker.scheduling.scheduler import Limits, Scheduler, StepPlan
+from worker.scheduling.scheduler import Scheduler
+from worker.scheduling.state import Limits, SchedulerState
+from worker.scheduling.step import StepPlan
 
 MEMORY = 0.9  # what a measured rate keeps of its past at each new step
 LARGE_TOKENS = 1024  # of prompts in a step
@@ -97,7 +99,8 @@ class Worker:
             cpu_clock=lambda: 0.0,
         )
         limits = Limits(engine.max_num_seqs, engine.max_batch_tokens, engine.max_num_seqs, 1 << 62)
-        self.scheduler = Scheduler([self.pool], engine.block_size, limits, self.prefix)
+        state = SchedulerState([self.pool], engine.block_size, limits)
+        self.scheduler = Scheduler(state, self.prefix)
         self.due_s = math.inf
         self.changes: list[tuple[bool, bytes]] = []
         self.tasks: dict[str, Task] = {}
@@ -223,9 +226,8 @@ class Worker:
         self.steps += 1
         self._measure(*self._took)
         scheduler = self.scheduler
-        for row, valid in zip(plan.rows, scheduler.commit(plan), strict=True):
-            sequence = row.sequence
-            if not valid or not row.sampled:
+        for row, sequence in zip(plan.rows, scheduler.commit(plan), strict=True):
+            if sequence is None or not row.sampled:
                 continue
             sequence.tokens.append(0)
             request = sequence.request
@@ -277,7 +279,7 @@ class Worker:
     def _take(self, steps: int) -> None:
         """Commit that many decode steps of everyone who runs."""
         scheduler = self.scheduler
-        scheduler.step += steps
+        scheduler.state.step += steps
         self.steps += steps
         for sequence in scheduler.running:
             assert sequence.table is not None
@@ -285,9 +287,9 @@ class Worker:
             sequence.tokens += [0] * steps
             sequence.computed += steps
             sequence.synced = len(sequence.table.blocks[0])
-            sequence.last_step = scheduler.step - 1
+            sequence.last_step = scheduler.state.step - 1
             self.prefix.publish(sequence)
-        self.pool.step_ended(scheduler.step - 1)
+        self.pool.step_ended(scheduler.state.step - 1)
 
 
 def leading(pool: BlockPool, chain: Sequence[bytes]) -> int:

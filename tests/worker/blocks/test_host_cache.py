@@ -123,13 +123,13 @@ def looks(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Grows by a name with each look at a prefix in both tiers."""
     tier = engine.scheduler.tier
     assert tier is not None
-    seen, match = [], tier.union.match
+    seen, match = [], tier.match
 
     def noted(sequence):  # type: ignore[no-untyped-def]
         seen.append(sequence.request.id)
         return match(sequence)
 
-    monkeypatch.setattr(tier.union, "match", noted)
+    monkeypatch.setattr(tier, "match", noted)
     return seen
 
 

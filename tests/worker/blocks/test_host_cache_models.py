@@ -81,7 +81,7 @@ def swapped(
     """Cold and shaken, then evicted, then back, and shaken again."""
     tier = tier_of(engine)
     assert answer(engine, requests(), random=Random(seed)) == expected
-    assert tier.swaps.stats.swaps > 0
+    assert engine.scheduler.swaps.stats.swaps > 0
     answer(engine, fillers(pools))
     before = tier.stats.back_blocks
     assert answer(engine, requests()[::-1], random=Random(seed)) == expected[::-1]

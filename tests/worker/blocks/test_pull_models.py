@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.families import NEW_TOKENS, PROMPT_LENGTHS, prompts, reference
+from tests.worker.fake import transfers_of
 from tests.worker.served import prove_sound
 from worker import messages
 from worker.blocks.pull import Puller
-from worker.blocks.transfer import Transfers, TransferStats
 from worker.engine.loop import EngineLoop
 from worker.params import SamplingParams
-from worker.request import Request
+from worker.request import Arrival, Request
 
 if TYPE_CHECKING:
     from tests.worker.served import Models
@@ -48,7 +48,7 @@ class Worker:
         self.peer: Worker | None = None
         slice_bytes = launch.layout.slice_bytes
         self.puller = Puller(
-            Transfers(self.engine.scheduler, TransferStats()),
+            transfers_of(self.engine.scheduler),
             self.engine.runner.model.store,
             self.loop,
             self._fetch,
@@ -68,7 +68,8 @@ class Worker:
     ) -> tuple[tuple[int, ...], int]:
         """The tokens of an answer to a prompt, and how many of the prompt's were found."""
         params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0)
-        request = Request(f"{index}", prompts()[index], params, pulling=pull is not None)
+        arrival = None if pull is None else Arrival()
+        request = Request(f"{index}", prompts()[index], params, arrival=arrival)
         tokens: list[int] = []
         pulling = None
         async for event in self.loop.stream(request):

@@ -54,9 +54,9 @@ def test_the_cheaper_way_is_taken_and_said(
     with caplog.at_level(logging.INFO, "kvatlas.worker"):
         engine, tier, said = preempted(**options)
     check(engine)
-    assert tier.swaps.stats.swaps == swaps
-    assert tier.swaps.stats.recomputes == (not swaps)
-    assert tier.swaps.shown()["swapped_sequences"] == swaps
+    assert engine.scheduler.swaps.stats.swaps == swaps
+    assert engine.scheduler.swaps.stats.recomputes == (not swaps)
+    assert engine.scheduler.swaps.shown()["swapped_sequences"] == swaps
     assert tier.arenas[0].counts().held == (TOKENS // SIZE if swaps else 0)
     assert f"r[0] is preempted, {'swap' if swaps else 'recompute'}: {TOKENS} tokens" in caplog.text
     assert reason in caplog.text
@@ -69,10 +69,10 @@ def test_the_cheaper_way_is_taken_and_said(
 
 def test_what_it_was_to_cost_is_counted() -> None:
     """60 bytes each way at 10 a second, and nothing to compute; 24 tokens at 0.1 s."""
-    _, tier, _ = preempted(token_s=1.0, rates=(10.0, 10.0))
-    assert tier.swaps.stats.swap_expected_s == pytest.approx(12.0)
-    _, tier, _ = preempted(token_s=0.1, rates=(10.0, 10.0))
-    assert tier.swaps.stats.recompute_expected_s == pytest.approx(2.4)
+    engine, _, _ = preempted(token_s=1.0, rates=(10.0, 10.0))
+    assert engine.scheduler.swaps.stats.swap_expected_s == pytest.approx(12.0)
+    engine, _, _ = preempted(token_s=0.1, rates=(10.0, 10.0))
+    assert engine.scheduler.swaps.stats.recompute_expected_s == pytest.approx(2.4)
 
 
 def test_what_is_swapped_out_waits_on_the_host_whatever_else_comes() -> None:
@@ -111,7 +111,7 @@ def test_a_copy_on_another_rank_is_no_place_to_be_swapped_to() -> None:
     assert identity is not None
     host.keep(identity, pool.parent(block), 1 - home)
     engine.scheduler.preempt(sequence)
-    assert tier.swaps.stats.swaps == 1
+    assert engine.scheduler.swaps.stats.swaps == 1
     assert host.counts(home).held == len(PROMPT) // SIZE
     assert host.counts(1 - home) == HostCounts(12, 0, 0)
     assert host.check() == []
@@ -128,4 +128,4 @@ def test_who_ends_swapped_out_leaves_nothing_held(how: str) -> None:
     check(engine)
     assert tier.arenas[0].counts().held == 0
     assert engine.idle
-    assert tier.swaps.shown()["swapped_sequences"] == 0
+    assert engine.scheduler.swaps.shown()["swapped_sequences"] == 0

@@ -10,20 +10,19 @@ import pytest
 from context_parallel.policy import ShardPolicy
 from kvpaging.table import BlockTable
 from kvpaging.windows import GONE
-from tests.worker.fake import VOCAB, SmallTiles, check, expected, make_engine, make_request
-from worker import messages
-from worker.blocks.transfer import (
-    LINKS_MAX,
-    Loan,
-    Piece,
-    PrefillRate,
-    Pull,
-    PullFailed,
-    Rate,
-    Transfers,
-    TransferStats,
+from tests.worker.fake import (
+    VOCAB,
+    SmallTiles,
+    check,
+    expected,
+    make_engine,
+    make_request,
+    transfers_of,
 )
-from worker.engine.stats import EngineStats
+from worker import messages
+from worker.blocks.incoming import Piece
+from worker.blocks.transfer import LINKS_MAX, Loan, Pull, PullFailed, TransferStats
+from worker.engine.stats import EngineStats, PrefillRate, Rate
 from worker.scheduling.prefix import UNWANTED
 
 
@@ -80,7 +79,7 @@ class Books:
             depth=self.draw.choice([1, 2]),
             policy=SmallTiles(ranks, shard_from_tokens=16, hit_tokens=8),
         )
-        self.transfers = Transfers(self.engine.scheduler, TransferStats())
+        self.transfers = transfers_of(self.engine.scheduler)
         self.stems = [[0] * 24]
         self.pulls: list[Pull] = []
         self.late: list[Piece] = []  # of pulls that have ended
@@ -212,7 +211,7 @@ class Books:
             counts = pool.counts()
             assert counts.idle + counts.free == pool.blocks
             assert not any(pool.holds(block) for block in range(pool.blocks))
-        assert not self.transfers._coming
+        assert not self.transfers.incoming.coming
 
 
 @pytest.mark.parametrize(
@@ -235,7 +234,7 @@ def test_what_is_pulled_lies_where_its_request_will_run(prompt: int, loads: list
     engine = make_engine(blocks=20, policy=SmallTiles(2, shard_from_tokens=16))
     pool = engine.scheduler.pools[0]
     pool.allocate(2, 0)
-    transfers = Transfers(engine.scheduler, TransferStats())
+    transfers = transfers_of(engine.scheduler)
     pull = Pull(make_request("r", range(prompt), 3, pulling=True), "owner")
     engine.submit(pull.request)
     assert transfers.begin(pull, 8) is None
@@ -262,7 +261,7 @@ def scattered(engine, count: int) -> tuple[list[list[bytes]], list[BlockTable]]:
 
 def test_what_is_lent_of_each_block_lies_on_one_rank() -> None:
     engine = make_engine(blocks=20, groups=2, policy=ShardPolicy(2))
-    transfers, loan = Transfers(engine.scheduler, TransferStats()), Loan()
+    transfers, loan = transfers_of(engine.scheduler), Loan()
     chains, tables = scattered(engine, 3)
     transfers.lend(loan, chains)
     assert loan.blocks == [column[:2] for column in tables[0].blocks]
@@ -281,7 +280,7 @@ def test_what_lands_is_found_though_one_group_has_it_elsewhere() -> None:
     table.append(2 * SIZE)
     for at, block in enumerate(table.blocks[0]):
         scheduler.pools[0].publish(block, chain[at], chain[at - 1] if at else None)
-    transfers = Transfers(scheduler, TransferStats())
+    transfers = transfers_of(scheduler)
     pull, piece = Pull(request, "owner", ranks=(0,)), Piece(0, 2)
     engine.submit(request)
     assert transfers.begin(pull, 8) is None
@@ -319,7 +318,7 @@ def test_the_pieces_of_a_pull_no_rank_can_hold_alone_are_even_over_ranks(
 ) -> None:
     """Also where nothing is long for its length alone."""
     engine = make_engine(blocks=6, policy=ShardPolicy(2, shard_from_tokens=1000))
-    pool, transfers = engine.scheduler.pools[0], Transfers(engine.scheduler, TransferStats())
+    pool, transfers = engine.scheduler.pools[0], transfers_of(engine.scheduler)
     pull = Pull(make_request("r", range(8 * SIZE), 3, pulling=True), "owner")
     engine.submit(pull.request)
     assert transfers.begin(pull, 8) is None

@@ -18,7 +18,8 @@ from tests.worker.fake import (
     tokens_of,
 )
 from worker import messages
-from worker.decoding.beam import BeamSearch, Child, Ended, Offer
+from worker.decoding.beam import BeamSearch, Child, Ended
+from worker.scheduling.step import Offer
 
 
 @cache
@@ -239,7 +240,7 @@ def test_beams_that_are_ahead_make_room(depth, cache, seed):
     engine = make_engine(blocks=1 + 5 * 5, seqs=5, depth=depth, prefix_cache=cache)
     request = beam_request("r", range(6), 5, 18)
     engine.submit(request)
-    request.beams = Apart(5, frozenset(), max_tokens=18)
+    engine.searches["r"] = Apart(5, frozenset(), max_tokens=18)
     outputs, preempted = [], 0
     for turn in range(2000):
         if engine.idle:
@@ -339,7 +340,8 @@ def test_a_search_that_is_ended_gives_everything_back(depth, steps, how):
     poisoned = []
 
     def fault(where, plan):
-        if where == "forward" and any(row.sequence.request.id in poisoned for row in plan.rows):
+        ids = {s.request.id for s in engine.scheduler.sequences(plan) if s}
+        if where == "forward" and ids & {*poisoned}:
             raise RuntimeError("injected")
 
     engine = make_engine(depth=depth, batch_tokens=4, seqs=6, fault=fault)

@@ -36,7 +36,7 @@ def assert_empty(engine) -> None:
         assert counts.owned == counts.leased == counts.quarantined == 0
         assert counts.free + counts.idle == pool.blocks
     assert not engine.requests
-    assert sorted(engine.scheduler.slots) == list(range(engine.scheduler.limits.max_num_seqs))
+    assert sorted(engine.scheduler.state.slots) == list(range(engine.scheduler.limits.max_num_seqs))
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -129,10 +129,10 @@ def test_a_step_that_fails_once_loses_nothing(depth, point, seed):
 @pytest.mark.parametrize("after", [0, 3])
 def test_a_request_that_always_fails_is_lost_alone(depth, point, after):
     def fault(where, plan):
-        for row in plan.rows:
-            sequence = row.sequence
+        for sequence in engine.scheduler.sequences(plan):
             if (
                 where == point
+                and sequence is not None
                 and sequence.request.id == "poison"
                 and sequence.generated_tokens >= after
             ):

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from tests.worker.fake import make_engine, make_request
-from worker.engine.load import LARGE_TOKENS, Pressure, Rates, load_of, pressure_of
+from worker.engine.load import Pressure, load_of, pressure_of
+from worker.engine.stats import LARGE_TOKENS, Rates
 
 
 class Row:

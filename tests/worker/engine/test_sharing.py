@@ -94,7 +94,7 @@ def check_hits(engine: Engine, case: Case, second: list[Request]) -> None:
     elif case["history"] == "evicted":
         assert sum(pool.stats.evictions for pool in set(engine.scheduler.pools)) > 0
         # Of a prompt's blocks those behind a window are the first to be evicted.
-        assert (0 if engine.scheduler.needs.windowed else 1) <= hits <= possible
+        assert (0 if engine.scheduler.state.needs.windowed else 1) <= hits <= possible
     else:
         assert hits == possible > 0
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvpaging.store import BlockStore
     from tests.worker.served import Models
     from worker.engine.engine import Engine
-    from worker.scheduling.scheduler import StepPlan
+    from worker.scheduling.step import StepPlan
 
 SIZE = 4
 KINDS = [(9,), (9, None), (None, 5), (6, None, 13), (3, 20)]

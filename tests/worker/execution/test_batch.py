@@ -12,7 +12,8 @@ from kvpaging.store import LayerShape, layout
 from tests.worker.fake import make_request
 from worker.execution.batch import BatchBuilder
 from worker.scheduling.prefix import Identity, PrefixCache
-from worker.scheduling.scheduler import Limits, Scheduler
+from worker.scheduling.scheduler import Scheduler
+from worker.scheduling.state import Limits, SchedulerState
 
 SIZE = 8
 SHAPES = [LayerShape(1, 8, 8), LayerShape(1, 8, 8, window=4)]
@@ -31,7 +32,7 @@ def make(groups: int, *, batch_tokens: int = 64, seqs: int = 4):
         cpu_clock=float,
         windows=windows,
     )
-    scheduler = Scheduler(pools, SIZE, limits, prefix)
+    scheduler = Scheduler(SchedulerState(pools, SIZE, limits, windows=windows), prefix)
     builder = BatchBuilder(
         pages,
         max_num_seqs=seqs,
@@ -43,14 +44,14 @@ def make(groups: int, *, batch_tokens: int = 64, seqs: int = 4):
     return scheduler, builder
 
 
-def assert_matches(plan, batch, groups):
+def assert_matches(scheduler, plan, batch, groups):
     """Every tensor is what a loop over rows and tables gives."""
     ids, positions, sampled, slots, scored = [], [], [], [], []
     at = 0
-    for r, row in enumerate(plan.rows):
-        table = row.sequence.table
+    for r, (row, sequence) in enumerate(zip(plan.rows, scheduler.sequences(plan), strict=True)):
+        table = sequence.table
         span = range(row.start, row.start + row.count)
-        tokens = row.sequence.tokens
+        tokens = sequence.tokens
         ids += [tokens[p] if p < len(tokens) else -1 - row.slot for p in span]
         positions += span
         for group in range(groups):
@@ -66,7 +67,7 @@ def assert_matches(plan, batch, groups):
             assert (rows.lens[r], rows.firsts[r]) == (row.count, row.start)
             assert (int(rows.query_start[r]), int(rows.first[r])) == (at, row.start)
         if row.scored_from is not None:
-            last = row.sequence.prompt_tokens - 1
+            last = sequence.prompt_tokens - 1
             scored += [at + p - row.start for p in span if row.scored_from <= p < last]
         at += row.count
         if row.sampled:
@@ -94,16 +95,15 @@ def test_batches_say_what_tables_say(groups, seed):
         plan = scheduler.plan()
         if plan.rows:
             steps += 1
-            assert_matches(plan, builder.build(plan), groups)
+            assert_matches(scheduler, plan, builder.build(plan), groups)
             if rng.random() < 0.05:
                 scheduler.rollback(plan)
                 continue
             under_way.append(plan)
         if len(under_way) == 2 or not plan.rows:
             done = under_way.pop(0)
-            for row, valid in zip(done.rows, scheduler.commit(done), strict=True):
-                sequence = row.sequence
-                if not valid:
+            for row, sequence in zip(done.rows, scheduler.commit(done), strict=True):
+                if sequence is None:
                     continue
                 sequence.scored = max(sequence.scored, row.start + row.count)
                 if row.sampled:
@@ -138,11 +138,11 @@ def test_logit_rows_are_bounded():
             break
         batch = builder.build(plan)
         seen.append(len(batch.logits_at))
-        for row, _ in zip(plan.rows, scheduler.commit(plan), strict=True):
-            row.sequence.scored = row.start + row.count
+        for row, sequence in zip(plan.rows, scheduler.commit(plan), strict=True):
+            sequence.scored = row.start + row.count
             if row.sampled:
-                row.sequence.tokens.append(1)
-                if row.sequence.generated_tokens == 2:
-                    scheduler.finish(row.sequence, "length")
+                sequence.tokens.append(1)
+                if sequence.generated_tokens == 2:
+                    scheduler.finish(sequence, "length")
     assert max(seen) <= scheduler.limits.max_logit_rows
     assert sum(seen) == 49 + 29 + 4

@@ -16,7 +16,8 @@ from worker.execution.batch import tokens_of
 from worker.gang.batch import GangBuilder
 from worker.gang.protocol import changes_of
 from worker.scheduling.prefix import Identity, PrefixCache
-from worker.scheduling.scheduler import Limits, Scheduler
+from worker.scheduling.scheduler import Scheduler
+from worker.scheduling.state import Limits, SchedulerState
 
 SIZE = 8
 PER_RANK = 60
@@ -45,10 +46,11 @@ def make(groups: int, ranks: int, batch_tokens: int):
         )
         for rank in range(ranks)
     ]
-    return Scheduler(pools, SIZE, limits, prefix, policy), builders
+    state = SchedulerState(pools, SIZE, limits, windows=prefix.windows, policy=policy)
+    return Scheduler(state, prefix), builders
 
 
-def own_part(rank: int, plan, batch, groups: int) -> tuple[list[int], list[int]]:
+def own_part(rank: int, plan, batch, groups: int, tables) -> tuple[list[int], list[int]]:
     """Ids and positions of the rank's own rows, whose tables and slots are checked."""
     ids, positions = [], []
     own = [row for row in plan.rows if not row.sharded and row.home == rank]
@@ -57,7 +59,7 @@ def own_part(rank: int, plan, batch, groups: int) -> tuple[list[int], list[int]]
         ids += tokens_of(row)
         positions += span
         for group in range(groups):
-            rows, blocks = batch.rows[group], row.sequence.table.blocks[group]
+            rows, blocks = batch.rows[group], tables[row.slot].blocks[group]
             assert {block // PER_RANK for block in blocks} == {rank}
             here = [block % PER_RANK for block in blocks]
             assert rows.table[r, : int(rows.blocks[r])].tolist() == here[: int(rows.blocks[r])]
@@ -100,8 +102,8 @@ def wanted_logits(rank: int, plan, batch) -> list[tuple[int, int]]:
     return scored + [(row.start + row.count - 1, row.slot) for row in mine if row.sampled]
 
 
-def assert_matches(rank: int, plan, batch, groups: int, ranks: int) -> None:
-    ids, positions = own_part(rank, plan, batch, groups)
+def assert_matches(rank: int, plan, batch, groups: int, ranks: int, tables) -> None:
+    ids, positions = own_part(rank, plan, batch, groups, tables)
     more_ids, more_positions = shared_part(rank, ranks, plan)
     assert batch.ids.tolist() == ids + more_ids
     assert batch.positions.tolist() == positions + more_positions
@@ -129,8 +131,9 @@ def test_batches_say_what_tables_say(ranks, groups, budget):
         if plan.rows:
             changes = changes_of(plan)
             assert len({builder.apply(changes) for builder in builders}) == 1
+            tables = {s.slot: s.table for s in scheduler.running}
             for rank, builder in enumerate(builders):
-                assert_matches(rank, plan, builder.build(plan), groups, ranks)
+                assert_matches(rank, plan, builder.build(plan), groups, ranks, tables)
             kinds |= {(row.sharded, row.count > SHORT) for row in plan.rows}
             if rng.random() < 0.05:
                 scheduler.rollback(plan)
@@ -138,9 +141,8 @@ def test_batches_say_what_tables_say(ranks, groups, budget):
             under_way.append(plan)
         if len(under_way) == 2 or not plan.rows:
             done = under_way.pop(0)
-            for row, valid in zip(done.rows, scheduler.commit(done), strict=True):
-                sequence = row.sequence
-                if not valid:
+            for row, sequence in zip(done.rows, scheduler.commit(done), strict=True):
+                if sequence is None:
                     continue
                 sequence.scored = max(sequence.scored, row.start + row.count)
                 if row.sampled:

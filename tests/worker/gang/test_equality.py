@@ -73,7 +73,8 @@ def alone(models: Models, family: str, batch: str, length: int, dtype: str) -> l
 
 
 def turn_policy(engine: Engine, sharded_from: int) -> None:
-    engine.scheduler.policy = replace(engine.scheduler.policy, shard_from_tokens=sharded_from)
+    state = engine.scheduler.state
+    state.policy = replace(state.policy, shard_from_tokens=sharded_from)
 
 
 def threads(models: Models, ranks: int, job: Job, sharded_from: int):
@@ -209,7 +210,7 @@ def test_blocks_stored_on_all_ranks_are_hit_at_degree_one(
     with gang_engine(launch, model, 4, sharded_from=1, hit_tokens=hit_tokens) as (engine, members):
         exchange, stats = members.gangs[0].exchange, engine.scheduler.prefix.stats
         assert answer(engine, [request("a", n, PARAMS["alone"]) for n in lengths]) == wanted
-        engine.scheduler.policy = ShardPolicy(4, NEVER, hit_tokens)
+        engine.scheduler.state.policy = ShardPolicy(4, NEVER, hit_tokens)
         calls = exchange.calls
         assert answer(engine, [request("b", n, PARAMS["alone"]) for n in lengths]) == wanted
         if hit_tokens == NEVER:  # the first block of each is on its first rank, the second is not

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgpack
 import pytest
 
@@ -9,13 +11,12 @@ from kvpaging.host_pool import Move, Moves
 from kvpaging.pool import BlockPool
 from kvpaging.table import BlockTable, Copy
 from worker import messages
-from worker.decoding.beam import Offer
 from worker.execution.runner import StepResult
 from worker.gang import protocol
 from worker.gang.protocol import STEP, Listener, Result, Teller, WrongMessage
 from worker.params import SamplingParams
 from worker.request import Request
-from worker.scheduling.scheduler import Row, StepPlan
+from worker.scheduling.step import Offer, Row, StepPlan
 
 SIZE = 8
 PARAMS = SamplingParams(
@@ -37,14 +38,14 @@ def seated(tokens: list[int], slot: int, pools: list[BlockPool]):
 
 def row(sequence, start: int, count: int, changed_from: int = 0, **options) -> Row:
     return Row(
-        sequence,
-        sequence.slot,
-        sequence.epoch,
-        start,
-        count,
-        options.pop("sampled", False),
-        True,
-        changed_from,
+        slot=sequence.slot,
+        start=start,
+        count=count,
+        tokens=sequence.tokens[start : start + count],
+        params=sequence.params,
+        prompt_tokens=sequence.prompt_tokens,
+        blocks=tuple(blocks[changed_from:] for blocks in sequence.table.blocks),
+        changed_from=changed_from,
         **options,
     )
 
@@ -59,6 +60,7 @@ def test_a_follower_sees_the_rows_that_rank_0_sees():
     pools = [BlockPool(50), BlockPool(50)]
     sequence = seated(list(range(20)), 2, pools)
     options = {"stored": 3, "scored_from": 1, "candidates": 4, "home": 1, "sharded": True}
+    options |= {"targets": [*range(2, 20)], "history": ([*range(20)], [])}
     mine = row(sequence, 0, 20, sampled=True, **options)
     copy = Copy(1, 7, 9)
     told = sent(Teller(5), Listener(), StepPlan(8, (mine,), (copy,)), (1 << 64) - 1)
@@ -66,11 +68,10 @@ def test_a_follower_sees_the_rows_that_rank_0_sees():
     assert told.plan.copies == (copy,)
     assert told.changes == [(2, 0, tuple(sequence.table.blocks))]
     (theirs,) = told.plan.rows
-    for name in ("slot", "start", "count", "sampled", *options):
+    for name in ("slot", "start", "count", "tokens", "sampled", *options):
         assert getattr(theirs, name) == getattr(mine, name)
-    assert theirs.sequence.tokens == sequence.tokens
-    assert theirs.sequence.prompt_tokens == 20
-    assert theirs.sequence.params == theirs.sequence.request.params == PARAMS
+    assert theirs.prompt_tokens == 20
+    assert theirs.params == PARAMS
     assert theirs.logit_rows == mine.logit_rows
 
 
@@ -81,11 +82,14 @@ def test_only_what_is_new_is_sent():
     teller, listener = Teller(1), Listener()
     sizes = []
     for step in range(3):
-        plan = StepPlan(step, (row(sequence, len(sequence.tokens) - 1, 1, 2501 * (step > 0)),), ())
+        start = len(sequence.tokens) - 1 if step else 0
+        mine = row(sequence, start, len(sequence.tokens) - start, 2501 * (step > 0))
+        plan = StepPlan(step, (mine,), ())
         message = teller.step(plan, protocol.changes_of(plan), 0)
         sizes.append(len(message))
         (theirs,) = listener.step(protocol.read(message)[1]).plan.rows
-        assert theirs.sequence.tokens == sequence.tokens
+        assert theirs.tokens == sequence.tokens[start:]
+        assert theirs.params == PARAMS
         sequence.tokens.append(step)
     assert sizes[0] > 4 * 20_000
     assert max(sizes[1:]) < 64
@@ -96,16 +100,15 @@ def test_a_slot_that_changes_hands_or_starts_again_is_told_from_the_beginning():
     teller, listener = Teller(1), Listener()
     first, second = seated([1, 2, 3], 0, pools), seated([4, 5], 0, pools)
     one = sent(teller, listener, StepPlan(0, (row(first, 0, 3),), ())).plan.rows[0]
-    one.sequence.seated = True
+    assert (one.tokens, one.prompt_tokens, one.params) == ([1, 2, 3], 3, PARAMS)
+    second.params = replace(PARAMS, seed=8)
     other = sent(teller, listener, StepPlan(1, (row(second, 0, 2),), ())).plan.rows[0]
-    assert other.sequence.tokens == [4, 5]
+    assert (other.tokens, other.prompt_tokens, other.params.seed) == ([4, 5], 2, 8)
     second.tokens.append(6)
-    second.reset()
-    again = sent(teller, listener, StepPlan(2, (row(second, 0, 3),), ())).plan.rows[0]
-    assert again.sequence.tokens == [4, 5, 6]
-    assert again.sequence.prompt_tokens == 2
-    assert not again.sequence.seated
-    assert again.sequence is not other.sequence
+    more = sent(teller, listener, StepPlan(2, (row(second, 2, 1, 1),), ())).plan.rows[0]
+    assert (more.tokens, more.prompt_tokens, more.params) == ([6], 2, other.params)
+    again = sent(teller, listener, StepPlan(3, (row(second, 0, 3),), ())).plan.rows[0]
+    assert (again.tokens, again.prompt_tokens, again.params) == ([4, 5, 6], 2, other.params)
 
 
 def test_results_come_back_as_they_were():
@@ -147,6 +150,6 @@ def test_copies_come_back_as_they_were_or_are_refused():
 
 
 def test_a_step_that_cannot_be_read_is_refused():
-    for body in ([], [1, 2, 3, [[0]], [], []], [1, 2, 3, [], [], [[0] * 11]]):
+    for body in ([], [1, 2, 3, [[0]], [], []], [1, 2, 3, [], [], [[0] * 13]]):
         with pytest.raises(WrongMessage, match="cannot be read"):
             Listener().step(body)

@@ -274,13 +274,13 @@ def test_a_rank_with_other_tables_is_named_in_the_step_in_which_it_is_seen(
             submit(engine, index)
         for _ in range(5):
             engine.step(0.0)
-        next_step = engine.scheduler.step
+        next_step = engine.scheduler.state.step
         tables = members.followers[1].runner.builder.local
         slot = int(tables.length.argmax())
         tables.change(slot, 0, [tables.blocks[0, slot, : tables.length[slot]][::-1]])
         with pytest.raises(EngineDead, match=f"rank 2 diverged at step {next_step}:"):
             run_out(engine)
-        assert engine.scheduler.step <= next_step + depth
+        assert engine.scheduler.state.step <= next_step + depth
     assert all(isinstance(end, EngineDead) for end in members.ends.values())
     assert "rank 2 diverged" in str(members.ends[2])
 

@@ -209,7 +209,7 @@ def test_a_running_one_grows_to_all_ranks_and_computes_nothing_again(ranks, dept
         outputs += engine.step(NOW)
         check(engine)
         table = tables_of(engine).get("r")
-    rows = [row for plan in plans for row in plan.rows if row.sequence.request.id == "r"]
+    rows = [row for plan in plans for row in plan.rows if row.prompt_tokens == 10]
     assert sum(row.count for row in rows) in range(49, 49 + depth)  # the last may be dropped
     assert [row.sharded for row in rows] == sorted(row.sharded for row in rows)
     assert {row.start >= 23 for row in rows if row.sharded} == {True}
@@ -464,7 +464,7 @@ def test_one_without_a_prefix_starts_where_the_step_has_room():
     scheduler = make_engine(policy=gang(2)).scheduler
     (sequence,) = make_request("r", [1, 2], 1).sequences
     for busy, rank in (((), 0), ((0,), 1), ((0, 1), 0)):
-        table = admission.start(scheduler, sequence, (), frozenset(busy))
+        table = admission.start(scheduler.state, scheduler.prefix, sequence, busy=frozenset(busy))
         assert table.ranks == (rank,)
 
 

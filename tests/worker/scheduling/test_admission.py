@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from kvpaging.table import BlockTable, Copy
+from kvpaging.table import Copy
 from tests.worker.decoding.test_beam import beam_request
 from tests.worker.fake import make_engine
 from worker.decoding.beam import Child, branch
+from worker.params import SamplingParams
 from worker.scheduling import admission
-from worker.scheduling.scheduler import Row
+from worker.scheduling.step import Row
 
 SIZE = 4
 
@@ -26,7 +27,11 @@ def searching(length: int, **options):
 
 
 def row(sequence, *copies) -> Row:
-    return Row(sequence, sequence.slot, 0, 0, 1, False, False, 0, copies=copies)
+    return Row(sequence.slot, 0, 1, [0], SamplingParams(), 1, copies=copies)
+
+
+def start(scheduler, sequence, rows=()):
+    return admission.start(scheduler.state, scheduler.prefix, sequence, rows=rows)
 
 
 def test_a_preempted_beam_starts_from_the_nearest_running_one():
@@ -35,7 +40,7 @@ def test_a_preempted_beam_starts_from_the_nearest_running_one():
     beam = request.sequences[1]
     tokens = beam.tokens
     request.sequences[2].tokens[:] = [*tokens[:-1], 96]
-    table = admission.start(scheduler, beam, [])
+    table = start(scheduler, beam)
     assert table is not None
     source = request.sequences[2].table
     assert table.length == len(tokens) - 1
@@ -53,39 +58,14 @@ def test_it_waits_where_the_last_block_is_still_to_be_filled(where):
     assert common % SIZE
     filled = Copy(0, 0, source.table.blocks[0][common // SIZE])
     if where == "this step":
-        assert admission.start(scheduler, beam, [row(source, filled)]) is None
+        assert start(scheduler, beam, [row(source, filled)]) is None
     else:
-        scheduler.copies_due.append(filled)
-        assert admission.start(scheduler, beam, []) is None
-        scheduler.copies_due.clear()
-    table = admission.start(scheduler, beam, [row(source, Copy(0, 0, 63))])
+        scheduler.state.copies_due.append(filled)
+        assert start(scheduler, beam) is None
+        scheduler.state.copies_due.clear()
+    table = start(scheduler, beam, [row(source, Copy(0, 0, 63))])
     assert table is not None
     table.release()
-
-
-def test_nobody_takes_a_slot_that_was_promised():
-    scheduler, request = searching(6)  # 4 of 8 slots
-    alone = beam_request("alone", [1], 1, 3).sequences[0]
-    wide = beam_request("wide", [1], 4, 3)
-    assert admission.has_slot(scheduler, wide.sequences[0]) == admission.has_slot(scheduler, alone)
-    scheduler.preempt(request.sequences[3])  # its slot is still owed
-    for name, width, may in (("narrow", 4, True), ("wide", 5, False)):
-        other = beam_request(name, [1], width, 3)
-        assert admission.has_slot(scheduler, other.sequences[0]) == may
-    assert admission.has_slot(scheduler, request.sequences[3])
-
-
-def test_a_search_asks_for_a_block_more_for_each_beam_to_come():
-    engine = make_engine(blocks=12, seqs=8)
-    scheduler = engine.scheduler
-    engine.submit(beam_request("running", range(4), 1, 2))
-    engine.step(0.0)
-    for width in range(1, 12):
-        sequence = beam_request("r", range(8), width, 3).sequences[0]
-        fits = admission.affordable(scheduler, sequence, BlockTable(scheduler.pools, SIZE))
-        free = scheduler.pools[0].available
-        promised = sum(max(0, 2 - len(s.table.blocks[0])) + 1 for s in scheduler.running if s.table)
-        assert fits == (3 + promised + width - 1 <= free)
 
 
 def test_a_beam_without_a_table_has_children_without_one():
@@ -98,4 +78,4 @@ def test_a_beam_without_a_table_has_children_without_one():
     assert {id(s) for s in scheduler.waiting} == {id(after[0]), id(after[1])}
     assert scheduler.running == [after[2]]
     assert len({s.choice for s in after}) == 3
-    assert sorted(scheduler.slots) == sorted(set(range(8)) - {after[2].slot})
+    assert sorted(scheduler.state.slots) == sorted(set(range(8)) - {after[2].slot})

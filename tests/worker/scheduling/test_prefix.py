@@ -255,5 +255,5 @@ def test_a_request_that_fails_at_a_copy_leaves_none_to_be_done(depth):
     engine.submit(make_request("r", range(6), 6, generated=((),) * 3))
     (error,) = [e for _, e in run(engine) if isinstance(e, messages.Error)]
     assert error.code == "engine_error"
-    assert engine.scheduler.copies_due == []
+    assert engine.scheduler.state.copies_due == []
     assert_empty(engine)
