@@ -1,4 +1,4 @@
-"""Whatever the pages name exists: files, functions, links, make targets, modules, settings.
+"""Whatever pages name exists: files, functions, links, make targets, metrics, modules, settings.
 
 And they can be read: sentences are short, and the way of a request and of a block is on one page.
 """
@@ -78,8 +78,8 @@ def problems(page: Path, text: str) -> list[str]:
     known = {key for key, _ in settings()}
     cli = (ROOT / "cluster" / "cli.py").read_text(encoding="utf-8")
     commands = set(re.findall(r'add_parser\("(\w+)"', cli))
-    sources = (path.read_text(encoding="utf-8") for path in (ROOT / "cluster").rglob("*.py"))
-    options = {option for source in sources for option in re.findall(r'"(--[\w-]+)"', source)}
+    sources = "".join(path.read_text("utf-8") for path in (ROOT / "cluster").rglob("*.py"))
+    options = set(re.findall(r'"(--[\w-]+)"', sources))
     found = []
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
         path, _, anchor = link.partition("#")
@@ -101,6 +101,9 @@ def problems(page: Path, text: str) -> list[str]:
         for file in re.findall(rf"(?<![\w/.])(?:{ROOMS})/[\w./*-]*", piece):
             if not list(ROOT.glob(file.rstrip("/."))):
                 found.append(f"file {file}")
+        for metric in re.findall(r"\b(?:kvatlas|vllm):[a-z_]+", piece):
+            if f'"{re.sub("_(total|sum)$", "", metric)}"' not in sources:
+                found.append(f"metric {metric}")
         for place in re.findall(PLACE, piece):
             path, _, name = place.partition(":")
             if (ROOT / path).is_file() and not defines(ROOT / path, name):
@@ -131,6 +134,7 @@ def test_what_a_page_names_exists(page: Path) -> None:
         "`kvpaging/pool.py:BlockPool.coffee`",
         "```\nvi configs/coffee.yaml\n```",
         "`kv.coffee`",
+        "`kvatlas:coffee_total`",
         "`--set model.coffee=1`",
     ],
 )
