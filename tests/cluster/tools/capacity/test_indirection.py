@@ -32,12 +32,12 @@ def test_keys_and_values_of_different_sizes_can_be_measured() -> None:
 
 
 def test_a_side_that_reads_other_keys_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    write = indirection.attention.write
+    write = indirection.ops.write
 
     def careless(k: torch.Tensor, v: torch.Tensor, *pages: torch.Tensor) -> None:
         write(k.flip(0), v, *pages)
 
-    monkeypatch.setattr(indirection.attention, "write", careless)
+    monkeypatch.setattr(indirection.ops, "write", careless)
     with pytest.raises(RuntimeError, match="differ"):
         measure(step(), (8,), seconds=0)
 
