@@ -100,7 +100,7 @@ def saved(lengths: Lengths, width: int, *, beams: bool, bank: Bank, seed: int) -
     pool = BlockPool(sum(width * -(-min(LONGEST, sum(s)) // BLOCK_SIZE) + width for s in sizes))
     prefix = PrefixCache([pool], BLOCK_SIZE, Identity(b"", ""), enabled=True, cpu_clock=float)
     limits = Limits(seqs, 8192, 2 * seqs, len(sizes))
-    scheduler = Scheduler(SchedulerState([pool], BLOCK_SIZE, limits), prefix)
+    scheduler = Scheduler(SchedulerState(prefix, limits))
     device = NoDevice(scheduler, bank, rng)
     engine = Engine(
         scheduler,

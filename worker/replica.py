@@ -92,7 +92,7 @@ class GPUWorker:
             return asyncio.get_running_loop().run_in_executor(threads, work)
 
         return Puller(
-            Transfers(scheduler.state, scheduler.prefix, scheduler.tier, TransferStats()),
+            Transfers(scheduler.state, scheduler.tier, TransferStats()),
             self._blocks or engine.runner.model.store,
             self.loop,
             fetch,

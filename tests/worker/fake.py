@@ -336,7 +336,7 @@ def make_engine(
         pools, block_size, identity, enabled=prefix_cache, cpu_clock=clock, windows=windows
     )
     limits = Limits(seqs, batch_tokens, 2 * seqs, max_waiting)
-    state = SchedulerState(pools, block_size, limits, windows=windows, policy=policy)
+    state = SchedulerState(prefix, limits, policy)
     runner = FakeRunner(block_size, groups, fault, policy, limits, windows)
     runner.shared, runner.per_rank = shared, arenas[0].per_rank
     runner.running = state.running
@@ -345,14 +345,13 @@ def make_engine(
         hosts = {a: HostPool(a, host_blocks * (groups if shared else 1)) for a in arenas}
         tier = Tier(
             state,
-            prefix,
             [hosts[pool] for pool in pools],
             runner,
             arena_bytes=[10] * len(arenas),
             step_bytes=10 * host_step_blocks,
         )
         swaps = Swaps(tier, rates, preemption)
-    scheduler = Scheduler(state, prefix, speculation, swaps)
+    scheduler = Scheduler(state, speculation, swaps)
     engine = Engine(
         scheduler,
         runner,  # type: ignore[arg-type]
@@ -381,7 +380,7 @@ def make_request(name: str, prompt: Seq[int], count: int, **fields) -> Request: 
 
 
 def transfers_of(scheduler: Scheduler) -> Transfers:
-    return Transfers(scheduler.state, scheduler.prefix, scheduler.tier, TransferStats())
+    return Transfers(scheduler.state, scheduler.tier, TransferStats())
 
 
 def random_prompt(rng: random.Random, most: int = 20) -> list[int]:

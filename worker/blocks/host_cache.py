@@ -1,7 +1,7 @@
 """The host cache: blocks that leave the GPU for host memory, and come back while others compute.
 
-It takes a scheduler's state, its prefix cache, and one `HostPool` below each pool, which keeps the
-books of the slots; a mover, the runner, moves the bytes. What a plan evicts is kept in a slot and
+It takes a scheduler's state and one `HostPool` below each pool, which keeps the books of the slots;
+a mover, the runner, moves the bytes. What a plan evicts is kept in a slot and
 copied out between planning and launching the step that overwrites it (`keep`, `issue`). A waiting
 sequence whose next blocks are only here is told to wait (`brings`); they come in as
 `worker.blocks.incoming` says, others pass it meanwhile, and `land` publishes them. It promises that
@@ -29,7 +29,6 @@ from worker.scheduling.prefix import Matcher
 if TYPE_CHECKING:
     from kvpaging.table import BlockTable
     from worker.request import Sequence as Served
-    from worker.scheduling.prefix import PrefixCache
     from worker.scheduling.state import SchedulerState
 
 log = logging.getLogger("kvatlas.worker")
@@ -97,14 +96,13 @@ class Tier:
     def __init__(
         self,
         state: SchedulerState,
-        prefix: PrefixCache,
         hosts: Sequence[HostPool],
         mover: Mover,
         *,
         arena_bytes: Sequence[int],
         step_bytes: int,
     ) -> None:
-        self.state, self.prefix, self.hosts = state, prefix, tuple(hosts)
+        self.state, self.prefix, self.hosts = state, state.prefix, tuple(hosts)
         self.arenas = list(dict.fromkeys(hosts))  # in the order of the layout's
         self.block_bytes = dict(zip(self.arenas, arena_bytes, strict=True))
         self.step_bytes = step_bytes = max(step_bytes, self.slice_bytes)
@@ -116,9 +114,9 @@ class Tier:
         self._room = {"out": step_bytes, "back": step_bytes}
         self._loads: deque[HostLoad] = deque()  # in the order of their copies
         self._timed: deque[tuple[Copying, Moves]] = deque()
-        self.incoming = IncomingBlocks[HostLoad](prefix)
+        self.incoming = IncomingBlocks[HostLoad](self.prefix)
         self.unions = [Union(host) for host in self.hosts]
-        self._both = Matcher(self.unions, prefix.windows, prefix.block_size)
+        self._both = Matcher(self.unions, self.prefix.windows, state.block_size)
         for host in self.arenas:
             host.pool.on_evict = self._evicts(host)
 

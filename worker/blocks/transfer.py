@@ -22,7 +22,6 @@ from worker.scheduling.prefix import UNWANTED
 if TYPE_CHECKING:
     from worker.blocks.host_cache import Tier
     from worker.request import Request
-    from worker.scheduling.prefix import PrefixCache
     from worker.scheduling.state import SchedulerState
 
 LINKS_MAX = 64
@@ -102,16 +101,10 @@ class Pull(Incoming):
 class Transfers:
     """Loans and pulls over a scheduler's pools. Raises nothing but PullFailed, from `reserve`."""
 
-    def __init__(
-        self,
-        state: SchedulerState,
-        prefix: PrefixCache,
-        tier: Tier | None,
-        stats: TransferStats,
-    ) -> None:
-        self.state, self.prefix, self.tier, self.stats = state, prefix, tier, stats
+    def __init__(self, state: SchedulerState, tier: Tier | None, stats: TransferStats) -> None:
+        self.state, self.prefix, self.tier, self.stats = state, state.prefix, tier, stats
         self.pools = state.pools
-        self.incoming = IncomingBlocks[Pull](prefix)
+        self.incoming = IncomingBlocks[Pull](self.prefix)
 
     def lend(self, loan: Loan, chains: Seq[Seq[bytes]]) -> None:
         """Hold the longest run of leading identities that all groups have, each on one rank."""

@@ -16,14 +16,12 @@ from kvpaging.table import BlockTable
 if TYPE_CHECKING:
     from worker.blocks.host_cache import Tier
     from worker.request import Sequence
-    from worker.scheduling.prefix import PrefixCache
     from worker.scheduling.state import SchedulerState
     from worker.scheduling.step import Row
 
 
 def start(
     state: SchedulerState,
-    prefix: PrefixCache,
     sequence: Sequence,
     *,
     rows: Iterable[Row] = (),
@@ -38,13 +36,13 @@ def start(
     waits = not search and sequence is not first and first.finish_reason is None
     if waits and _keeps(first, sequence, first.prompt_tokens):
         return _fork(state, first, first.prompt_tokens, rows)
-    hit = prefix.match(sequence)
+    hit = state.prefix.match(sequence)
     beam, common = _nearest(sequence) if search else (None, 0)
     if beam is not None and common > len(hit[0]) * size and _keeps(beam, sequence, common):
         return _fork(state, beam, common, rows)
-    if prefix.being_computed(sequence, len(hit[0])):
+    if state.prefix.being_computed(sequence, len(hit[0])):
         return None
-    table = _placed(state, prefix, sequence, hit, busy)
+    table = _placed(state, sequence, hit, busy)
     if tier is not None and tier.brings(sequence, hit, table):
         table.release()
         return None
@@ -53,7 +51,6 @@ def start(
 
 def _placed(
     state: SchedulerState,
-    prefix: PrefixCache,
     sequence: Sequence,
     hit: list[list[int]],
     busy: frozenset[int],
@@ -62,7 +59,7 @@ def _placed(
     of all when none can. A rank that is busy is waited for where it has the blocks."""
     policy = state.policy
     if policy.ranks == 1:
-        return _attached(state, prefix, sequence, Start((0,), len(hit[0])), hit)
+        return _attached(state, sequence, Start((0,), len(hit[0])), hit)
     starts = policy.starts(
         len(sequence.tokens),
         state.owners(hit),
@@ -75,22 +72,21 @@ def _placed(
             if start_at.hit_blocks:
                 break
             continue
-        table = _attached(state, prefix, sequence, start_at, hit)
+        table = _attached(state, sequence, start_at, hit)
         if state.affordable(sequence, table):
             return table
         table.release()
-    return _attached(state, prefix, sequence, starts[0], hit)
+    return _attached(state, sequence, starts[0], hit)
 
 
 def _attached(
     state: SchedulerState,
-    prefix: PrefixCache,
     sequence: Sequence,
     start_at: Start,
     hit: list[list[int]],
 ) -> BlockTable:
     if start_at.hit_blocks < len(hit[0]):  # groups with a window need earlier ones then
-        hit = prefix.match(sequence, start_at.hit_blocks)
+        hit = state.prefix.match(sequence, start_at.hit_blocks)
         if not {*state.owners(hit)} <= {*start_at.ranks}:
             hit = [[] for _ in hit]
     table = BlockTable(state.pools, state.block_size, start_at.ranks, state.needs.windows)

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from kvpaging.table import BlockTable, Copy
     from worker.blocks.host_cache import Tier
     from worker.decoding.speculation import Speculation
-    from worker.scheduling.prefix import PrefixCache
     from worker.scheduling.state import SchedulerState
 
 IN_VAIN_MAX = 8
@@ -39,14 +38,13 @@ class Step:
         self,
         state: SchedulerState,
         *,
-        prefix: PrefixCache,
         speculation: Speculation,
         tier: Tier | None,
         run: Callable[[Sequence, BlockTable], None],
         preempt: Callable[[Sequence], None],
         only: set[Sequence] | None,
     ) -> None:
-        self.state, self.prefix, self.speculation, self.tier = state, prefix, speculation, tier
+        self.state, self.speculation, self.tier = state, speculation, tier
         self.run, self.preempt, self.only = run, preempt, only
         self.policy = state.policy
         ranks = self.policy.ranks
@@ -131,49 +129,81 @@ class Step:
         guesses that follow them."""
         if sequence.slot == NO_SLOT:
             return  # preempted a moment ago by an older one
-        table = sequence.table
+        table, start = sequence.table, sequence.computed + sequence.planned
         assert table is not None
-        start = sequence.computed + sequence.planned
-        target, scored = sequence.target, sequence.params.prompt_logprobs is not None
         if self.gang and not self._at_degree(sequence, table):
             return
-        most = min(most, self._left(table) if self.gang else self.tokens_left[0])
-        while True:
-            count, scored_from = 1, None
-            if target - start != 1 or most < 1 or scored:
-                count, scored_from = self._count(sequence, table, start, most)
-            if count < 1:
-                return
-            before = len(table.blocks[0])
-            try:
-                copies = table.append(max(0, start + count + len(drafts) - table.length))
-                break
-            except OutOfBlocks as lack:
-                if drafts:  # guesses take nobody's room
-                    drafts = ()
-                    continue
-                if not self._make_room(sequence, table, lack, start + count - table.length):
-                    return
-                most = min(most, self._left(table))  # it may be on all ranks now
-        row = _row(
-            sequence,
-            table,
+        before = len(table.blocks[0])
+        grown = self._grow(sequence, table, start, most, drafts)
+        if grown is None:
+            return
+        count, scored_from, drafts, copies = grown
+        end, prompt = start + count, sequence.prompt_tokens
+        tokens, params = sequence.tokens, sequence.params
+        changed = min(sequence.synced, before - bool(copies))
+        last = end == sequence.target and params.max_tokens > 0
+        candidates = sequence.request.candidates if last else 0
+        sampled, history = last and not candidates, None
+        if sampled and params.penalised and not sequence.seated:
+            history, sequence.seated = (tokens[:prompt], tokens[prompt:]), True
+        row = Row(
+            slot=sequence.slot,
             start=start,
-            count=count,
-            scored_from=scored_from,
-            changed_from=min(sequence.synced, before - bool(copies)),
+            count=count + len(drafts),
+            tokens=tokens[start:end],
+            params=params,
+            prompt_tokens=prompt,
+            blocks=tuple([blocks[changed:] for blocks in table.blocks]),
+            changed_from=changed,
+            sampled=sampled,
             admitted=admitted,
+            stored=sequence.stored,
+            scored_from=scored_from,
+            targets=() if scored_from is None else tokens[scored_from + 1 : min(end + 1, prompt)],
+            history=history,
             copies=tuple(copies),
+            candidates=candidates,
+            home=table.ranks[0],
+            sharded=len(table.ranks) > 1,
             drafts=drafts,
         )
         sequence.synced = len(table.blocks[0])
         self.rows[sequence] = row
-        self.prefix.begin(self.state.step, sequence, start, start + count)
+        self.state.prefix.begin(self.state.step, sequence, start, end)
         if self.gang:
             self._charge(row, 1)
         else:
             self.tokens_left[0] -= row.count
             self.logits_left[0] -= row.logit_rows
+
+    def _grow(
+        self,
+        sequence: Sequence,
+        table: BlockTable,
+        start: int,
+        most: int,
+        drafts: tuple[int, ...],
+    ) -> tuple[int, int | None, tuple[int, ...], list[Copy]] | None:
+        """Room in the table for what is computed now: how many known tokens from `start` on, where
+        scoring the prompt begins among them, the drafts, and copies to do first. None for none."""
+        target, scored = sequence.target, sequence.params.prompt_logprobs is not None
+        most = min(most, self._left(table))
+        while True:
+            count, scored_from = 1, None
+            if target - start != 1 or most < 1 or scored:
+                count, scored_from = self._count(sequence, table, start, most)
+            if count < 1:
+                return None
+            try:
+                copies = table.append(max(0, start + count + len(drafts) - table.length))
+                return count, scored_from, drafts, copies
+            except OutOfBlocks as lack:
+                if drafts:  # guesses take nobody's room
+                    drafts = ()
+                    continue
+                if not self._make_room(sequence, table, lack, start + count - table.length):
+                    return None
+                most = min(most, self._left(table))  # it may be on all ranks now
 
     def _count(
         self, sequence: Sequence, table: BlockTable, start: int, budget: int
@@ -286,12 +316,7 @@ class Step:
             if not state.has_slot(sequence):
                 return
             table = admission.start(
-                state,
-                self.prefix,
-                sequence,
-                rows=self.rows.values(),
-                busy=self._busy(),
-                tier=tier,
+                state, sequence, rows=self.rows.values(), busy=self._busy(), tier=tier
             )
             if table is None:
                 in_vain += tier is not None and tier.spent
@@ -322,9 +347,9 @@ class Step:
         sequence.published = table.length // self.state.block_size
         sequence.computed = sequence.resumes_at(table.length)
         if sequence.epoch == 0:
-            stats = self.prefix.stats
+            stats = self.state.prefix.stats
             sequence.cached_tokens = min(sequence.computed, sequence.prompt_tokens)
-            if not self.prefix.enabled:
+            if not self.state.prefix.enabled:
                 return
             stats.queries_tokens += sequence.prompt_tokens
             stats.hit_tokens += sequence.cached_tokens
@@ -338,48 +363,3 @@ def scoring_from(sequence: Sequence, start: int) -> int | None:
         return None
     first = max(start, sequence.scored)
     return first if first < sequence.prompt_tokens - 1 else None
-
-
-def _row(
-    sequence: Sequence,
-    table: BlockTable,
-    *,
-    start: int,
-    count: int,
-    scored_from: int | None,
-    changed_from: int,
-    admitted: bool,
-    copies: tuple[Copy, ...],
-    drafts: tuple[int, ...],
-) -> Row:
-    """The row of `count` known tokens from `start` on, and the drafts after them."""
-    tokens, params, prompt = sequence.tokens, sequence.params, sequence.prompt_tokens
-    last = start + count == sequence.target and params.max_tokens > 0
-    candidates = sequence.request.candidates if last else 0
-    sampled, history = last and not candidates, None
-    if sampled and params.penalised and not sequence.seated:
-        history, sequence.seated = (tokens[:prompt], tokens[prompt:]), True
-    targets = []
-    if scored_from is not None:
-        targets = tokens[scored_from + 1 : min(start + count + 1, prompt)]
-    return Row(
-        slot=sequence.slot,
-        start=start,
-        count=count + len(drafts),
-        tokens=tokens[start : start + count],
-        params=params,
-        prompt_tokens=prompt,
-        blocks=tuple(blocks[changed_from:] for blocks in table.blocks),
-        changed_from=changed_from,
-        sampled=sampled,
-        admitted=admitted,
-        stored=sequence.stored,
-        scored_from=scored_from,
-        targets=targets,
-        history=history,
-        copies=copies,
-        candidates=candidates,
-        home=table.ranks[0],
-        sharded=len(table.ranks) > 1,
-        drafts=drafts,
-    )

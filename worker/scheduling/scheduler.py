@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from kvpaging.events import Announcer
     from kvpaging.table import BlockTable
     from worker.blocks.swap import Swaps
-    from worker.scheduling.prefix import PrefixCache
     from worker.scheduling.state import SchedulerState
 
 NOTHING: Mapping[int, list[int]] = {}
@@ -57,11 +56,10 @@ class Scheduler:
     def __init__(
         self,
         state: SchedulerState,
-        prefix: PrefixCache,
         speculation: Speculation | None = None,
         swaps: Swaps | None = None,
     ) -> None:
-        self.state, self.prefix, self.swaps = state, prefix, swaps
+        self.state, self.prefix, self.swaps = state, state.prefix, swaps
         self.pools, self.block_size, self.limits = state.pools, state.block_size, state.limits
         self.running, self.waiting = state.running, state.waiting
         self.speculation = speculation or Speculation()
@@ -122,7 +120,6 @@ class Scheduler:
         state = self.state
         step = Step(
             state,
-            prefix=self.prefix,
             speculation=self.speculation,
             tier=self.tier,
             run=self.run,

@@ -7,7 +7,6 @@ its present length and one token more. No torch, no clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
 
     from kvpaging.pool import BlockPool
     from kvpaging.table import BlockTable, Copy
+    from worker.scheduling.prefix import PrefixCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,30 +33,23 @@ class Limits:
 
 
 class SchedulerState:
-    """Sequences over a gang's pools: `pools[g]` serves layer group g, whose window is
-    `windows[g]`; without any, no group has one."""
+    """Sequences over the pools of a `prefix` cache: `pools[g]` serves layer group g."""
 
     def __init__(
-        self,
-        pools: Iterable[BlockPool],
-        block_size: int,
-        limits: Limits,
-        *,
-        windows: Seq[int | None] = (),
-        policy: ShardPolicy | None = None,
+        self, prefix: PrefixCache, limits: Limits, policy: ShardPolicy | None = None
     ) -> None:
         assert limits.max_logit_rows >= limits.max_num_seqs > 0 < limits.max_batch_tokens
-        self.pools, self.block_size, self.limits = tuple(pools), block_size, limits
-        self.policy = policy or ShardPolicy()
+        self.prefix, self.limits, self.policy = prefix, limits, policy or ShardPolicy()
+        self.pools, self.block_size = prefix.pools, prefix.block_size
         assert all(pool.ranks == self.policy.ranks for pool in self.pools)
         arenas = [*dict.fromkeys(self.pools)]
         self.needs = Needs(
-            tuple(windows) or (None,) * len(self.pools),
+            prefix.windows,
             tuple(map(arenas.index, self.pools)),
-            block_size,
+            self.block_size,
             self.policy.most(limits.max_batch_tokens),
         )
-        self.rank_blocks = self.needs.longest([pool.per_rank for pool in arenas]) // block_size
+        self.rank_blocks = self.needs.longest([pool.per_rank for pool in arenas]) // self.block_size
         self.running: list[Sequence] = []  # who is served first comes first
         self.waiting: list[Sequence] = []  # so too
         self.slots = list(range(limits.max_num_seqs - 1, -1, -1))  # those that are free

@@ -75,19 +75,13 @@ def build_engine(
         if gang is None
         else GangRunner(gang, model, _gang_builder(launch, gang), sampler, depth=depth, **options)
     )
-    state = SchedulerState(
-        pools,
-        launch.layout.block_size,
-        limits,
-        windows=prefix.windows,
-        policy=policy or _policy(launch, ranks),
-    )
+    state = SchedulerState(prefix, limits, policy or _policy(launch, ranks))
     rates, swaps = Rates(), None
     if launch.host_slices:
-        tier = _tier(launch, state, prefix, arenas, runner, clock)
+        tier = _tier(launch, state, arenas, runner, clock)
         swaps = Swaps(tier, rates, launch.config.scheduler.preemption)
     return Engine(
-        Scheduler(state, prefix, speculation(launch, draft), swaps),
+        Scheduler(state, speculation(launch, draft), swaps),
         runner,
         end_tokens=frozenset(ends),
         max_model_len=launch.memory.max_model_len,
@@ -100,7 +94,6 @@ def build_engine(
 def _tier(
     launch: Launch,
     state: SchedulerState,
-    prefix: PrefixCache,
     arenas: Sequence[BlockPool],
     runner: Runner,
     clock: Callable[[], float],
@@ -113,7 +106,6 @@ def _tier(
     ]
     tier = Tier(
         state,
-        prefix,
         [hosts[group.arena] for group in pages.groups],
         runner,
         arena_bytes=pages.arena_block_bytes,

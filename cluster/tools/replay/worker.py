@@ -99,8 +99,7 @@ class Worker:
             cpu_clock=lambda: 0.0,
         )
         limits = Limits(engine.max_num_seqs, engine.max_batch_tokens, engine.max_num_seqs, 1 << 62)
-        state = SchedulerState([self.pool], engine.block_size, limits)
-        self.scheduler = Scheduler(state, self.prefix)
+        self.scheduler = Scheduler(SchedulerState(self.prefix, limits))
         self.due_s = math.inf
         self.changes: list[tuple[bool, bytes]] = []
         self.tasks: dict[str, Task] = {}

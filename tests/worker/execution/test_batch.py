@@ -32,7 +32,7 @@ def make(groups: int, *, batch_tokens: int = 64, seqs: int = 4):
         cpu_clock=float,
         windows=windows,
     )
-    scheduler = Scheduler(SchedulerState(pools, SIZE, limits, windows=windows), prefix)
+    scheduler = Scheduler(SchedulerState(prefix, limits))
     builder = BatchBuilder(
         pages,
         max_num_seqs=seqs,

@@ -46,8 +46,7 @@ def make(groups: int, ranks: int, batch_tokens: int):
         )
         for rank in range(ranks)
     ]
-    state = SchedulerState(pools, SIZE, limits, windows=prefix.windows, policy=policy)
-    return Scheduler(state, prefix), builders
+    return Scheduler(SchedulerState(prefix, limits, policy)), builders
 
 
 def own_part(rank: int, plan, batch, groups: int, tables) -> tuple[list[int], list[int]]:

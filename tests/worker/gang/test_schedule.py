@@ -464,7 +464,7 @@ def test_one_without_a_prefix_starts_where_the_step_has_room():
     scheduler = make_engine(policy=gang(2)).scheduler
     (sequence,) = make_request("r", [1, 2], 1).sequences
     for busy, rank in (((), 0), ((0,), 1), ((0, 1), 0)):
-        table = admission.start(scheduler.state, scheduler.prefix, sequence, busy=frozenset(busy))
+        table = admission.start(scheduler.state, sequence, busy=frozenset(busy))
         assert table.ranks == (rank,)
 
 

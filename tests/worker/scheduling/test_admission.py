@@ -31,7 +31,7 @@ def row(sequence, *copies) -> Row:
 
 
 def start(scheduler, sequence, rows=()):
-    return admission.start(scheduler.state, scheduler.prefix, sequence, rows=rows)
+    return admission.start(scheduler.state, sequence, rows=rows)
 
 
 def test_a_preempted_beam_starts_from_the_nearest_running_one():
