@@ -101,14 +101,14 @@ class SchedulerState:
         """Whether one rank, or all, have so many blocks of each group that nobody was promised."""
         rank = ranks[0] if len(ranks) < self.policy.ranks else None
         need: dict[BlockPool, int] = {}
-        for pool, some, others in zip(self.pools, blocks, self._promised(rank), strict=True):
+        for pool, some, others in zip(self.pools, blocks, self.promised(rank), strict=True):
             need[pool] = need.get(pool, 0) + some + others
         return all(
             n <= (pool.available if rank is None else pool.available_on(rank))
             for pool, n in need.items()
         )
 
-    def _promised(self, rank: int | None) -> list[int]:
+    def promised(self, rank: int | None = None) -> list[int]:
         """Blocks of each layer group that running sequences were promised and have not taken: on
         all ranks, or on one, where those that run on all ranks are to get their share."""
         ranks = self.policy.ranks

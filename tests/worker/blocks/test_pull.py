@@ -14,7 +14,6 @@ from tests.worker.fake import VOCAB, check, expected, make_request, tokens_of
 from tests.worker.pulling import LATE_S, SIZE, Side
 from worker import messages
 from worker.blocks.transfer import PullFailed
-from worker.scheduling.admission import promised
 from worker.scheduling.prefix import UNWANTED
 
 pytestmark = pytest.mark.anyio
@@ -298,7 +297,7 @@ async def test_a_pull_gives_up_before_it_evicts_what_it_brought() -> None:
     _, side = pair(blocks=12, bytes_max=pieces(1, 1, 2))
     side.engine.submit(make_request("long", list(range(5 * SIZE)), 9))
     outputs = side.engine.step(0.0)
-    room = side.engine.scheduler.pools[0].available - promised(side.engine.scheduler)[0]
+    room = side.engine.scheduler.pools[0].available - side.engine.scheduler.state.promised()[0]
     assert 1 < room < BLOCKS
     await pull(side)
     assert side.stats.failures == {"no_room": 1}

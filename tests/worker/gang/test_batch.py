@@ -96,7 +96,7 @@ def wanted_logits(rank: int, plan, batch) -> list[tuple[int, int]]:
         (p, -1)
         for row in mine
         if row.scored_from is not None
-        for p in range(row.scored_from, row.scored_from + row.scored_count)
+        for p in range(row.scored_from, row.scored_from + len(row.targets))
     ]
     return scored + [(row.start + row.count - 1, row.slot) for row in mine if row.sampled]
 

@@ -342,12 +342,12 @@ def test_prompt_scores_are_left_to_short_rows(ranks, batch_tokens):
             engine.scheduler.preempt(request.sequences[0])
     assert engine.idle
     rows = [row for plan in plans for row in plan.rows]
-    most = max(row.count for row in rows if row.scored_count)
+    most = max(row.count for row in rows if row.targets)
     assert (most <= 4) == (ranks > 1 or batch_tokens == 3)
     scored = Counter()
     for row in rows:
         if row.scored_from is not None:
-            scored.update(range(row.scored_from, row.scored_from + row.scored_count))
+            scored.update(range(row.scored_from, row.scored_from + len(row.targets)))
     assert scored == Counter(range(69))
 
 
