@@ -17,11 +17,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from kvpaging import hashing
 from kvpaging.events import Announcer
-from kvpaging.host_pool import HostPool
+from kvpaging.host_pool import HostPool, Union
 from kvpaging.pool import BlockPool
 from kvpaging.windows import GONE, first_seen
 from worker import request as requests
@@ -57,21 +57,11 @@ class PrefixStats:
     publish_s: float = 0.0
 
 
-class Lookup(Protocol):
-    """A pool to look into, or several as one."""
-
-    ranks: int
-
-    def lookup(self, identity: bytes) -> int | None: ...
-
-    def rank_of(self, number: int, /) -> int: ...
-
-
 class Matcher:
     """Finds leading blocks in `lookups[g]` of each layer group, whose window is `windows[g]`."""
 
     def __init__(
-        self, lookups: Sequence[Lookup], windows: Sequence[int | None], block_size: int
+        self, lookups: Sequence[BlockPool | Union], windows: Sequence[int | None], block_size: int
     ) -> None:
         self.lookups, self.windows, self.block_size = tuple(lookups), tuple(windows), block_size
         self.scattered = lookups[0].ranks > 1 < len(lookups)
