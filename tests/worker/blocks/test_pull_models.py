@@ -119,7 +119,7 @@ async def test_pulled_keys_are_the_ones_that_were_computed(
         stats = puller.puller.stats
         assert stats.failures == {}
         assert answer == (wanted, BLOCKS * SIZE)
-        behind = puller.engine.scheduler.prefix.needed_from(BLOCKS * SIZE)
+        behind = puller.engine.scheduler.prefix.here.needed_from(BLOCKS * SIZE)
         asked = sum(BLOCKS - first for first in behind)
         assert stats.pulled_blocks == asked == owner.puller.stats.exported_blocks
         groups = puller.engine.runner.model.store.layout.groups
