@@ -235,9 +235,11 @@ class BatchBuilder:
         return list(sent.split([len(part) for part in parts]))
 
 
-def tokens_of(row: Row) -> list[int]:
+def tokens_of(row: Row) -> Sequence[int]:
     """The input of a row: token ids, the last one -1 - slot where the host does not know it yet,
     then its guesses."""
+    if len(row.tokens) == row.count:
+        return row.tokens
     unknown = (-1 - row.slot,) if len(row.tokens) < row.known else ()
     return [*row.tokens, *unknown, *row.drafts]
 
