@@ -64,7 +64,7 @@ class Matcher:
         self, lookups: Sequence[BlockPool | Union], windows: Sequence[int | None], block_size: int
     ) -> None:
         self.lookups, self.windows, self.block_size = tuple(lookups), tuple(windows), block_size
-        self.scattered = lookups[0].ranks > 1 < len(lookups)
+        self.scattered = len(lookups) > 1 and lookups[0].ranks > 1
         """Whether the groups could have one logical block on several ranks."""
 
     def find(self, chains: Sequence[Sequence[bytes]]) -> list[list[int]]:
