@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,10 +117,10 @@ def impure_uses(source: str, module: str) -> list[str]:
     return found
 
 
-def sources() -> dict[str, str]:
-    """Module name -> source of every module of the five packages."""
+def sources(*packages: str) -> dict[str, str]:
+    """Module name -> source of every module of these packages."""
     files = {}
-    for package in ORDER:
+    for package in packages:
         for path in sorted((ROOT / package).rglob("*.py")):
             parts = path.relative_to(ROOT).with_suffix("").parts
             name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -143,7 +144,22 @@ def reaches(start: str, target: str, files: dict[str, str]) -> list[str] | None:
     return None
 
 
-SOURCES = sources()
+def circle(files: dict[str, str]) -> list[str]:
+    """Modules that import each other in a ring, for types only or at run time; [] for none."""
+    graph = {}
+    for module, source in files.items():
+        targets = {one.target for one in imports(source, module)}
+        whole = {t if t in files else t.rpartition(".")[0] for t in targets}
+        graph[module] = whole & files.keys() - {module}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+SOURCES = sources(*ORDER)
+MODULES_MAX = 16  # in a folder, `__init__` left out: a folder that is looked through at a glance
 
 
 @pytest.mark.parametrize("module", SOURCES)
@@ -233,3 +249,23 @@ def test_torch_is_found_behind_another_module_but_not_in_types() -> None:
         "torch.nn",
     ]
     assert reaches("kvpaging.hashing", "torch", files) is None
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    assert circle(SOURCES | sources("scripts")) == []
+
+
+def test_a_circle_is_seen_through_types_too() -> None:
+    typed = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from worker.a import A"
+    files = {"worker": "", "worker.a": "from worker import b", "worker.b": "import worker.c"}
+    assert circle({**files, "worker.c": "from configs import schema"}) == []
+    ring = circle({**files, "worker.c": typed})
+    assert (ring[0], set(ring)) == (ring[-1], {"worker.a", "worker.b", "worker.c"})
+    assert circle({"worker.a": "from .a import itself"}) == []
+
+
+@pytest.mark.parametrize("package", [*ORDER, "scripts"])
+def test_no_folder_has_more_modules_than_a_reader_can_keep_in_mind(package: str) -> None:
+    for folder in (ROOT / package, *(ROOT / package).rglob("*/")):
+        modules = [path.stem for path in folder.glob("*.py") if path.stem != "__init__"]
+        assert len(modules) <= MODULES_MAX, f"{folder.relative_to(ROOT)}: {sorted(modules)}"
