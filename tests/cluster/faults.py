@@ -56,7 +56,7 @@ class Unclear(str):
         raise RuntimeError("this name cannot be compared")
 
 
-class Ingress(cluster.app.Ingress):
+class Ingress(cluster.serve.application.Ingress):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         router = self._api.dispatcher._router
@@ -95,5 +95,5 @@ class Ingress(cluster.app.Ingress):
 
 def application(args: dict[str, Any]) -> Any:
     """What is deployed: `cluster.serve.application.application` with this ingress."""
-    cluster.app.Ingress = Ingress  # type: ignore[misc]
-    return cluster.app.application(args)
+    cluster.serve.application.Ingress = Ingress  # type: ignore[misc]
+    return cluster.serve.application.application(args)
