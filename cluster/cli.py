@@ -114,13 +114,13 @@ def _check(options: argparse.Namespace) -> int:
 
     for pool in config.pools:
         try:
-            launch = resolve(config.of_pool(pool), directory, ranks=pool.gang_size)
+            spec = resolve(config.of_pool(pool), directory, ranks=pool.gang_size)
         except (DoesNotFit, UnsupportedModel) as error:
             raise UserError(f"pool {pool.name}: {error}" if pool.name else str(error)) from None
         if pool.name:
             of = "one worker" if pool.gang_size == 1 else f"each of {pool.gang_size} workers"
             print(f"pool {pool.name}, {of}:")
-        print(table(launch.table()))
+        print(table(spec.table()))
     return 0
 
 

@@ -114,7 +114,8 @@ class Metrics:
     def __init__(
         self, model: str, ingress: str, snapshots: Callable[[], Mapping[str, Snapshot]]
     ) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # a sample per series that nobody asks for
+        # a sample per series that nobody asks for
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
         self._labels = {"model_name": model, "ingress": ingress}
         self._model = model
@@ -257,9 +258,9 @@ class _All:
 
 
 def _usage(blocks: Mapping[str, int]) -> float:
-    """Share of all blocks that something holds, 0 to 1: an idle block can be had at once."""
+    """Share of all blocks that something holds, 0 to 1: a cached block can be had at once."""
     total = sum(blocks.values())
-    return 1.0 - (blocks["free"] + blocks["idle"]) / total if total else 0.0
+    return 1.0 - (blocks["free"] + blocks["cached"]) / total if total else 0.0
 
 
 def _number(snapshot: Snapshot, path: str) -> float | None:
@@ -295,7 +296,7 @@ _GAUGES = (
     ("vllm:num_requests_waiting", "Sequences in the queue", "waiting"),
     ("kvatlas:kv_saved_blocks", "Blocks saved by sharing", "saved_blocks"),
     ("kvatlas:kv_unshared_blocks", "Blocks without sharing", "unshared_blocks"),
-    ("kvatlas:kv_wasted_slots", "Unused slots of sequences", "wasted_slots"),
+    ("kvatlas:kv_wasted_tokens", "Unused slots of sequences", "wasted_tokens"),
     ("kvatlas:pulling", "Requests that wait for blocks", "transfers.pulling"),
     ("kvatlas:unconfirmed_blocks", "Blocks that a late copy may write to",
      "transfers.unconfirmed_blocks"),
@@ -303,9 +304,9 @@ _GAUGES = (
      "transfers.prefill_tokens_per_s"),
     ("kvatlas:queued_seconds", "Wait of a request that comes now", "queued_s"),
     ("kvatlas:filled_ratio", "Share of seats or of blocks asked for", "filled"),
-    ("kvatlas:step_age_seconds", "Age of the step under way", "step_age_s"),
-    ("kvatlas:host_out_bytes_per_second", "Measured rate to the host", "tier.out_bytes_per_s"),
-    ("kvatlas:host_back_bytes_per_second", "Measured rate back", "tier.back_bytes_per_s"),
+    ("kvatlas:step_age_seconds", "Age of the step in flight", "step_age_s"),
+    ("kvatlas:host_offload_bytes_per_second", "Rate to the host", "tier.offload_bytes_per_s"),
+    ("kvatlas:host_load_bytes_per_second", "Rate back", "tier.load_bytes_per_s"),
     ("kvatlas:swapped_sequences", "Sequences whose blocks the host keeps",
      "tier.swapped_sequences"),
 )  # fmt: skip
@@ -329,17 +330,17 @@ _COUNTERS = (
     ("vllm:prefix_cache_hits", "Prompt tokens not computed", "prefix.hit_tokens"),
     ("kvatlas:prefix_hash_seconds", "Time digesting tokens", "prefix.hash_s"),
     ("kvatlas:prefix_match_seconds", "Time looking blocks up", "prefix.match_s"),
-    ("kvatlas:prefix_publish_seconds", "Time publishing", "prefix.publish_s"),
+    ("kvatlas:prefix_register_seconds", "Time registering", "prefix.register_s"),
     ("kvatlas:kv_copies", "Blocks copied on write", "copies"),
-    ("kvatlas:kv_given_back", "Blocks behind windows", "given_back"),
+    ("kvatlas:kv_out_of_window_blocks", "Blocks behind windows", "out_of_window_blocks"),
     ("kvatlas:kv_saved_reads", "Keys read once for several", "saved_reads"),
     ("kvatlas:exchange_calls", "Exchanges inside a gang", "exchange_calls"),
     ("kvatlas:exchange_bytes", "Bytes sent in them", "exchange_bytes"),
-    ("kvatlas:kv_swapped_blocks", "Duplicates given up", "prefix.swapped_blocks"),
+    ("kvatlas:kv_dedup_blocks", "Duplicates given up", "prefix.dedup_blocks"),
     ("kvatlas:kv_evictions", "Cached blocks reused", "evictions"),
-    ("vllm:spec_decode_num_drafts", "Rows with guesses", "speculation.drafts"),
-    ("vllm:spec_decode_num_draft_tokens", "Tokens guessed", "speculation.draft_tokens"),
-    ("vllm:spec_decode_num_accepted_tokens", "Guesses that were right",
+    ("vllm:spec_decode_num_drafts", "Rows with draft tokens", "speculation.drafts"),
+    ("vllm:spec_decode_num_draft_tokens", "Tokens drafted", "speculation.draft_tokens"),
+    ("vllm:spec_decode_num_accepted_tokens", "Draft tokens that were right",
      "speculation.accepted_tokens"),
     ("kvatlas:pulls", "Requests that asked another engine", "transfers.pulls"),
     ("kvatlas:pulled_blocks", "Blocks that came", "transfers.pulled_blocks"),
@@ -347,10 +348,10 @@ _COUNTERS = (
     ("kvatlas:exported_blocks", "Blocks given", "transfers.exported_blocks"),
     ("kvatlas:exported_bytes", "Bytes given", "transfers.exported_bytes"),
     ("kvatlas:pool_violations", "Failed pool checks", "violations"),
-    ("kvatlas:host_out_bytes", "Bytes of blocks copied to the host", "tier.out_bytes"),
-    ("kvatlas:host_back_bytes", "Bytes of blocks copied back", "tier.back_bytes"),
-    ("kvatlas:host_out_seconds", "Time of copies to the host", "tier.out_s"),
-    ("kvatlas:host_back_seconds", "Time of copies back", "tier.back_s"),
+    ("kvatlas:host_offload_bytes", "Bytes of blocks copied to the host", "tier.offloaded_bytes"),
+    ("kvatlas:host_load_bytes", "Bytes of blocks copied back", "tier.loaded_bytes"),
+    ("kvatlas:host_offload_seconds", "Time of copies to the host", "tier.offload_s"),
+    ("kvatlas:host_load_seconds", "Time of copies back", "tier.load_s"),
     ("kvatlas:host_dropped_blocks", "Blocks evicted without a place there", "tier.dropped_blocks"),
     ("kvatlas:host_evictions", "Blocks that the host gave up", "tier.evictions"),
     ("kvatlas:host_failures", "Copies that failed", "tier.failures"),
@@ -384,8 +385,8 @@ _LABELLED = (
               "source",
               lambda s: {at: link["bytes_per_s"] for at, link in s["transfers"]["links"].items()}),
     _Labelled(CounterMetricFamily, "vllm:spec_decode_num_accepted_tokens_per_pos",
-              "Guesses that were right, by place", "position",
+              "Draft tokens that were right, by place", "position",
               lambda s: dict(enumerate(s["speculation"]["right_at"]))),
-    _Labelled(CounterMetricFamily, "kvatlas:speculation_off", "Requests without guesses", "reason",
+    _Labelled(CounterMetricFamily, "kvatlas:speculation_off", "Requests without drafts", "reason",
               lambda s: s["speculation"]["off"]),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Speculation: what is guessed where a request does not say."""
+"""Speculation: what is drafted where a request does not say."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from configs.rules import setting as _setting
 
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
-    """Tokens that are guessed and verified together; the output stays what it is."""
+    """Tokens that are drafted and verified together; the output stays what it is."""
 
     method: Literal["none", "prompt_lookup", "draft_model"] = _setting(
         "none",
         rules.choice("none", "prompt_lookup", "draft_model"),
-        "Who guesses; prompt_lookup goes on as an earlier part of the same sequence did.",
+        "Who draft tokens; prompt_lookup goes on as an earlier part of the same sequence did.",
     )
     draft_model: str | None = _setting(
         None,
@@ -24,12 +24,12 @@ class SpeculationConfig:
         "Directory of a smaller model with the same vocabulary, for requests that ask for it too.",
     )
     k_max: int = _setting(
-        8, rules.integer(1, 31), "Most tokens guessed at a time; a request may name its own."
+        8, rules.integer(1, 31), "Most tokens drafted at a time; a request may name its own."
     )
     step_tokens: int | None = _setting(
         None,
         rules.integer(0),
-        "Most tokens of a step with guesses; null is 16 on a CPU, 128 on a GPU.",
+        "Most tokens of a step with draft tokens; null is 16 on a CPU, 128 on a GPU.",
     )
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from context_parallel.exchange import Exchange
 from context_parallel.planning import (
     SLICE_ROWS,
-    History,
     Long,
-    Queries,
+    PassKV,
+    PassQ,
     ShardedBatch,
     ShardedRows,
     plan,
@@ -59,7 +59,7 @@ def attend(
         ops.write(k[:stop], v[:stop], k_pages, v_pages, slots=batch.short_slots, scales=scales)
     for part in batch.short:
         some = slice(part.start, part.stop)
-        everywhere = exchange.gather(layer.packed(q[some], part.rows))
+        everywhere = exchange.all_gather(layer.packed(q[some], part.rows))
         out[some] = layer.finished(everywhere, q.dtype)
     if batch.long is not None:
         start, real = batch.short_tokens, batch.long.real
@@ -92,36 +92,36 @@ class _Layer:
     def long(self, q: Tensor, k: Tensor, v: Tensor, plan: Long) -> Tensor:
         """Output of the rank's dealt tokens without padding."""
         way = plan.way
-        moved = (q, k, v) if isinstance(way, Queries) else (k, v)
-        gathered = self.exchange.gather(torch.cat([x.flatten(1) for x in moved], 1))
+        moved = (q, k, v) if isinstance(way, PassQ) else (k, v)
+        gathered = self.exchange.all_gather(torch.cat([x.flatten(1) for x in moved], 1))
         flat = gathered.flatten(0, 1).split([x[0].numel() for x in moved], 1)
         *queries, all_k, all_v = (
             some.unflatten(1, x.shape[1:]) for some, x in zip(flat, moved, strict=True)
         )
         ops.write(all_k, all_v, self.k_pages, self.v_pages, slots=plan.slots, scales=self.scales)
-        if isinstance(way, Queries):
+        if isinstance(way, PassQ):
             out = self._by_queries(queries[0], way, q.dtype)
         else:
             out = self._by_history(q[: plan.real], all_k, all_v, way)
         return out[: plan.real]
 
-    def _by_queries(self, q: Tensor, way: Queries, dtype: torch.dtype) -> Tensor:
+    def _by_queries(self, q: Tensor, way: PassQ, dtype: torch.dtype) -> Tensor:
         """q `[ranks * n, Hq, Dk]` of all ranks -> output of the own n."""
         ranks = self.exchange.ranks
         parts = []
         for some in way.slices:
             packed = self.packed(q[some.tokens], some.rows)[some.back]
-            mine = self.exchange.scatter(packed.unflatten(0, (ranks, -1)))
+            mine = self.exchange.all_to_all(packed.unflatten(0, (ranks, -1)))
             parts.append(self.finished(mine, dtype))
         return torch.cat(parts)
 
-    def _by_history(self, q: Tensor, k: Tensor, v: Tensor, way: History) -> Tensor:
+    def _by_history(self, q: Tensor, k: Tensor, v: Tensor, way: PassKV) -> Tensor:
         """q of this rank without padding; k, v `[ranks * n, Hkv, D*]` of all, with it."""
         there = self._planes
         here = [plane.new_zeros(way.blocks, *plane.shape[1:]) for plane in there]
         if len(way.send):
             stored = [plane.view(torch.uint8)[way.send].flatten(1) for plane in there]
-            found = self.exchange.gather(torch.cat(stored, 1)).flatten(0, 1)
+            found = self.exchange.all_gather(torch.cat(stored, 1)).flatten(0, 1)
             sizes = [some.shape[1] for some in stored]
             for plane, some in zip(here, found.split(sizes, 1), strict=True):
                 into = plane.view(torch.uint8)

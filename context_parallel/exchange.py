@@ -32,15 +32,15 @@ class Exchange(Protocol):
     calls: int
     bytes_sent: int  # to other ranks
 
-    def gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         """x of every rank, `[ranks, *x.shape]`."""
         ...
 
-    def scatter(self, x: Tensor) -> Tensor:
+    def all_to_all(self, x: Tensor) -> Tensor:
         """x `[ranks, ...]`, part r for rank r -> `[ranks, ...]`, part r from rank r."""
         ...
 
-    def settle(self, step: int | None = None) -> None:
+    def synchronize(self, step: int | None = None) -> None:
         """Wait until all calls up to those of `step` have ended, None for all so far. Raises
         ExchangeFailed after the deadline."""
         ...
@@ -65,7 +65,7 @@ class TorchExchange:
         self._last: dict[int, Any] = {}  # what was queued last, by step
         self._reason: str | None = None
 
-    def gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         x = x.contiguous()
         out = x.new_empty(self.ranks, *x.shape)
         self._count(x.nbytes * (self.ranks - 1))
@@ -75,7 +75,7 @@ class TorchExchange:
             self._meet([x] * self.ranks, out)
         return out
 
-    def scatter(self, x: Tensor) -> Tensor:
+    def all_to_all(self, x: Tensor) -> Tensor:
         x = x.contiguous()
         out = torch.empty_like(x)
         self._count(x.nbytes // self.ranks * (self.ranks - 1))
@@ -85,7 +85,7 @@ class TorchExchange:
             self._meet(list(x), out)
         return out
 
-    def settle(self, step: int | None = None) -> None:
+    def synchronize(self, step: int | None = None) -> None:
         over = [known for known in self._last if step is None or known <= step]
         for last in [self._last.pop(known) for known in over][-1:]:
             self._wait(None, last, step)

@@ -47,7 +47,7 @@ class Channel(Protocol):
         """Rank 0 gives a message, the others None; all get it. Raises ExchangeFailed."""
         ...
 
-    def gather(self, message: bytes, timeout_s: float | None = None) -> list[bytes] | None:
+    def all_gather(self, message: bytes, timeout_s: float | None = None) -> list[bytes] | None:
         """Rank 0 gets the messages of all, in the order of ranks; `timeout_s` takes the place of
         its deadline. Raises ExchangeFailed."""
         ...
@@ -84,7 +84,7 @@ class Deadline:
         return max(0.0, self.until_s - self.now())
 
 
-class Meeting:
+class Rendezvous:
     """The store of one epoch. Rank 0 opens it and the others join."""
 
     def __init__(
@@ -95,7 +95,7 @@ class Meeting:
         self._store = dist.PrefixStore(str(address.epoch), store)
 
     @classmethod
-    def open(cls, host: str, epoch: int, ranks: int, deadline: Deadline) -> Meeting:
+    def open(cls, host: str, epoch: int, ranks: int, deadline: Deadline) -> Rendezvous:
         """Rank 0's side; `host` is how the others reach it."""
         store = dist.TCPStore(
             host, 0, is_master=True, timeout=_seconds(deadline.left_s), wait_for_workers=False
@@ -104,7 +104,7 @@ class Meeting:
         return cls(store, address, rank=0, ranks=ranks, deadline=deadline)
 
     @classmethod
-    def join(cls, address: Address, rank: int, ranks: int, deadline: Deadline) -> Meeting:
+    def join(cls, address: Address, rank: int, ranks: int, deadline: Deadline) -> Rendezvous:
         """The side of another rank. Raises MeetingFailed where rank 0 is not there."""
         try:
             store = dist.TCPStore(
@@ -120,7 +120,7 @@ class Meeting:
             ) from None
         return cls(store, address, rank=rank, ranks=ranks, deadline=deadline)
 
-    def meet(self, stage: str, said: bytes = b"") -> list[bytes]:
+    def barrier(self, stage: str, said: bytes = b"") -> list[bytes]:
         """Wait until every rank has come to this stage; what each said, in the order of ranks.
 
         Raises MeetingFailed at the deadline, with the ranks that are missing, and as soon as one
@@ -210,7 +210,7 @@ class TorchChannel:
     def __init__(
         self,
         group: Any,
-        meeting: Meeting,
+        meeting: Rendezvous,
         *,
         timeout_s: float,
         idle_s: float,
@@ -230,7 +230,7 @@ class TorchChannel:
         self._send(message, range(1, self.ranks))
         return message
 
-    def gather(self, message: bytes, timeout_s: float | None = None) -> list[bytes] | None:
+    def all_gather(self, message: bytes, timeout_s: float | None = None) -> list[bytes] | None:
         if self.rank:
             self._send(message, [0])
             return None

@@ -30,15 +30,15 @@ class LoopbackExchange:
         self.rank, self.ranks, self._meeting = rank, meeting.ranks, meeting
         self.step = self.calls = self.bytes_sent = 0
 
-    def gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         self.bytes_sent += x.nbytes * (self.ranks - 1)
         return self._meet(x, None)
 
-    def scatter(self, x: Tensor) -> Tensor:
+    def all_to_all(self, x: Tensor) -> Tensor:
         self.bytes_sent += x.nbytes // self.ranks * (self.ranks - 1)
         return self._meet(x, self.rank)
 
-    def settle(self, step: int | None = None) -> None:
+    def synchronize(self, step: int | None = None) -> None:
         """Every call has ended when it returns."""
 
     def abort(self, reason: str) -> None:

@@ -47,14 +47,14 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
-class Queries:
+class PassQ:
     """Pass-Q: queries are sent to where the blocks lie."""
 
     slices: tuple[Slice, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class PassKV:
     """Pass-KV: blocks of the history are sent, into temporary pages that all ranks fill alike."""
 
     blocks: int  # temporary ones
@@ -71,7 +71,7 @@ class Long:
 
     real: int  # tokens of this rank that are no padding
     slots: Tensor  # int64 [ranks * n], where this rank stores them; -1 for what others store
-    way: Queries | History
+    way: PassQ | PassKV
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ class _Planner:
         real = int((row[self.tables.rank] >= 0).sum())
         return Long(real, self._there(slots), way)
 
-    def _queries(self, row: Ints, offset: Ints) -> Queries:
+    def _queries(self, row: Ints, offset: Ints) -> PassQ:
         ranks, n = row.shape
         width = max(1, SLICE_ROWS // ranks)
         index = np.arange(ranks * n).reshape(ranks, n)
@@ -182,7 +182,7 @@ class _Planner:
             at, first, count = _runs(rows[order], offsets[order])
             part = self._local(at, self.rows.start[at] + first, count)
             slices.append(Slice(self._there(tokens[order]), self._there(back), part))
-        return Queries(tuple(slices))
+        return PassQ(tuple(slices))
 
     def _slots(self, row: Ints, offset: Ints) -> Ints:
         """Slots of tokens on this rank; -1 for stored ones, for others' and for padding."""
@@ -223,15 +223,15 @@ class _Planner:
         rank stores is not what it attends."""
         there = self._there
 
-        def spread(x: NDArray[np.int32]) -> Tensor:
+        def shard(x: NDArray[np.int32]) -> Tensor:
             return there(x).expand(len(index), -1) if len(x) == 1 else there(x[index])
 
         return Rows(
             query_start=there(np.concatenate([[0], count.cumsum()]).astype(np.int32)),
             first=there(first.astype(np.int32)),
-            table=spread(table),
+            table=shard(table),
             blocks=there(np.array(held, np.int32)),
-            logical=spread(logical),
+            logical=shard(logical),
             slots=torch.empty(0, dtype=torch.int64, device=self.device),
             lens=tuple(count.tolist()),
             firsts=tuple(first.tolist()),
@@ -266,7 +266,7 @@ class _Fetch:
         self.owner, self.physical = np.divmod(ids, tables.per_rank[planner.group])
         self.counts = np.bincount(self.owner, minlength=len(planner.tails))  # on each rank
 
-    def way(self, row: Ints, offset: Ints) -> History:
+    def way(self, row: Ints, offset: Ints) -> PassKV:
         rank, there = self.planner.tables.rank, self.planner._there
         owner, physical, counts = self.owner, self.physical, self.counts
         most = int(counts.max())
@@ -276,7 +276,7 @@ class _Fetch:
         send = np.zeros(most, np.int64)
         send[: counts[rank]] = physical[owner == rank]
         put = self._temporary(self.row, self.logical)
-        return History(
+        return PassKV(
             blocks=int(self.base[-1]),
             send=there(send),
             take=there(owner * most + local),

@@ -40,7 +40,7 @@ class ShardMap:
     __slots__ = ("_local", "block_size", "owner", "physical")
 
     def __init__(self, blocks: Sequence[int], per_rank: int, block_size: int) -> None:
-        """`per_rank` is how many blocks each rank's arena has. GONE blocks are on no rank."""
+        """`per_rank` is how many blocks each rank's arena has. NULL_BLOCK blocks are on no rank."""
         ids = np.asarray(blocks, np.int64)
         self.block_size = block_size
         self.owner, self.physical = np.divmod(ids, per_rank)  # int64 [blocks]
@@ -64,7 +64,7 @@ class ShardMap:
         return self.physical[logical], logical
 
 
-def deal(count: int, ranks: int, tile: int = TILE) -> list[Ints]:
+def interleave(count: int, ranks: int, tile: int = TILE) -> list[Ints]:
     """Which of the `count` tokens of a long row each rank computes: tile i goes to rank i % ranks.
 
     Interleaved, so that the causal mask gives all ranks about the same work.
@@ -92,7 +92,7 @@ def tails(counts: Sequence[int], ranks: int) -> list[Tail]:
     rows, offsets = [[row] for _ in range(ranks)], [[offset] for _ in range(ranks)]
     for i, count in enumerate(counts):
         if count > SHORT_TOKENS:
-            for rank, tokens in enumerate(deal(count, ranks)):
+            for rank, tokens in enumerate(interleave(count, ranks)):
                 rows[rank].append(np.full(len(tokens), i))
                 offsets[rank].append(tokens)
     longest = max(sum(map(len, parts)) for parts in rows)

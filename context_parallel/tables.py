@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvpaging.windows import GONE
+from kvpaging.windows import NULL_BLOCK
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,9 +22,9 @@ class LocalTables:
     `blocks[g, slot]` are the gang-wide numbers of group g's blocks in logical order, `length[slot]`
     of them. `host[g, slot, :used[slot]]` are the physical blocks on this rank and
     `logical[slot, :used[slot]]` which blocks of the sequence they are, ascending. All groups of a
-    logical block lie on one rank. Where a group gave its block back, `blocks` may say GONE, and
-    `host` then any block: nobody reads it. What all groups gave back counts for the rank of what
-    follows, so that the list of a sequence on one rank is as long as the sequence.
+    logical block lie on one rank. Where a group gave its block back, `blocks` may say NULL_BLOCK,
+    and `host` then any block: nobody reads it. What all groups gave back counts for the rank of
+    what follows, so that the list of a sequence on one rank is as long as the sequence.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class LocalTables:
         if not 0 <= first <= length or end > width:
             raise ValueError(f"blocks {first} to {end} of a table of {length}, {width} at most")
         owners, physical = np.divmod(new, np.array(self.per_rank)[:, None])
-        owner = _filled(np.where(new == GONE, GONE, owners).max(0))
-        if ((new != GONE) & (owners != owner)).any():
+        owner = _filled(np.where(new == NULL_BLOCK, NULL_BLOCK, owners).max(0))
+        if ((new != NULL_BLOCK) & (owners != owner)).any():
             raise ValueError(f"the groups of a block of slot {slot} lie on several ranks")
         self._digest -= self._sum(slot, first, length)
         self.blocks[:, slot, first:end] = new
@@ -69,7 +69,7 @@ class LocalTables:
         kept = int(np.searchsorted(self.logical[slot, : self.used[slot]], first))
         mine = np.flatnonzero(owner == self.rank)
         used = kept + len(mine)
-        self.host[:, slot, kept:used] = np.where(new == GONE, 0, physical)[:, mine]
+        self.host[:, slot, kept:used] = np.where(new == NULL_BLOCK, 0, physical)[:, mine]
         self.logical[slot, kept:used] = first + mine
         self.used[slot] = used
 
@@ -86,8 +86,8 @@ class LocalTables:
 
 
 def _filled(owner: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Entries that are GONE replaced by the next one that is not."""
-    index = np.where(owner == GONE, len(owner) - 1, np.arange(len(owner)))
+    """Entries that are NULL_BLOCK replaced by the next one that is not."""
+    index = np.where(owner == NULL_BLOCK, len(owner) - 1, np.arange(len(owner)))
     return owner[np.minimum.accumulate(index[::-1])[::-1]]
 
 

@@ -1,7 +1,8 @@
 """Checks a pool against its plainest facts, and repairs it where it is wrong.
 
-The facts are each block's references, holds, last step, quarantine and identity, and the entries of
-the tables. Everything else (states, counts, lists, the forest of identities) must follow from them.
+The facts are each block's references, holds, last step, quarantine and block hash, and the entries
+of the tables. Everything else (states, counts, lists, the forest of block hashes) must follow from
+them.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import logging
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from kvpaging.pool import FREE, IDLE, LEASED, NONE, OWNED, QUARANTINED, STATES
-from kvpaging.windows import GONE
+from kvpaging.pool import ACTIVE, CACHED, FREE, NONE, PINNED, QUARANTINED, STATES
+from kvpaging.windows import NULL_BLOCK
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -43,7 +44,7 @@ def repair(pool: BlockPool, tables: Iterable[BlockTable]) -> list[str]:
     """`check` for every so many steps in production; quarantines blocks whose record is wrong and
     makes the rest follow from the facts again. Counts, logs and returns what was wrong.
 
-    Where more than a reference is wrong, all identities go too: a pool that miscounts cannot be
+    Where more than a reference is wrong, all block hashes go too: a pool that miscounts cannot be
     believed about contents.
     """
     tables = list(tables)
@@ -98,15 +99,15 @@ def derived_state(pool: BlockPool, block: int) -> int:
     if block in pool.quarantined:
         return QUARANTINED
     if pool._refs[block]:
-        return OWNED
+        return ACTIVE
     if pool._holds[block] or pool._last[block] > pool._ended:
-        return LEASED
-    return FREE if pool._identity[block] is None else IDLE
+        return PINNED
+    return FREE if pool._identity[block] is None else CACHED
 
 
 def _of_block(pool: BlockPool, block: int, entries: list[int]) -> list[Problem]:
     texts = []
-    refs, holds, identity = pool._refs[block], pool._holds[block], pool._identity[block]
+    refs, holds, block_hash = pool._refs[block], pool._holds[block], pool._identity[block]
     if refs != entries[block]:
         texts.append(f"{refs} references, {entries[block]} table entries")
     if holds == 0 and pool._kept[block]:
@@ -114,17 +115,17 @@ def _of_block(pool: BlockPool, block: int, entries: list[int]) -> list[Problem]:
     state, derived = pool._state[block], derived_state(pool, block)
     if state != derived:
         texts.append(f"recorded as {STATES[state]}, is {STATES[derived]}")
-    if identity is not None:
-        texts += _of_identity(pool, block, identity)
+    if block_hash is not None:
+        texts += _of_identity(pool, block, block_hash)
     elif pool._child[block] != NONE or pool._parent[block] != NONE:
-        texts.append("no identity, but a parent or children")
+        texts.append("no block hash, but a parent or children")
     return [(block, f"block {block}: {text}") for text in texts]
 
 
-def _of_identity(pool: BlockPool, block: int, identity: bytes) -> list[str]:
+def _of_identity(pool: BlockPool, block: int, block_hash: bytes) -> list[str]:
     texts = []
-    if pool._found.get(identity) != block:
-        texts.append("its identity finds another block")
+    if pool._found.get(block_hash) != block:
+        texts.append("its block hash finds another block")
     if block in pool.quarantined:
         texts.append("quarantined, but findable")
     parent, elder, younger = pool._parent[block], pool._elder[block], pool._younger[block]
@@ -150,7 +151,7 @@ def _of_tables(tables: Iterable[BlockTable]) -> list[Problem]:
         if any(n != expected for n in lengths):
             found.append((NONE, f"a table of {table.length} tokens has {lengths} blocks"))
         elif any(
-            blocks[:first] != [GONE] * first or GONE in blocks[first:]
+            blocks[:first] != [NULL_BLOCK] * first or NULL_BLOCK in blocks[first:]
             for blocks, first in zip(table.blocks, table.first, strict=True)
         ):
             found.append((NONE, f"a table lacks other blocks than the first {table.first}"))
@@ -162,7 +163,7 @@ def _of_tables(tables: Iterable[BlockTable]) -> list[Problem]:
 def _of_places(table: BlockTable) -> list[Problem]:
     """A logical block is on one rank in all groups, one of the table's, and is counted there."""
     rows = [
-        [p.rank_of(b) for p, b in zip(table.pools, row, strict=True) if b != GONE]
+        [p.rank_of(b) for p, b in zip(table.pools, row, strict=True) if b != NULL_BLOCK]
         for row in zip(*table.blocks, strict=True)
     ]
     found = []
@@ -187,7 +188,7 @@ def _of_lists(pool: BlockPool) -> list[Problem]:
     for rank in range(pool.ranks):
         first = rank * pool.per_rank
         heads[f"free{_on(pool, first)}"] = pool._free[first]
-        heads[f"idle{_on(pool, first)}"] = pool._idle[first]
+        heads[f"cached{_on(pool, first)}"] = pool._idle[first]
     heads.update((f"step {step}", head) for step, head in pool._waiting.items())
     expected: dict[str | None, set[int]] = {}
     for block in range(pool.blocks):
@@ -207,9 +208,9 @@ def _of_lists(pool: BlockPool) -> list[Problem]:
 
 def _list_of(pool: BlockPool, block: int) -> str | None:
     state = derived_state(pool, block)
-    if state in (FREE, IDLE):
+    if state in (FREE, CACHED):
         return STATES[state] + _on(pool, block)
-    if state == LEASED and pool._last[block] > pool._ended:
+    if state == PINNED and pool._last[block] > pool._ended:
         return f"step {pool._last[block]}"
     return None
 
@@ -237,12 +238,12 @@ def _of_totals(pool: BlockPool) -> list[Problem]:
             found.append((NONE, f"counts {counts}, blocks by state {tally}{_on(pool, first)}"))
     named = pool.blocks - pool._identity.count(None)
     if named != len(pool._found):
-        found.append((NONE, f"{named} blocks have an identity, {len(pool._found)} are findable"))
+        found.append((NONE, f"{named} blocks have a block hash, {len(pool._found)} are findable"))
     return found
 
 
 def _rebuild(pool: BlockPool) -> None:
-    """States, counts and lists from the facts, without any identity."""
+    """States, counts and lists from the facts, without any block hash."""
     n = pool.blocks
     pool._found.clear()
     pool._identity[:] = [None] * n

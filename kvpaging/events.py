@@ -3,7 +3,7 @@
 A batch says what became findable and what no longer is since the one before, as set transitions,
 with the gang's load. Batches with events are numbered `seq = 1, 2, ...` within an epoch; one
 without repeats the last `seq`, so that whoever lost a batch learns of it. `number` counts all of
-them and orders loads. A digest states the set as of `seq`: how many identities, and their XOR.
+them and orders loads. A digest states the set as of `seq`: how many block hashes, and their XOR.
 After every batch the set is prefix-closed: a block is in it only while its parent is. Each block
 is in one tier, and what is on the GPU is prefix-closed by itself: an event says where a block is
 from now on, and a block that only the host has counts backwards in the XOR.
@@ -17,7 +17,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
 
 from kvpaging.codec import ROW, Bound, Codec, little_endian, one_of
-from kvpaging.hashing import IDENTITY_BYTES
+from kvpaging.hashing import BLOCK_HASH_BYTES
 from kvpaging.host_pool import GPU, HOST, TIERS
 
 if TYPE_CHECKING:
@@ -33,10 +33,13 @@ RING_BYTES = 1 << 18
 _Count = Annotated[int, Bound("an int from 0 on", (0).__le__)]
 _Ids = Annotated[
     bytes,
-    Bound(f"bytes, {IDENTITY_BYTES} for each identity", lambda ids: not len(ids) % IDENTITY_BYTES),
+    Bound(
+        f"bytes, {BLOCK_HASH_BYTES} for each block hash",
+        lambda ids: not len(ids) % BLOCK_HASH_BYTES,
+    ),
 ]
 _Parent = Annotated[
-    bytes, Bound(f"0 or {IDENTITY_BYTES} bytes", lambda ids: len(ids) in (0, IDENTITY_BYTES))
+    bytes, Bound(f"0 or {BLOCK_HASH_BYTES} bytes", lambda ids: len(ids) in (0, BLOCK_HASH_BYTES))
 ]
 
 
@@ -46,13 +49,13 @@ class EventError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """A set of identities in two numbers; equal sets have equal digests."""
+    """A set of block hashes in two numbers; equal sets have equal digests."""
 
     count: _Count = 0
-    xor: Annotated[int, little_endian(IDENTITY_BYTES)] = 0
+    xor: Annotated[int, little_endian(BLOCK_HASH_BYTES)] = 0
 
-    def shown(self) -> dict[str, Any]:
-        """For people, who never see an identity whole: the XOR of one is that one."""
+    def to_dict(self) -> dict[str, Any]:
+        """For people, who never see a block hash whole: the XOR of one is that one."""
         return {"count": self.count, "xor": f"{self.xor & 0xFFFFFFFF:08x}"}
 
 
@@ -87,8 +90,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """`ids` are identities end to end. Stored ones are a chain: each is the parent of the next,
-    `parent` (empty for none) that of the first. Clearing names no identities."""
+    """`ids` are block hashes end to end. Stored ones are a chain: each is the parent of the next,
+    `parent` (empty for none) that of the first. Clearing names no block hashes."""
 
     kind: Annotated[str, one_of(EVENTS)]
     ids: _Ids = b""
@@ -98,7 +101,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What changed, in order. `capacity` is the most identities the gang can ever announce."""
+    """What changed, in order. `capacity` is the most block hashes the gang can ever announce."""
 
     model: str
     gang: str
@@ -113,7 +116,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Dump:
-    """All identities as of `seq`, `hosted` those that only the host has."""
+    """All block hashes as of `seq`, `hosted` those that only the host has."""
 
     model: str
     gang: str
@@ -126,19 +129,19 @@ class Dump:
 
 
 def split(ids: bytes) -> list[bytes]:
-    """Identities that stand end to end, one by one."""
-    width = IDENTITY_BYTES
+    """Block hashes that stand end to end, one by one."""
+    width = BLOCK_HASH_BYTES
     return [ids[at : at + width] for at in range(0, len(ids), width)]
 
 
 def xor_of(ids: bytes, tier: str = GPU) -> int:
-    """The XOR of identities that stand end to end, taken as little-endian numbers; big-endian ones
-    where only the host has them."""
+    """The XOR of block hashes that stand end to end, taken as little-endian numbers; big-endian
+    ones where only the host has them."""
     ids = ids if tier == GPU else ids[::-1]
-    total, n = int.from_bytes(ids, "little"), len(ids) // IDENTITY_BYTES
+    total, n = int.from_bytes(ids, "little"), len(ids) // BLOCK_HASH_BYTES
     while n > 1:
         n = (n + 1) // 2
-        bits = 8 * IDENTITY_BYTES * n
+        bits = 8 * BLOCK_HASH_BYTES * n
         total = (total >> bits) ^ (total & ((1 << bits) - 1))
     return total
 
@@ -202,7 +205,7 @@ class Announcer:
         self._gone: dict[bytes, None] = {}
 
     def listen(self, pool: BlockPool, host: HostPool | None = None) -> None:
-        """Announce what `pool` says, or the host below it; nothing was published in it so far."""
+        """Announce what `pool` says, or the host below it; nothing was registered in it so far."""
         assert self.capacity == 0
         if host is None:
             pool.on_change = self._hear
@@ -230,11 +233,11 @@ class Announcer:
         elif self._gone:
             events.append(Event(REMOVED, b"".join(self._gone)))
             self._count(self._gone)
-            for identity in self._gone:
-                del self._announced[identity]
+            for block_hash in self._gone:
+                del self._announced[block_hash]
         events += _runs(self._fresh)
         self._count(self._fresh)
-        self._announced.update((identity, tier) for identity, (_, tier) in self._fresh.items())
+        self._announced.update((block_hash, tier) for block_hash, (_, tier) in self._fresh.items())
         self._count(self._fresh)
         self._gone.clear()
         self._fresh.clear()
@@ -257,10 +260,10 @@ class Announcer:
             self._ring.append(batch)
         return batch
 
-    def _count(self, identities: Iterable[bytes]) -> None:
+    def _count(self, block_hashes: Iterable[bytes]) -> None:
         """Take those of these that are announced out of the digest, or in."""
         for tier in TIERS:
-            known = [i for i in identities if self._announced.get(i) == tier]
+            known = [i for i in block_hashes if self._announced.get(i) == tier]
             self._xor ^= xor_of(b"".join(known), tier)
 
     def repair(self, epoch: int, seq: int) -> list[bytes]:
@@ -277,35 +280,35 @@ class Announcer:
         place = (self.model, self.gang, self.epoch, self.seq, self.capacity, self.digest)
         return encode(Dump(*place, ids, hosted))
 
-    def _hear(self, kind: str, identity: bytes, parent: bytes | None, tier: str = GPU) -> None:
+    def _hear(self, kind: str, block_hash: bytes, parent: bytes | None, tier: str = GPU) -> None:
         if kind == STORED:
-            if tier == HOST and identity not in self._fresh and identity not in self._announced:
+            if tier == HOST and block_hash not in self._fresh and block_hash not in self._announced:
                 return  # of a group that is not announced
-            self._gone.pop(identity, None)
-            if self._announced.get(identity) == tier:
-                self._fresh.pop(identity, None)
+            self._gone.pop(block_hash, None)
+            if self._announced.get(block_hash) == tier:
+                self._fresh.pop(block_hash, None)
             else:
-                self._fresh[identity] = parent, tier
+                self._fresh[block_hash] = parent, tier
         elif kind == CLEARED:
             self._fresh.clear()
             self._gone.update(dict.fromkeys(self._announced))
         else:
-            self._fresh.pop(identity, None)
-            if identity in self._announced:
-                self._gone[identity] = None
+            self._fresh.pop(block_hash, None)
+            if block_hash in self._announced:
+                self._gone[block_hash] = None
 
 
 def _runs(fresh: dict[bytes, tuple[bytes | None, str]]) -> Iterator[Event]:
-    """New identities in their order, cut where one does not follow the one before it, in its
+    """New block hashes in their order, cut where one does not follow the one before it, in its
     tier."""
     run: list[bytes] = []
     first, where = None, GPU
-    for identity, (parent, tier) in fresh.items():
+    for block_hash, (parent, tier) in fresh.items():
         if run and (parent != run[-1] or tier != where):
             yield Event(STORED, b"".join(run), first or b"", where)
             run = []
         if not run:
             first, where = parent, tier
-        run.append(identity)
+        run.append(block_hash)
     if run:
         yield Event(STORED, b"".join(run), first or b"", where)

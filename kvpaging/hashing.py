@@ -1,4 +1,4 @@
-"""Chained block identity: the same bytes in every process, on every machine.
+"""Chained block hashes: the same bytes in every process, on every machine.
 
     root        = H("root",  named fields, each length-prefixed)
     identity(i) = H("block", identity(i - 1), tokens of block i as little-endian uint32)
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-IDENTITY_BYTES = 16
+BLOCK_HASH_BYTES = 16
 FORMAT_VERSION = 1
 KEY_BYTES_MAX: int = blake2b.MAX_KEY_SIZE
 TOKEN_MAX = (1 << 32) - 1
@@ -42,7 +42,7 @@ def root(
     by their length, so two different assignments never digest the same bytes.
     """
     if block_size < 1 or group < 0:
-        raise ValueError(f"no identity for block size {block_size} and layer group {group}")
+        raise ValueError(f"no block hash for block size {block_size} and layer group {group}")
     fields: dict[str, bytes] = {
         "version": b"%d" % FORMAT_VERSION,
         "fingerprint": fingerprint,
@@ -52,7 +52,7 @@ def root(
         "adapter": adapter.encode(),
         "salt": salt,
     }
-    digest = blake2b(digest_size=IDENTITY_BYTES, key=_checked(key), person=b"kvatlas.root")
+    digest = blake2b(digest_size=BLOCK_HASH_BYTES, key=_checked(key), person=b"kvatlas.root")
     for name, value in fields.items():
         for part in (name.encode(), value):
             digest.update(len(part).to_bytes(8, "little"))
@@ -60,27 +60,27 @@ def root(
     return digest.digest()
 
 
-def identity(parent: bytes, tokens: Sequence[int], key: bytes = b"") -> bytes:
-    """The identity of one full block after `parent`, 16 bytes. Raises as `chain` does."""
+def block_hash(parent: bytes, tokens: Sequence[int], key: bytes = b"") -> bytes:
+    """The block hash of one full block after `parent`, 16 bytes. Raises as `chain` does."""
     digest = _block_hash(parent, key)
     digest.update(parent + _packed(tokens))
     return digest.digest()
 
 
-def chain(
+def block_hashes(
     root: bytes,
     tokens: Sequence[int],
     block_size: int,
     *,
     key: bytes = b"",
 ) -> list[bytes]:
-    """The identities of all full blocks of `tokens`; a partial last block has none.
+    """The block hashes of all full blocks of `tokens`; a partial last block has none.
 
-    `root` is the parent of the first: a chain goes on behind the last identity it has. Raises
+    `root` is the parent of the first: a chain goes on behind the last block hash it has. Raises
     ValueError for a token that is no integer from 0 to 2^32 - 1, a parent that is not 16 bytes
     long, or a key longer than 64 bytes.
     """
-    identities = []
+    block_hashes = []
     parent, start = root, _block_hash(root, key)
     data = _packed(tokens)
     width = 4 * block_size
@@ -88,19 +88,19 @@ def chain(
         digest = start.copy()
         digest.update(parent + data[at : at + width])
         parent = digest.digest()
-        identities.append(parent)
-    return identities
+        block_hashes.append(parent)
+    return block_hashes
 
 
 def _block_hash(parent: bytes, key: bytes) -> blake2b:
-    if len(parent) != IDENTITY_BYTES:
-        raise ValueError(f"an identity has {IDENTITY_BYTES} bytes, this parent {len(parent)}")
-    return blake2b(digest_size=IDENTITY_BYTES, key=_checked(key), person=b"kvatlas.block")
+    if len(parent) != BLOCK_HASH_BYTES:
+        raise ValueError(f"a block hash has {BLOCK_HASH_BYTES} bytes, this parent {len(parent)}")
+    return blake2b(digest_size=BLOCK_HASH_BYTES, key=_checked(key), person=b"kvatlas.block")
 
 
 def _checked(key: bytes) -> bytes:
     if len(key) > KEY_BYTES_MAX:
-        raise ValueError(f"the identity key has {len(key)} bytes, at most {KEY_BYTES_MAX} fit")
+        raise ValueError(f"the block hash key has {len(key)} bytes, at most {KEY_BYTES_MAX} fit")
     return key
 
 

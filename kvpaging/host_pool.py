@@ -1,13 +1,14 @@
-"""The host tier below a pool: blocks evicted from the pool, kept in host memory, found by identity.
+"""The host cache below a pool: blocks evicted from the pool, kept in host memory, found by block
+hash.
 
 A host pool has slots, each with room for the bytes of one block of the pool's arena. They are
 numbered over all ranks as blocks are, and a block never leaves its rank. A slot's state follows
-from its record, first match wins: held, idle (has an identity, may be evicted), free.
+from its record, first match wins: held, idle (has a block hash, may be evicted), free.
 
 A pool finds a block only while it finds the block's parent. Pool and host together keep the same
-rule: an identity that both have lost takes all below it away here too. So of any chain the pool has
-a first part, the host what follows, and nothing comes after that. A block that is loaded back into
-the pool also stays here while there is room: evicted again, it needs no copy.
+rule: a block hash that both have lost takes all below it away here too. So of any chain the pool
+has a first part, the host what follows, and nothing comes after that. A block that is loaded back
+into the pool also stays here while there is room: evicted again, it needs no copy.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ class HostCounts(NamedTuple):
     """Slots by state; the three add up to all."""
 
     free: int
-    idle: int
-    held: int
+    cached: int
+    pinned: int
 
 
 class HostPool:
     """Which of `pool`'s blocks are in the host memory of each rank, `per_rank` slots on each.
 
-    Takes the pool's `on_change` for itself and offers `on_change(kind, identity, parent, tier)`
+    Takes the pool's `on_change` for itself and offers `on_change(kind, block hash, parent, tier)`
     under the same rules: ("stored", "gpu") for what becomes findable in the pool, ("stored",
     "host") for what only the host has left, "removed" for what neither has (children before their
     parent), and "cleared".
@@ -74,21 +75,21 @@ class HostPool:
         pool.on_change = self._heard
 
     def __len__(self) -> int:
-        """Identities that are here."""
+        """Block hashes that are here."""
         return len(self._found)
 
     def rank_of(self, slot: int) -> int:
         return slot // self.per_rank
 
-    def lookup(self, identity: bytes) -> int | None:
-        """The slot of an identity; valid until the next call that may evict."""
-        return self._found.get(identity)
+    def lookup(self, block_hash: bytes) -> int | None:
+        """The slot of a block hash; valid until the next call that may evict."""
+        return self._found.get(block_hash)
 
-    def identity(self, slot: int) -> bytes | None:
+    def block_hash(self, slot: int) -> bytes | None:
         return self._identity[slot]
 
     def parent(self, slot: int) -> bytes | None:
-        """The identity that a slot's block is found after, in either tier."""
+        """The block hash that a slot's block is found after, in either tier."""
         return self._parent[slot]
 
     def counts(self, rank: int | None = None) -> HostCounts:
@@ -97,101 +98,101 @@ class HostPool:
             return HostCounts(
                 *map(sum, zip(*map(self.counts, range(self.pool.ranks)), strict=True))
             )
-        free, idle = len(self._free[rank]), len(self._idle[rank])
-        return HostCounts(free, idle, self.per_rank - free - idle)
+        free, cached = len(self._free[rank]), len(self._idle[rank])
+        return HostCounts(free, cached, self.per_rank - free - cached)
 
     def keep(
-        self, identity: bytes, parent: bytes | None, rank: int, *, first: bool = False
+        self, block_hash: bytes, parent: bytes | None, rank: int, *, first: bool = False
     ) -> int | None:
         """A slot for a block of `rank` that the pool has and the host lacks: a free one, or that of
-        the idle block used longest ago. None where all are held. A block that will be evicted
+        the cached block used longest ago. None where all are held. A block that will be evicted
         `first` takes only a free one."""
-        assert identity not in self._found
+        assert block_hash not in self._found
         if not self._free[rank]:
             if first or not self._idle[rank]:
                 return None
             self._evict(rank)
         slot = self._free[rank].pop()
-        self._identity[slot], self._parent[slot] = identity, parent
-        self._found[identity] = slot
+        self._identity[slot], self._parent[slot] = block_hash, parent
+        self._found[block_hash] = slot
         self._idle[rank][slot] = None
-        self.touch(identity, first=first)
+        self.touch(block_hash, first=first)
         if parent is not None:
-            self._children.setdefault(parent, {})[identity] = None
+            self._children.setdefault(parent, {})[block_hash] = None
         return slot
 
-    def touch(self, identity: bytes, *, first: bool = False) -> bool:
+    def touch(self, block_hash: bytes, *, first: bool = False) -> bool:
         """Whether it is here; if so it is evicted last from now on, or `first`."""
-        slot = self._found.get(identity)
+        slot = self._found.get(block_hash)
         if slot is not None and not self._holds[slot]:
             self._idle[self.rank_of(slot)].move_to_end(slot, last=not first)
         return slot is not None
 
-    def astray(self, identity: bytes, rank: int) -> bool:
+    def on_other_rank(self, block_hash: bytes, rank: int) -> bool:
         """Whether it is here on another rank than `rank`, and nobody holds it there."""
-        slot = self._found.get(identity)
+        slot = self._found.get(block_hash)
         return slot is not None and self.rank_of(slot) != rank and not self._holds[slot]
 
-    def hold(self, slot: int) -> None:
-        """Keeps a slot's bytes until `unhold`."""
+    def pin(self, slot: int) -> None:
+        """Keeps a slot's bytes until `unpin`."""
         if self._holds[slot] == 0:
             assert self._identity[slot] is not None, "a free slot cannot be held"
             del self._idle[self.rank_of(slot)][slot]
         self._holds[slot] += 1
 
-    def unhold(self, slot: int) -> None:
+    def unpin(self, slot: int) -> None:
         assert self._holds[slot] > 0, "no hold to end"
         self._holds[slot] -= 1
         if self._holds[slot] == 0:
             self._settle(slot)
 
-    def forget(self, identity: bytes) -> None:
-        """Drops an identity whose bytes are wrong, and all below it that only the host has."""
-        if identity in self._found:
-            self._lose(identity)
+    def forget(self, block_hash: bytes) -> None:
+        """Drops a block hash whose bytes are wrong, and all below it that only the host has."""
+        if block_hash in self._found:
+            self._lose(block_hash)
 
     def flush(self) -> int:
-        """Forget all that is idle; returns how many identities are gone."""
+        """Forget all that is idle; returns how many block hashes are gone."""
         before = len(self._found)
-        for idle in self._idle:
-            while idle:
-                identity = self._identity[next(iter(idle))]
-                assert identity is not None
-                self._lose(identity)
+        for cached in self._idle:
+            while cached:
+                block_hash = self._identity[next(iter(cached))]
+                assert block_hash is not None
+                self._lose(block_hash)
         return before - len(self._found)
 
     def _evict(self, rank: int) -> None:
-        """Frees the idle slot used longest ago, or rather the last one of the chains below it.
+        """Frees the cached slot used longest ago, or rather the last one of the chains below it.
 
         Each child passed on the way down moves to the front, where the next eviction finds it.
         """
-        idle = self._idle[rank]
-        slot = next(iter(idle))
-        while (child := self._child(slot, idle)) is not None:
-            idle.move_to_end(child, last=False)
+        cached = self._idle[rank]
+        slot = next(iter(cached))
+        while (child := self._child(slot, cached)) is not None:
+            cached.move_to_end(child, last=False)
             slot = child
-        identity = self._identity[slot]
-        assert identity is not None
-        self._lose(identity)
+        block_hash = self._identity[slot]
+        assert block_hash is not None
+        self._lose(block_hash)
         self.evictions += 1
 
-    def _child(self, slot: int, idle: OrderedDict[int, None]) -> int | None:
-        """An idle block of the same rank below a slot's."""
-        identity = self._identity[slot]
-        assert identity is not None
-        below = (self._found[child] for child in self._children.get(identity, ()))
-        return next((found for found in below if found in idle), None)
+    def _child(self, slot: int, cached: OrderedDict[int, None]) -> int | None:
+        """A cached block of the same rank below a slot's."""
+        block_hash = self._identity[slot]
+        assert block_hash is not None
+        below = (self._found[child] for child in self._children.get(block_hash, ()))
+        return next((found for found in below if found in cached), None)
 
-    def _lose(self, identity: bytes) -> None:
-        """Take an identity away; where the pool lacks it too, also all below it."""
-        if self.pool.lookup(identity) is not None:
-            self._drop(identity)
+    def _lose(self, block_hash: bytes) -> None:
+        """Take a block hash away; where the pool lacks it too, also all below it."""
+        if self.pool.lookup(block_hash) is not None:
+            self._drop(block_hash)
         else:
-            self._withdraw(identity)
+            self._withdraw(block_hash)
 
-    def _withdraw(self, identity: bytes) -> None:
-        """Take away `identity` and all below it, leaves first; none of them is in the pool."""
-        order, nodes = [], [identity]
+    def _withdraw(self, block_hash: bytes) -> None:
+        """Take away `block hash` and all below it, leaves first; none of them is in the pool."""
+        order, nodes = [], [block_hash]
         while nodes:
             node = nodes.pop()
             order.append(node)
@@ -200,14 +201,14 @@ class HostPool:
             if node in self._found:
                 self._tell("removed", node, self._drop(node), HOST)
 
-    def _drop(self, identity: bytes) -> bytes | None:
-        """Free the slot of an identity, unless it is held; gives the parent."""
-        slot = self._found.pop(identity)
+    def _drop(self, block_hash: bytes) -> bytes | None:
+        """Free the slot of a block hash, unless it is held; gives the parent."""
+        slot = self._found.pop(block_hash)
         parent = self._parent[slot]
         self._identity[slot] = self._parent[slot] = None
         if parent is not None:
             siblings = self._children[parent]
-            del siblings[identity]
+            del siblings[block_hash]
             if not siblings:
                 del self._children[parent]
         if self._holds[slot] == 0:
@@ -223,23 +224,23 @@ class HostPool:
         else:
             self._idle[rank][slot] = None
 
-    def _tell(self, kind: str, identity: bytes, parent: bytes | None, tier: str) -> None:
+    def _tell(self, kind: str, block_hash: bytes, parent: bytes | None, tier: str) -> None:
         if self.on_change is not None:
-            self.on_change(kind, identity, parent, tier)
+            self.on_change(kind, block_hash, parent, tier)
 
-    def _heard(self, kind: str, identity: bytes, parent: bytes | None) -> None:
+    def _heard(self, kind: str, block_hash: bytes, parent: bytes | None) -> None:
         """A change in the pool."""
         if kind == "cleared":
             for known in list(self._found):
                 self._drop(known)
-            self._tell(kind, identity, parent, GPU)
+            self._tell(kind, block_hash, parent, GPU)
         elif kind == "stored":
-            self._tell(kind, identity, parent, GPU)
-        elif identity in self._found:
-            self._tell("stored", identity, parent, HOST)
+            self._tell(kind, block_hash, parent, GPU)
+        elif block_hash in self._found:
+            self._tell("stored", block_hash, parent, HOST)
         else:
-            self._withdraw(identity)
-            self._tell(kind, identity, parent, GPU)
+            self._withdraw(block_hash)
+            self._tell(kind, block_hash, parent, GPU)
 
     def check(self) -> list[str]:
         """All that is wrong; empty means sound. O(slots)."""
@@ -247,10 +248,10 @@ class HostPool:
         for rank in range(self.pool.ranks):
             slots = range(rank * self.per_rank, (rank + 1) * self.per_rank)
             held = {s for s in slots if self._holds[s]}
-            idle = {s for s in slots if self._identity[s] is not None} - held
-            if set(self._idle[rank]) != idle:
-                found.append(f"rank {rank}: the idle slots are not those with an identity")
-            if sorted(self._free[rank]) != sorted(set(slots) - held - idle):
+            cached = {s for s in slots if self._identity[s] is not None} - held
+            if set(self._idle[rank]) != cached:
+                found.append(f"rank {rank}: the cached slots are not those with a block hash")
+            if sorted(self._free[rank]) != sorted(set(slots) - held - cached):
                 found.append(f"rank {rank}: the free slots are not those that nobody needs")
             if sum(self.counts(rank)) != self.per_rank:
                 found.append(f"rank {rank}: the counts do not add up")
@@ -258,10 +259,10 @@ class HostPool:
         if named != self._found:
             found.append("what is findable is not what the slots hold")
         children: dict[bytes, dict[bytes, None]] = {}
-        for identity, slot in named.items():
+        for block_hash, slot in named.items():
             parent = self._parent[slot]
             if parent is not None:
-                children.setdefault(parent, {})[identity] = None
+                children.setdefault(parent, {})[block_hash] = None
                 if parent not in self._found and self.pool.lookup(parent) is None:
                     found.append(f"slot {slot} is findable although its parent is nowhere")
         if children != self._children:
@@ -276,11 +277,11 @@ class Union:
     def __init__(self, host: HostPool) -> None:
         self.host, self.pool, self.ranks = host, host.pool, host.pool.ranks
 
-    def lookup(self, identity: bytes) -> int | None:
-        block = self.pool.lookup(identity)
+    def lookup(self, block_hash: bytes) -> int | None:
+        block = self.pool.lookup(block_hash)
         if block is not None:
             return block
-        slot = self.host.lookup(identity)
+        slot = self.host.lookup(block_hash)
         return None if slot is None else self.pool.blocks + slot
 
     def slot(self, number: int) -> int | None:
@@ -293,8 +294,8 @@ class Union:
 
 
 def below(pool: BlockPool, block: int) -> Iterator[tuple[int, bytes, bytes | None]]:
-    """`block` and all blocks whose identities the pool would withdraw with it, leaves first:
-    (block, identity, parent)."""
+    """`block` and all blocks whose block hashes the pool would withdraw with it, leaves first:
+    (block, block hash, parent)."""
     order, nodes = [], [block]
     while nodes:
         node = nodes.pop()
@@ -304,6 +305,6 @@ def below(pool: BlockPool, block: int) -> Iterator[tuple[int, bytes, bytes | Non
             nodes.append(child)
             child = pool._younger[child]
     for node in reversed(order):
-        identity = pool.identity(node)
-        assert identity is not None
-        yield node, identity, pool.parent(node)
+        block_hash = pool.block_hash(node)
+        assert block_hash is not None
+        yield node, block_hash, pool.parent(node)

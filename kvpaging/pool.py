@@ -10,14 +10,15 @@ and the last step that may still touch it. Its state follows, the first that mat
   quarantined  out of use: a transfer whose end nobody confirmed, or a failed audit
   owned        has references
   leased       has holds, or waits for its last step to end
-  idle         findable by its identity, so a prompt may hit it; evicted when no block is free
+  cached       findable by its block hash, so a prompt may hit it; evicted when no block is free
   free         nothing of the above
 
-The *identity* of a full block is the hash of its tokens and of all tokens before them. Identities
-form a forest: a block published under a parent is found only while that parent is. Losing an
-identity withdraws all identities below it in the same call, deepest first. Eviction avoids this
+The *block hash* of a full block is the hash of its tokens and of all tokens before them. Block
+hashes form a forest: a block registered under a parent is found only while that parent is. Losing
+an block hash withdraws all block hashes below it in the same call, deepest first. Eviction avoids
+this
 cost: tables give blocks back tail first, so a chain's tail is older than its head, and where a hold
-or a late step broke that order, idle children go before their parent.
+or a late step broke that order, cached children go before their parent.
 
 Every operation is O(1), or O(1) per block it moves, and raises before anything has changed.
 `kvpaging.audit` proves a pool sound and repairs it.
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-QUARANTINED, OWNED, LEASED, IDLE, FREE = range(5)
-STATES = ("quarantined", "owned", "leased", "idle", "free")
+QUARANTINED, ACTIVE, PINNED, CACHED, FREE = range(5)
+STATES = ("quarantined", "active", "pinned", "cached", "free")
 NONE = -1
 WHOLE = 1 << 62  # tokens of a hold on all of a block
 
@@ -59,9 +60,9 @@ class Counts:
     """Blocks by state; the five add up to all blocks of the pool, or of one of its ranks."""
 
     quarantined: int
-    owned: int
-    leased: int
-    idle: int
+    active: int
+    pinned: int
+    cached: int
     free: int
 
 
@@ -71,7 +72,7 @@ class Stats:
 
     allocated: int = 0
     evictions: int = 0
-    published: int = 0
+    registered: int = 0
     duplicates: int = 0
     orphans: int = 0
     withdrawn: int = 0
@@ -79,11 +80,11 @@ class Stats:
 
 
 class BlockPool:
-    """References, holds, identities and states of `per_rank` blocks on each of `ranks`.
+    """References, holds, block hashes and states of `per_rank` blocks on each of `ranks`.
 
     Steps are numbered upwards from 0. Two callbacks may be set; neither may change the pool or
-    raise. `on_change(kind, identity, parent)` is called for each identity that becomes findable
-    ("stored", unless published `quiet`; parents first) or no longer is ("removed", quiet ones too;
+    raise. `on_change(kind, block hash, parent)` is called for each block hash that becomes findable
+    ("stored", unless registered `quiet`; parents first) or no longer is ("removed", quiet ones too;
     children first), and with "cleared" when a repair dropped all. `on_evict(block)` is called while
     the content of a block about to be evicted, and of all below it, is still there.
     """
@@ -112,7 +113,7 @@ class BlockPool:
         self._idle = [blocks + 2 * rank + 1 for rank in range(ranks) for _ in range(per_rank)]
         self._waiting: dict[int, int] = {}  # step -> head of the list of blocks that wait for it
         self._spare: list[int] = []  # heads of such lists to be used again
-        # Doubly linked rings: free and idle blocks, oldest idle first, each with a head for each
+        # Doubly linked rings: free and cached blocks, oldest idle first, each with a head for each
         # rank behind the blocks' own places, and blocks that wait for a step.
         self._next: list[int] = [*range(1, blocks + 1), *range(blocks, blocks + 2 * ranks)]
         self._prev: list[int] = [*range(-1, blocks - 1), *range(blocks, blocks + 2 * ranks)]
@@ -132,13 +133,13 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Blocks that can be handed out now, on all ranks: free and idle ones."""
+        """Blocks that can be handed out now, on all ranks: free and cached ones."""
         return sum(map(self.available_on, range(self.ranks)))
 
     def available_on(self, rank: int) -> int:
         """Blocks of one rank that `allocate` can hand out now."""
         counts = self._counts[rank]
-        return counts[FREE] + counts[IDLE]
+        return counts[FREE] + counts[CACHED]
 
     def counts(self, rank: int | None = None) -> Counts:
         """Of one rank, or of all."""
@@ -159,17 +160,17 @@ class BlockPool:
         """One of the words in `STATES`."""
         return STATES[self._state[block]]
 
-    def identity(self, block: int) -> bytes | None:
+    def block_hash(self, block: int) -> bytes | None:
         return self._identity[block]
 
     def parent(self, block: int) -> bytes | None:
-        """The identity that a findable block is found after."""
+        """The block hash that a findable block is found after."""
         above = self._parent[block]
         return None if above == NONE else self._identity[above]
 
-    def lookup(self, identity: bytes) -> int | None:
-        """The block that holds `identity`; valid until the next call that may evict."""
-        return self._found.get(identity)
+    def lookup(self, block_hash: bytes) -> int | None:
+        """The block that holds `block hash`; valid until the next call that may evict."""
+        return self._found.get(block_hash)
 
     def writable(self, block: int, offset: int) -> bool:
         """Whether a table that has `block` may write it in place from `offset` on.
@@ -185,7 +186,7 @@ class BlockPool:
 
     def usable(self, block: int) -> bool:
         """Whether a table entry or a hold may be added: the block is not free nor out of use."""
-        return self._refs[block] > 0 or self._state[block] in (LEASED, IDLE)
+        return self._refs[block] > 0 or self._state[block] in (PINNED, CACHED)
 
     def describe(self, block: int) -> str:
         """A block's state in words, for messages."""
@@ -193,7 +194,8 @@ class BlockPool:
         return f"{name} with {self._refs[block]} references and {self._holds[block]} holds"
 
     def allocate(self, n: int, rank: int = 0) -> list[int]:
-        """`n` blocks of `rank`, one reference each; free ones first, then idle ones, oldest first.
+        """`n` blocks of `rank`, one reference each; free ones first, then cached ones, oldest
+        first.
 
         Raises OutOfBlocks, and then nothing has changed.
         """
@@ -208,7 +210,7 @@ class BlockPool:
             if block == head:
                 block = self._evict(rank)
             self._unlink(block)
-            self._set(block, OWNED)
+            self._set(block, ACTIVE)
             self._refs[block] = 1
             self.passed.discard(block)
             taken.append(block)
@@ -216,12 +218,12 @@ class BlockPool:
         return taken
 
     def ref(self, block: int) -> None:
-        """One more table entry. An idle or waiting block is taken back; a free one is refused."""
+        """One more table entry. A cached or waiting block is taken back; a free one is refused."""
         if not self.usable(block):
             raise ValueError(f"block {block} is {self.describe(block)}: no entry may be added")
         if self._refs[block] == 0:
             self._detach(block)
-            self._set(block, OWNED)
+            self._set(block, ACTIVE)
             self.passed.discard(block)
         self._refs[block] += 1
 
@@ -230,7 +232,7 @@ class BlockPool:
         last one that had it may have `passed` it: of its sequence only a beginning needs it.
 
         With its last reference the block waits for the latest step named by any of its
-        references, then for its holds, then goes idle (if it has an identity) or free.
+        references, then for its holds, then goes idle (if it has a block hash) or free.
         """
         refs = self._refs[block]
         if refs == 0:
@@ -240,20 +242,20 @@ class BlockPool:
         self._refs[block] = refs - 1
         if refs == 1 and passed:
             self.passed.add(block)
-        if refs == 1 and self._state[block] == OWNED:
+        if refs == 1 and self._state[block] == ACTIVE:
             self._settle(block)
 
-    def hold(self, block: int, tokens: int = WHOLE) -> None:
-        """Keeps the first `tokens` tokens of a block as they are until `unhold`."""
+    def pin(self, block: int, tokens: int = WHOLE) -> None:
+        """Keeps the first `tokens` tokens of a block as they are until `unpin`."""
         if not self.usable(block):
             raise ValueError(f"block {block} is {self.describe(block)}: it cannot be held")
-        if self._state[block] == IDLE:
+        if self._state[block] == CACHED:
             self._unlink(block)
-            self._set(block, LEASED)
+            self._set(block, PINNED)
         self._holds[block] += 1
         self._kept[block] = max(self._kept[block], tokens)
 
-    def unhold(self, block: int) -> None:
+    def unpin(self, block: int) -> None:
         """Ends one hold: the transfer ended, or whoever could still write confirmed its end."""
         holds = self._holds[block]
         if holds == 0:
@@ -261,7 +263,7 @@ class BlockPool:
         self._holds[block] = holds - 1
         if holds == 1:
             self._kept[block] = 0
-            if self._state[block] == LEASED and self._last[block] <= self._ended:
+            if self._state[block] == PINNED and self._last[block] <= self._ended:
                 self._settle(block)
 
     def step_ended(self, step: int) -> None:
@@ -276,20 +278,20 @@ class BlockPool:
                 self._settle(block)
             self._spare.append(head)
 
-    def publish(
-        self, block: int, identity: bytes, parent: bytes | None, *, quiet: bool = False
+    def register(
+        self, block: int, block_hash: bytes, parent: bytes | None, *, quiet: bool = False
     ) -> int:
-        """Makes a full block findable under `identity`; returns the block that is.
+        """Makes a full block findable under `block hash`; returns the block that is.
 
-        A duplicate keeps no identity and is told the earlier block, which its table may swap in.
+        A duplicate keeps no block hash and is told the earlier block, which its table may swap in.
         `parent` is None for a block found without its predecessor (a chain's first, or one of a
-        windowed group). A block whose parent is not findable is not published (an orphan).
+        windowed group). A block whose parent is not findable is not registered (an orphan).
         """
         if self._refs[block] == 0 and self._holds[block] == 0:
-            raise ValueError(f"block {block} is {self.describe(block)}: it cannot be published")
-        if self._identity[block] not in (None, identity):
-            raise ValueError(f"block {block} already has another identity")
-        found = self._found.get(identity)
+            raise ValueError(f"block {block} is {self.describe(block)}: it cannot be registered")
+        if self._identity[block] not in (None, block_hash):
+            raise ValueError(f"block {block} already has another block hash")
+        found = self._found.get(block_hash)
         if found is not None:
             self.stats.duplicates += found != block
             return found
@@ -297,21 +299,21 @@ class BlockPool:
         if block in self.quarantined or (above == NONE and parent is not None):
             self.stats.orphans += 1
             return block
-        self._identity[block] = identity
-        self._found[identity] = block
+        self._identity[block] = block_hash
+        self._found[block_hash] = block
         self._adopt(block, above)
-        self.stats.published += 1
+        self.stats.registered += 1
         if self.on_change is not None and not quiet:
-            self.on_change("stored", identity, parent)
+            self.on_change("stored", block_hash, parent)
         return block
 
-    def forget(self, identity: bytes) -> int:
-        """Withdraws an identity and all below it; returns how many were withdrawn."""
-        block = self._found.get(identity)
+    def forget(self, block_hash: bytes) -> int:
+        """Withdraws a block hash and all below it; returns how many were withdrawn."""
+        block = self._found.get(block_hash)
         return 0 if block is None else self._withdraw(block)
 
     def flush(self) -> int:
-        """Withdraws the identities of all idle blocks and all below them; returns how many."""
+        """Withdraws the block hashes of all cached blocks and all below them; returns how many."""
         withdrawn = 0
         for head in range(self.blocks + 1, self.blocks + 2 * self.ranks, 2):
             while (block := self._next[head]) != head:
@@ -359,24 +361,24 @@ class BlockPool:
 
     def _detach(self, block: int) -> None:
         """Out of whichever list a block without references is in; held ones are in none."""
-        if self._state[block] != LEASED or self._last[block] > self._ended:
+        if self._state[block] != PINNED or self._last[block] > self._ended:
             self._unlink(block)
 
     def _place(self, block: int) -> None:
         if self._refs[block]:
-            self._set(block, OWNED)
+            self._set(block, ACTIVE)
         else:
             self._settle(block)
 
     def _settle(self, block: int) -> None:
         """Where an unreferenced, unlinked block goes. The newest free block is reused first."""
         if (step := self._last[block]) > self._ended:
-            self._set(block, LEASED)
+            self._set(block, PINNED)
             self._link(block, self._prev[self._waiting_for(step)])
         elif self._holds[block]:
-            self._set(block, LEASED)
+            self._set(block, PINNED)
         elif self._identity[block] is not None:
-            self._set(block, IDLE)
+            self._set(block, CACHED)
             self._link(block, self._prev[self._idle[block]])
         else:
             self._set(block, FREE)
@@ -395,7 +397,7 @@ class BlockPool:
         return head
 
     def _evict(self, rank: int) -> int:
-        """Frees the oldest idle block of a rank, or rather the last idle one there of the chains
+        """Frees the oldest cached block of a rank, or rather the last idle one there of the chains
         below it. What hangs below on other ranks could not be found without it and goes too.
 
         Each child there passed on the way down moves to the front, so that the next eviction finds
@@ -403,7 +405,7 @@ class BlockPool:
         """
         head = self.blocks + 2 * rank + 1
         block = found = self._next[head]
-        while (child := self._child[block]) != NONE and self._state[child] == IDLE:
+        while (child := self._child[block]) != NONE and self._state[child] == CACHED:
             block = child
             if self._idle[child] == head:
                 self._unlink(child)
@@ -425,7 +427,7 @@ class BlockPool:
             self._child[parent] = block
 
     def _withdraw(self, block: int) -> int:
-        """Takes the identities of `block` and all below it away, leaves first."""
+        """Takes the block hashes of `block` and all below it away, leaves first."""
         withdrawn = 0
         node = block
         while True:
@@ -440,8 +442,8 @@ class BlockPool:
             node = parent
 
     def _drop(self, leaf: int, parent: int) -> None:
-        identity = self._identity[leaf]
-        assert identity is not None
+        block_hash = self._identity[leaf]
+        assert block_hash is not None
         elder, younger = self._elder[leaf], self._younger[leaf]
         if elder != NONE:
             self._younger[elder] = younger
@@ -451,10 +453,10 @@ class BlockPool:
             self._elder[younger] = elder
         self._parent[leaf] = self._elder[leaf] = self._younger[leaf] = NONE
         self._identity[leaf] = None
-        del self._found[identity]
-        if self._state[leaf] == IDLE:
+        del self._found[block_hash]
+        if self._state[leaf] == CACHED:
             self._unlink(leaf)
             self._settle(leaf)
         if self.on_change is not None:
             above = None if parent == NONE else self._identity[parent]
-            self.on_change("removed", identity, above)
+            self.on_change("removed", block_hash, above)

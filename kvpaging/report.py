@@ -36,8 +36,8 @@ class Sharing:
 class RankPages:
     """One rank of `/debug/kv`.
 
-    `blocks` is the sum of `free`, `owned`, `idle`, `leased` and `quarantined`, over all pools, on
-    this rank; so are the others.
+    `blocks` is the sum of `free`, `active`, `cached`, `pinned` and `quarantined`, over all pools,
+    on this rank; so are the others.
     `tokens` are stored (or being stored) by tables, shared ones counted once; `wasted_slots` lie
     behind them in the same blocks. Both count positions, not once per layer group, in the group
     that keeps most: with one group `tokens + wasted_slots == owned * block_size`. `saved_blocks`
@@ -48,12 +48,12 @@ class RankPages:
     block_size: int
     blocks: int
     free: int
-    owned: int
-    idle: int
-    leased: int
+    active: int
+    cached: int
+    pinned: int
     quarantined: int
     tokens: int
-    wasted_slots: int
+    wasted_tokens: int
     saved_blocks: int
     saved_ratio: float
 
@@ -77,7 +77,7 @@ class PageMap:
     entries: dict[str, list[tuple[int, int, int]]]
     cut: bool
 
-    def shown(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The same for JSON, without a copy of the entries."""
         return {name: getattr(self, name) for name in self.__slots__}
 
@@ -120,7 +120,7 @@ def sharing(
     entries."""
     stored = 0
     for pool in dict.fromkeys(pools):
-        stored += pool.counts(rank).owned
+        stored += pool.counts(rank).active
         doubted = (b for b in list(pool.quarantined) if rank in (None, pool.rank_of(b)))
         stored += sum(pool.references(block) > 0 for block in doubted)
     entries = 0
@@ -157,12 +157,12 @@ def snapshot(
         block_size=block_size,
         blocks=sum(pool.per_rank for pool in pools),
         free=sum(c.free for c in counts),
-        owned=sum(c.owned for c in counts),
-        idle=sum(c.idle for c in counts),
-        leased=sum(c.leased for c in counts),
+        active=sum(c.active for c in counts),
+        cached=sum(c.cached for c in counts),
+        pinned=sum(c.pinned for c in counts),
         quarantined=sum(c.quarantined for c in counts),
         tokens=sum(stored),
-        wasted_slots=len(stored) * block_size - sum(stored),
+        wasted_tokens=len(stored) * block_size - sum(stored),
         saved_blocks=shared.saved,
         saved_ratio=shared.ratio,
     )

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from kvpaging.quant import LARGEST, SCALE_BYTES, Scales
-from kvpaging.windows import GONE, Needs
+from kvpaging.windows import NULL_BLOCK, Needs
 
 ALIGN_BYTES = 16
 GROUPS_MAX = 8
-"""Layer groups that are made to share an arena: each has a table and identities of its own."""
+"""Layer groups that are made to share an arena: each has a table and block hashes of its own."""
 PADDING_MAX = 0.15
 """Share of the blocks' bytes that may be padding for it."""
 
@@ -257,8 +257,8 @@ class BlockStore:
     def export(self, blocks: Sequence[Sequence[int]]) -> Any:
         """The bytes of whole blocks, a uint8 numpy array `[bytes_of(blocks)]`.
 
-        `blocks[g]` are n blocks of group g, or GONE, which takes no byte. The array has the first
-        block of each group, groups in order, then the second ones, so its beginning is the
+        `blocks[g]` are n blocks of group g, or NULL_BLOCK, which takes no byte. The array has the
+        first block of each group, groups in order, then the second ones, so its beginning is the
         beginning of a sequence. Any thread may call while nobody writes these blocks; on a GPU the
         copies queue behind the steps launched so far. Raises ValueError for blocks that there are
         not.
@@ -296,7 +296,10 @@ class BlockStore:
             raise ValueError(f"{len(groups)} equally long block lists are needed")
         total = 0
         for group, column in zip(groups, blocks, strict=True):
-            most, there = self.blocks(group.arena), [block for block in column if block != GONE]
+            most, there = (
+                self.blocks(group.arena),
+                [block for block in column if block != NULL_BLOCK],
+            )
             if not all(0 <= block < most for block in there):
                 raise ValueError(f"blocks are numbered from 0 to {most - 1}, not {list(column)}")
             total += len(there) * group.block_bytes
@@ -307,7 +310,7 @@ class BlockStore:
         start = 0
         for row in zip(*blocks, strict=True):
             for group, block in zip(self.layout.groups, row, strict=True):
-                if block == GONE:
+                if block == NULL_BLOCK:
                     continue
                 yield self.arenas[group.arena], block, start, start + group.block_bytes
                 start += group.block_bytes

@@ -9,13 +9,14 @@ share a pool. A table is bookkeeping: it keeps one reference per entry and moves
   fork           a second table of the same tokens, all blocks shared
   truncate       drops the tail; `release` drops everything
   give_back      drops blocks that have left a group's attention window
-  swap           replaces a block by the one that was published before it with the same content
+  swap           replaces a block by the one that was registered before it with the same content
 
 Every operation happens in all groups or changes nothing. What it cannot do it refuses with
 ValueError or OutOfBlocks.
 
-A block that was given back leaves `GONE` in its place, so an entry's index is its logical block all
-the same. It never comes back: a table is not cut so short that its next query would look there.
+A block that was given back leaves `NULL_BLOCK` in its place, so an entry's index is its logical
+block all the same. It never comes back: a table is not cut so short that its next query would look
+there.
 
 In a gang blocks are numbered over all ranks (see `kvpaging.pool`), so the lists say who owns what.
 New blocks go to `ranks`: one rank, or each block to the one of them that has fewest of this table.
@@ -29,7 +30,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from kvpaging.pool import BlockPool, OutOfBlocks
-from kvpaging.windows import GONE, first_seen
+from kvpaging.windows import NULL_BLOCK, first_seen
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -85,7 +86,7 @@ class BlockTable:
         self._limit = 0
 
     @property
-    def wasted_slots(self) -> int:
+    def wasted_tokens(self) -> int:
         """Slots per layer group that this table keeps and does not use: at most B - 1."""
         return len(self.blocks[0]) * self.block_size - self.length
 
@@ -102,7 +103,7 @@ class BlockTable:
     def rank_at(self, index: int) -> int | None:
         """The rank of logical block `index`; None where every group gave it back."""
         for pool, blocks in zip(self.pools, self.blocks, strict=True):
-            if blocks[index] != GONE:
+            if blocks[index] != NULL_BLOCK:
                 return pool.rank_of(blocks[index])
         return None
 
@@ -168,12 +169,12 @@ class BlockTable:
                 last = blocks[-1]
                 if not pool.writable(last, offset):
                     copies.append(Copy(group, last, fresh[0]))
-                    pool.hold(last, offset)
+                    pool.pin(last, offset)
                     pool.unref(last)
                     blocks.pop()
-                elif (identity := pool.identity(last)) is not None:
+                elif (block_hash := pool.block_hash(last)) is not None:
                     # Its content is about to change: nobody may find the old one there.
-                    pool.forget(identity)
+                    pool.forget(block_hash)
             blocks.extend(fresh)
         for rank in places or ():
             self.loads[rank] += 1
@@ -231,7 +232,7 @@ class BlockTable:
         twin.loads[:], twin._behind[:], twin.first[:] = self.loads, self._behind, self.first
         for pool, mine, theirs in zip(self.pools, self.blocks, twin.blocks, strict=True):
             for block in mine:
-                if block != GONE:
+                if block != NULL_BLOCK:
                     pool.ref(block)
             theirs.extend(mine)
         twin.length = self.length
@@ -255,7 +256,7 @@ class BlockTable:
         # All of a logical block goes before any of the one before it: a hit needs all groups.
         for _ in range(keep, len(self.blocks[0])):
             for pool, blocks in zip(self.pools, self.blocks, strict=True):
-                if (block := blocks.pop()) != GONE:
+                if (block := blocks.pop()) != NULL_BLOCK:
                     pool.unref(block, step)
         if not keep:
             self.first[:] = [0] * len(self.pools)
@@ -270,7 +271,7 @@ class BlockTable:
         """Gives all blocks back, tail first, after `step`; the table is then empty."""
         self.truncate(0, step)
 
-    def give_back(self, position: int, step: int | None = None) -> int:
+    def free_out_of_window(self, position: int, step: int | None = None) -> int:
         """No query before `position` will come: blocks that its window hides, and those before,
         go back, the first ones first, after `step`. Groups without a window keep theirs. Gives how
         many went."""
@@ -284,7 +285,7 @@ class BlockTable:
 
     def _give(self, group: int, index: int, step: int | None) -> None:
         pool, blocks = self.pools[group], self.blocks[group]
-        block, blocks[index] = blocks[index], GONE
+        block, blocks[index] = blocks[index], NULL_BLOCK
         pool.unref(block, step, passed=True)
         if self.loads:
             rank = pool.rank_of(block)
@@ -303,7 +304,7 @@ class BlockTable:
     def attach(self, blocks: Sequence[Sequence[int]]) -> None:
         """Adopts cached full blocks, one equally long list per group, at the table's end.
 
-        The first of a group with a window may be GONE, where the table has none before them.
+        The first of a group with a window may be NULL_BLOCK, where the table has none before them.
         """
         n = len(blocks[0]) if blocks else 0
         if len(blocks) != len(self.pools) or any(len(b) != n for b in blocks):
@@ -327,11 +328,11 @@ class BlockTable:
         self._limit = 0
 
     def _holes(self, group: int, blocks: Sequence[int]) -> int:
-        """How many of a group's cached blocks, the first ones, are GONE. Raises ValueError where
-        that may not be."""
-        hole = sum(block == GONE for block in blocks)
+        """How many of a group's cached blocks, the first ones, are NULL_BLOCK. Raises ValueError
+        where that may not be."""
+        hole = sum(block == NULL_BLOCK for block in blocks)
         before = self.first[group] < len(self.blocks[group])
-        if hole and (self.windows[group] is None or before or set(blocks[:hole]) != {GONE}):
+        if hole and (self.windows[group] is None or before or set(blocks[:hole]) != {NULL_BLOCK}):
             raise ValueError(f"{hole} blocks of group {group} are missing: not attached")
         return hole
 
@@ -339,7 +340,7 @@ class BlockTable:
         """Count cached blocks by rank; refuses any that may not be where they are."""
         owners = []
         for row in zip(*blocks, strict=True):
-            there = [p.rank_of(b) for p, b in zip(self.pools, row, strict=True) if b != GONE]
+            there = [p.rank_of(b) for p, b in zip(self.pools, row, strict=True) if b != NULL_BLOCK]
             if len(set(there)) > 1:
                 raise ValueError("the groups have these blocks on different ranks: not attached")
             owners.append(there)
@@ -349,14 +350,14 @@ class BlockTable:
             self.loads[there[0]] += 1
             self._behind[there[0]] += len(self.pools) - len(there)
 
-    def swap(self, group: int, index: int, block: int, step: int | None = None) -> None:
-        """Replaces a full block by its canonical twin (`publish`) on the same rank; the old goes
+    def dedup(self, group: int, index: int, block: int, step: int | None = None) -> None:
+        """Replaces a full block by its canonical twin (`register`) on the same rank; the old goes
         after `step`."""
         if (index + 1) * self.block_size > self.length:
             raise ValueError(f"block {index} of a table of {self.length} tokens is not full")
         pool, mine = self.pools[group], self.blocks[group]
         old = mine[index]
-        if old == GONE:
+        if old == NULL_BLOCK:
             raise ValueError(f"block {index} of group {group} was given back: not swapped")
         if pool.rank_of(old) != pool.rank_of(block):
             raise ValueError(f"blocks {old} and {block} are on different ranks: not swapped")
@@ -370,6 +371,6 @@ class BlockTable:
         if not 0 <= position < self.length:
             raise IndexError(f"position {position} of a table of {self.length} tokens")
         index, offset = divmod(position, self.block_size)
-        if self.blocks[group][index] == GONE:
+        if self.blocks[group][index] == NULL_BLOCK:
             raise IndexError(f"position {position} of group {group}: its block was given back")
         return self.blocks[group][index], offset

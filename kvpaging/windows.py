@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-GONE = -1
+NULL_BLOCK = -1
 """In place of a block that was given back, or that a hit does not need."""
 
 LONGEST = 1 << 31

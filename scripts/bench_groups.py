@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kvpaging.attention import ops, shared_prefix
-from kvpaging.attention.inputs import AttentionOptions, Rows, Run
+from kvpaging.attention.inputs import AttentionOptions, Rows, SharedPrefix
 from kvpaging.store import BlockStore, LayerShape, layout
 
 GEOMETRIES = {"smollm2-135m": (9, 3, 64), "llama-8b": (32, 8, 128)}  # heads, KV heads, head size
@@ -83,7 +83,7 @@ def batch(load: Load) -> tuple[Rows, Tensor, Tensor]:
     return rows, store.k(0), store.v(0)
 
 
-def find(load: Load, table: np.ndarray) -> tuple[Run, ...]:
+def find(load: Load, table: np.ndarray) -> tuple[SharedPrefix, ...]:
     """What the rows share, whether or not reading it once pays."""
     lens = np.ones(load.rows, np.int64)
     firsts = lens * (load.shared + load.private - 1)

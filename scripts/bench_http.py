@@ -49,11 +49,11 @@ def serve_reference(pipe: Connection, config_path: str | None, overrides: tuple[
     disable_progress_bar()
     config = load(config_path, overrides)
     directory = find(config.model.path, config.model.revision)
-    launch = resolve(config, directory)
+    spec = resolve(config, directory)
     torch.set_num_threads(config.cluster.threads or os.cpu_count() or 1)
-    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=launch.dtype)
-    model = model.to(launch.device).eval()
-    facts = {"dtype": str(launch.dtype).removeprefix("torch."), "device": str(launch.device)}
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=spec.dtype)
+    model = model.to(spec.device).eval()
+    facts = {"dtype": str(spec.dtype).removeprefix("torch."), "device": str(spec.device)}
     pipe.send(facts | {"threads": torch.get_num_threads(), "vocab": model.config.vocab_size})
     while True:
         try:
@@ -65,7 +65,7 @@ def serve_reference(pipe: Connection, config_path: str | None, overrides: tuple[
         )
         tokens, started = 0, time.perf_counter()
         for at in range(0, len(prompts), batch):
-            ids = torch.tensor(prompts[at : at + batch], device=launch.device)
+            ids = torch.tensor(prompts[at : at + batch], device=spec.device)
             with torch.inference_mode():
                 answer = model.generate(
                     ids, attention_mask=torch.ones_like(ids), generation_config=settings

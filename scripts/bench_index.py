@@ -102,7 +102,7 @@ def table_bytes_worst(most: int) -> dict[str, float]:
         whole, source = PrefixIndex(), Source("g", min(live, most), 64, 1)
         for _ in range(4 * min(live, most) // 64):
             whole.apply(source.batch()[0], 0.0)
-            blocks, size = source.count, sys.getsizeof(whole.gangs["g"].identities)
+            blocks, size = source.count, sys.getsizeof(whole.gangs["g"].block_hashes)
             if blocks < 4_096:
                 continue
             worst = max(worst, size / blocks)
@@ -122,7 +122,7 @@ def resident_per_block(live: int) -> float:
     whole = PrefixIndex()
     for message in batches:
         whole.apply(message, 0.0)
-    return (resident_bytes() - before) / sum(len(g.identities) for g in whole.gangs.values())
+    return (resident_bytes() - before) / sum(len(g.block_hashes) for g in whole.gangs.values())
 
 
 def churn(blocks: int, live: int) -> Iterator[tuple[int, int]]:
@@ -146,12 +146,12 @@ def lookup(samples: int, block_size: int, others: int) -> dict[str, float]:
     hashed = []
     for prompt in prompts * max(1, samples // 40):
         started = time.perf_counter()
-        hashing.chain(root, prompt, block_size)
+        hashing.block_hashes(root, prompt, block_size)
         hashed.append(time.perf_counter() - started)
-    chains = [hashing.chain(root, prompt, block_size) for prompt in prompts]
-    blocks = len(chains[0])
+    group_hashes = [hashing.block_hashes(root, prompt, block_size) for prompt in prompts]
+    blocks = len(group_hashes[0])
     for g in range(GANGS):
-        ids = b"".join(b"".join(c[: (g + 1) * blocks // GANGS]) for c in chains)
+        ids = b"".join(b"".join(c[: (g + 1) * blocks // GANGS]) for c in group_hashes)
         ids += rng.randbytes(16 * others)
         digest = Digest(len(ids) // 16, xor_of(ids))
         events = (Event("stored", ids),)
@@ -167,9 +167,9 @@ def lookup(samples: int, block_size: int, others: int) -> dict[str, float]:
     plain = Timed()  # a loop as long as a match: what else runs here delays both alike
     count = 1
     for i in range(WARM + samples):
-        chain, now = split(b"".join(chains[i % 4])), 0.1 * i  # new objects, as after hashing
+        hashes, now = split(b"".join(group_hashes[i % 4])), 0.1 * i  # new objects, as after hashing
         with match:
-            found = whole.match(chain, now)
+            found = whole.match(hashes, now)
         assert len(found) == GANGS
         with plain:
             sum(range(count))
@@ -177,18 +177,18 @@ def lookup(samples: int, block_size: int, others: int) -> dict[str, float]:
             count = count_for(1e-3 * quantile_ms(match.cpu_s, 0.5))
             match, decide, plain = Timed(), Timed(), Timed()
         with decide:
-            ask = table.ask(i, chain, PROMPT_TOKENS, 128.0, now)
+            ask = table.ask(i, hashes, PROMPT_TOKENS, 128.0, now)
             choice = policy(ask, table.rows)
-            table.sent(ask, choice, chain, now)
+            table.sent(ask, choice, hashes, now)
         for row in table.rows:
             row.report(row.load, now)
     return {
         "block_size": block_size,
         "chain_blocks": blocks,
         "hash_p50_ms": quantile_ms(hashed, 0.5),
-        **{f"match_{name}": value for name, value in match.shown().items()},
-        **{f"decide_{name}": value for name, value in decide.shown().items()},
-        "plain_loop_p99_ms": plain.shown()["p99_ms"],
+        **{f"match_{name}": value for name, value in match.to_dict().items()},
+        **{f"decide_{name}": value for name, value in decide.to_dict().items()},
+        "plain_loop_p99_ms": plain.to_dict()["p99_ms"],
     }
 
 
@@ -206,7 +206,7 @@ class Timed:
         self.cpu_s.append(time.thread_time() - self._cpu_s)
         self.wall_s.append(time.perf_counter() - self._wall_s)
 
-    def shown(self) -> dict[str, float]:
+    def to_dict(self) -> dict[str, float]:
         wall_ms = {f"p{q}_ms": quantile_ms(self.wall_s, q / 100) for q in (50, 99)}
         return wall_ms | {"p99_cpu_ms": quantile_ms(self.cpu_s, 0.99)}
 

@@ -78,7 +78,7 @@ class Workers:
 
         self._asked += 1
         params = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True)
-        submit = messages.Submit(
+        submit = messages.GenerateRequest(
             f"bench-{self._asked}", self.model, prompt, params, DEADLINE_S, pull=pull
         )
         tokens: list[int] = []

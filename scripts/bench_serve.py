@@ -61,17 +61,17 @@ def serve_engine(pipe: Connection, config_path: str | None, overrides: tuple[str
     disable_progress_bar()
     keep_freed_memory()
     config = load(config_path, overrides)
-    launch = resolve(config, find(config.model.path, config.model.revision))
+    spec = resolve(config, find(config.model.path, config.model.revision))
 
     def make() -> Engine:
         torch.set_num_threads(threads_of(config.cluster, os.cpu_count() or 1))
-        return start(launch, clock=time.perf_counter, cpu_clock=time.thread_time)
+        return start(spec, clock=time.perf_counter, cpu_clock=time.thread_time)
 
     pace = config.server.stream_messages_per_s
     engine = EngineLoop(make, now=time.monotonic, messages_per_s=pace)
-    facts = {"dtype": str(launch.dtype).removeprefix("torch."), "device": str(launch.device)}
+    facts = {"dtype": str(spec.dtype).removeprefix("torch."), "device": str(spec.device)}
     facts["threads"] = str(threads_of(config.cluster, os.cpu_count() or 1))
-    pipe.send(facts | {"vocab": launch.params.vocab_size})
+    pipe.send(facts | {"vocab": spec.params.vocab_size})
     asyncio.run(_answer(pipe, engine))
 
 

@@ -39,11 +39,11 @@ from worker.execution.runner import InFlight, Runner, StepResult
 from worker.messages import Delta, Finish
 from worker.params import SamplingParams
 from worker.request import Request
-from worker.scheduling.prefix import Identity, PrefixCache
+from worker.scheduling.prefix import HashInputs, PrefixCache
 from worker.scheduling.scheduler import Scheduler
 from worker.scheduling.state import Limits, SchedulerState
-from worker.scheduling.step import Offer, StepPlan
-from worker.startup.start import Launch, build_engine, resolve, start
+from worker.scheduling.step import BeamCandidates, StepPlan
+from worker.startup.start import EngineSpec, build_engine, resolve, start
 
 Prompt = list[int]
 Bank = Sequence[Sequence[float]]
@@ -81,12 +81,14 @@ class NoDevice:
     def collect(self, flight: InFlight) -> StepResult:
         rows = flight.plan.rows
         tokens = [self.rng.randrange(VOCAB) for row in rows if row.sampled]
-        offers: list[Offer | None] = [self._offer(row.candidates) for row in rows if row.candidates]
-        return StepResult(tokens, [False] * len(tokens), [None] * len(tokens), [], offers)
+        beam_candidates: list[BeamCandidates | None] = [
+            self._candidates(row.candidates) for row in rows if row.candidates
+        ]
+        return StepResult(tokens, [False] * len(tokens), [None] * len(tokens), [], beam_candidates)
 
-    def _offer(self, count: int) -> Offer:
+    def _candidates(self, count: int) -> BeamCandidates:
         first = self.rng.randrange(VOCAB - count)
-        return Offer([*range(first, first + count)], [*self.rng.choice(self.bank)[:count]])
+        return BeamCandidates([*range(first, first + count)], [*self.rng.choice(self.bank)[:count]])
 
     def raise_if_dead(self, error: Exception) -> None:
         raise error
@@ -98,7 +100,7 @@ def saved(lengths: Lengths, width: int, *, beams: bool, bank: Bank, seed: int) -
     sizes = [*zip(lengths.inputs, lengths.outputs, strict=True)]
     seqs = width * len(sizes)
     pool = BlockPool(sum(width * -(-min(LONGEST, sum(s)) // BLOCK_SIZE) + width for s in sizes))
-    prefix = PrefixCache([pool], BLOCK_SIZE, Identity(b"", ""), enabled=True, cpu_clock=float)
+    prefix = PrefixCache([pool], BLOCK_SIZE, HashInputs(b"", ""), enabled=True, cpu_clock=float)
     limits = Limits(seqs, 8192, 2 * seqs, len(sizes))
     scheduler = Scheduler(SchedulerState(prefix, limits))
     device = NoDevice(scheduler, bank, rng)
@@ -127,7 +129,7 @@ def saved(lengths: Lengths, width: int, *, beams: bool, bank: Bank, seed: int) -
 class Model:
     """A loaded model, to make engines around."""
 
-    launch: Launch
+    spec: EngineSpec
     engine: Engine
 
     @classmethod
@@ -137,19 +139,19 @@ class Model:
         settings += [f"kv.blocks={needed}", "kv.prefix_cache=true"]
         config = load(None, [*settings, *overrides])
         torch.set_num_threads(config.cluster.threads or os.cpu_count() or 1)
-        launch = resolve(config, find(config.model.path, config.model.revision))
-        return cls(launch, start(launch, clock=time.perf_counter))
+        spec = resolve(config, find(config.model.path, config.model.revision))
+        return cls(spec, start(spec, clock=time.perf_counter))
 
     def fresh(self, *, cache: bool = True) -> Engine:
         """An engine that has seen nothing."""
-        kv = replace(self.launch.config.kv, prefix_cache=cache)
-        config = replace(self.launch.config, kv=kv)
-        launch = replace(self.launch, config=config)
-        return build_engine(launch, self.engine.runner.model, time.perf_counter)
+        kv = replace(self.spec.config.kv, prefix_cache=cache)
+        config = replace(self.spec.config, kv=kv)
+        spec = replace(self.spec, config=config)
+        return build_engine(spec, self.engine.runner.model, time.perf_counter)
 
     def prompts(self, count: int, tokens: int, rng: random.Random) -> list[Prompt]:
         """Prompts of ordinary token ids that begin differently."""
-        vocab = self.launch.params.vocab_size
+        vocab = self.spec.params.vocab_size
         ids = range(vocab // 50, vocab - vocab // 50)
         firsts = rng.sample(ids, k=count)
         return [[first, *rng.choices(ids, k=tokens - 1)] for first in firsts]
@@ -200,7 +202,7 @@ def overhead(model: Model, requests: int, rng: random.Random) -> dict[str, float
     stats = engine.scheduler.prefix.stats
     if stats.hit_tokens:
         raise SystemExit(f"{stats.hit_tokens} tokens were hit where none should be")
-    parts = {"hash": stats.hash_s, "match": stats.match_s, "publish": stats.publish_s}
+    parts = {"hash": stats.hash_s, "match": stats.match_s, "register": stats.register_s}
     shares = {f"{name}_percent": 100 * spent / turn.wall_s for name, spent in parts.items()}
     return {**shares, "total_percent": sum(shares.values()), "step_time_s": turn.wall_s}
 
@@ -263,7 +265,7 @@ def show(
         print(f"{entry['lengths']:<12} {entry['kind']:<8}{cells}   {entry['paper_percent']}")
     print("\nprefix cache without a hit, per cent of step time, lower is better (below 1)")
     parts = ", ".join(f"{name} {cost[f'{name}_percent']:.3f}" for name in ("hash", "match"))
-    print(f"{parts}, publish {cost['publish_percent']:.3f}: {cost['total_percent']:.3f}")
+    print(f"{parts}, register {cost['register_percent']:.3f}: {cost['total_percent']:.3f}")
     count = rounds[0]["requests"]
     print(f"\n{PREFIX} common and {PRIVATE} private tokens, {count} requests, output tokens/s")
     print(f"{'cache on':>9} {'cache off':>9} {'ratio':>6}   higher is better (at least 3)")
@@ -295,9 +297,9 @@ def main() -> None:
     progress = Progress()
     model = Model.start(options.set)
     setup: dict[str, Any] = {
-        "model": model.launch.name,
-        "dtype": str(model.launch.dtype).removeprefix("torch."),
-        "device": str(model.launch.device),
+        "model": model.spec.name,
+        "dtype": str(model.spec.dtype).removeprefix("torch."),
+        "device": str(model.spec.device),
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
         "machine": platform.machine(),
@@ -317,7 +319,7 @@ def main() -> None:
     progress("requests with a common prefix")
     rounds = list(prefix_rounds(model, together, options.rounds, rng))
     progress("attention over shared pages")
-    group = attention(model.launch.dtype, model.launch.device, 1.0 if options.quick else 5.0)
+    group = attention(model.spec.dtype, model.spec.device, 1.0 if options.quick else 5.0)
     progress("")
     show(blocks, cost, rounds, group)
     ratio = statistics.median(each["ratio"] for each in rounds)

@@ -1,8 +1,8 @@
 """What prompt lookup saves where an answer repeats its prompt, and what it costs where many wait.
 
 The quick-start model is asked to repeat paragraphs of this repository's pages, and to repeat them
-with one word replaced. The same engine answers with and without guesses in turns, prompts computed
-anew each time, and each way counts at its best. The last line is one JSON object.
+with one word replaced. The same engine answers with and without draft tokens in turns, prompts
+computed anew each time, and each way counts at its best. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from worker.engine.engine import Engine
 from worker.params import NO_SPECULATION, PROMPT_LOOKUP, SamplingParams
 from worker.request import Request
 
-GOALS = {1: 1.8, 32: 0.97}  # of the tokens/s without guesses, by concurrency
+GOALS = {1: 1.8, 32: 0.97}  # of the tokens/s without draft tokens, by concurrency
 ROOT = Path(__file__).parents[1]
 CHARACTERS = (300, 900)  # of a paragraph
 ASKED = (
@@ -91,7 +91,7 @@ def run(
 def compare(
     engine: Engine, asked: Sequence[Sequence[int]], concurrency: int, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Both ways in turns, the best of each, and how the guesses fared."""
+    """Both ways in turns, the best of each, and how the draft tokens fared."""
     stats = engine.scheduler.speculation.stats
     before = (stats.draft_tokens, stats.accepted_tokens)
     turns: dict[str, list[Turn]] = {NO_SPECULATION: [], PROMPT_LOOKUP: []}
@@ -129,12 +129,12 @@ def make(options: argparse.Namespace) -> tuple[Engine, Any, dict[str, Any]]:
     torch.set_num_threads(options.threads)
     config = load(None, options.set)
     directory = find(config.model.path, config.model.revision, say=lambda line: None)
-    launch = resolve(config, directory)
-    engine = start(launch, clock=time.perf_counter, cpu_clock=time.thread_time)
+    spec = resolve(config, directory)
+    engine = start(spec, clock=time.perf_counter, cpu_clock=time.thread_time)
     facts = {
-        "model": launch.name,
-        "dtype": str(launch.dtype).removeprefix("torch."),
-        "device": str(launch.device),
+        "model": spec.name,
+        "dtype": str(spec.dtype).removeprefix("torch."),
+        "device": str(spec.device),
         "threads": options.threads,
         "torch": torch.__version__,
         "tokens": options.tokens,
@@ -164,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = options(argv)
     engine, tokenizer, facts = make(asked)
     print(", ".join(f"{name} {value}" for name, value in facts.items()))
-    head = ("concurrency", "requests", "plain tok/s", "guessed tok/s", "ratio", "right", "same")
+    head = ("concurrency", "requests", "plain tok/s", "drafted tok/s", "ratio", "right", "same")
     print(" ".join(f"{name:>13}" for name in head))
     results = []
     for concurrency in asked.concurrency:

@@ -102,10 +102,10 @@ def parts_on_the_loop(text: str, ids: list[int], rounds: int) -> dict[str, float
     """What a request with this text costs the loop beside its tokens, median ms."""
     body = json.dumps({"model": "m", "prompt": text}).encode()
     root = hashing.root(fingerprint=b"bench", kv_dtype="float16", block_size=16)
-    submit = messages.Submit("r", "m", ids, SamplingParams(), 60.0)
+    submit = messages.GenerateRequest("r", "m", ids, SamplingParams(), 60.0)
     timed: dict[str, Callable[[], object]] = {
         "body": lambda: bodies.parse(openai.CompletionRequest, body),
-        "block names, of 16 tokens": lambda: hashing.chain(root, ids, 16),
+        "block names, of 16 tokens": lambda: hashing.block_hashes(root, ids, 16),
         "message to a worker": lambda: messages.encode(submit),
     }
     found: dict[str, float] = {}

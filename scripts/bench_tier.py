@@ -36,7 +36,7 @@ class Outcome:
     first_ms: float
     hit_tokens: int
     host_hit_tokens: int
-    back_bytes_per_s: float
+    load_bytes_per_s: float
 
 
 def run(engine: Engine, way: str, asked: argparse.Namespace) -> tuple[Outcome, list[list[int]]]:
@@ -64,14 +64,14 @@ def run(engine: Engine, way: str, asked: argparse.Namespace) -> tuple[Outcome, l
             said[number] = said[number] + answer
             if turn:
                 firsts.append(first_s or 0.0)
-    tier = engine.scheduler.tier
+    host_cache = engine.scheduler.host_cache
     figures = Outcome(
         way,
         time.perf_counter() - began_s,
         median(firsts) * 1e3,
         engine.scheduler.prefix.stats.hit_tokens,
-        0 if tier is None else tier.stats.hit_tokens,
-        0.0 if tier is None else tier.back_rate.per_s,
+        0 if host_cache is None else host_cache.stats.hit_tokens,
+        0.0 if host_cache is None else host_cache.load_rate.per_s,
     )
     return figures, said
 
@@ -91,19 +91,19 @@ def make(asked: argparse.Namespace, blocks: int, host: bool) -> tuple[Engine, di
     sizes = [f"kv.blocks={blocks}", f"kv.block_size={asked.block_size}"]
     config = load(None, [*sizes, *asked.set])
     directory = find(config.model.path, config.model.revision, say=lambda line: None)
-    launch = resolve(config, directory)
+    spec = resolve(config, directory)
     if host:
-        gib = working_set(asked) * launch.layout.slice_bytes / GIB + 0.01
+        gib = working_set(asked) * spec.layout.slice_bytes / GIB + 0.01
         config = load(None, [*sizes, *asked.set, f"kv.host_gib={gib:.3f}"])
-        launch = resolve(config, directory)
-    engine = start(launch, clock=time.perf_counter, cpu_clock=time.thread_time)
+        spec = resolve(config, directory)
+    engine = start(spec, clock=time.perf_counter, cpu_clock=time.thread_time)
     facts = {
-        "model": launch.name,
-        "dtype": str(launch.dtype).removeprefix("torch."),
-        "device": str(launch.device),
+        "model": spec.name,
+        "dtype": str(spec.dtype).removeprefix("torch."),
+        "device": str(spec.device),
         "threads": asked.threads,
         "torch": torch.__version__,
-        "kv_bytes_per_token": launch.layout.bytes_per_token,
+        "kv_bytes_per_token": spec.layout.bytes_per_token,
     }
     return engine, facts
 

@@ -25,7 +25,7 @@ from kvpaging.store import Layout, layout
 from worker.engine.engine import Engine
 from worker.params import SamplingParams
 from worker.request import Request
-from worker.startup.start import Launch, resolve, start
+from worker.startup.start import EngineSpec, resolve, start
 
 NEW = 12  # tokens that are generated up to the full length
 BLOCK, CHUNK = 16, 1024
@@ -70,7 +70,7 @@ def full_bytes(pages: Layout, layers: int, tokens: int) -> int:
     return layout([shape] * layers, BLOCK, pages.itemsize).sequence_bytes(tokens, CHUNK)
 
 
-def prepare(home: Path, kind: Kind, tokens: int) -> tuple[Launch, Any]:
+def prepare(home: Path, kind: Kind, tokens: int) -> tuple[EngineSpec, Any]:
     """A tiny model of a kind, saved, checked and loaded, with pages for `tokens` and a few more."""
     torch.manual_seed(kind.windowed + kind.window)
     kinds = ["sliding_attention"] * kind.windowed + ["full_attention"]
@@ -111,7 +111,7 @@ def measure(engine: Engine, tokens: int) -> Taken:
 
     def launched(plan: Any) -> Any:
         counts = [pool.counts() for pool in dict.fromkeys(engine.scheduler.pools)]
-        taken = sum((c.owned + c.leased) * size for c, size in zip(counts, sizes, strict=True))
+        taken = sum((c.active + c.pinned) * size for c, size in zip(counts, sizes, strict=True))
         most[bool(said)] = max(most[bool(said)], taken)
         return launch(plan)
 

@@ -130,16 +130,16 @@ def sources(*packages: str) -> dict[str, str]:
 
 def reaches(start: str, target: str, files: dict[str, str]) -> list[str] | None:
     """A chain of imports at run time from module `start` to library `target`, if there is one."""
-    chains, seen = [[start]], {start}
-    while chains:
-        chain = chains.pop()
+    group_hashes, seen = [[start]], {start}
+    while group_hashes:
+        chain = group_hashes.pop()
         for one in imports(files[chain[-1]], chain[-1]):
             if one.for_types:
                 continue
             if one.target.split(".")[0] == target:
                 return [*chain, one.target]
             names = [one.target.rsplit(".", cut)[0] for cut in (0, 1)]
-            chains += [[*chain, name] for name in names if name in files and name not in seen]
+            group_hashes += [[*chain, name] for name in names if name in files and name not in seen]
             seen.update(names)
     return None
 

@@ -43,7 +43,7 @@ class Pull:
 
 
 @dataclass(frozen=True, slots=True)
-class Submit:
+class GenerateRequest:
     """Ingress to worker: one prompt. Without `stream` the ingress wants few, large deltas; with
     `pull` the worker gets blocks from another one before it starts."""
 
@@ -151,26 +151,26 @@ class Error:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class KeepAlive:
     """Nothing to say, still alive."""
 
 
-Event = Accepted | Rejected | Delta | PromptLogprobs | Finish | Error | Mark
-Message = Submit | Event
+Event = Accepted | Rejected | Delta | PromptLogprobs | Finish | Error | KeepAlive
+Message = GenerateRequest | Event
 
 _M = TypeVar("_M")
 
 _CODEC: Codec[Message] = Codec(
     VERSION,
     {
-        "submit": Submit,
+        "submit": GenerateRequest,
         "accepted": Accepted,
         "rejected": Rejected,
         "delta": Delta,
         "prompt_logprobs": PromptLogprobs,
         "finish": Finish,
         "error": Error,
-        "mark": Mark,
+        "mark": KeepAlive,
     },
     WireError,
 )

@@ -8,8 +8,8 @@ No torch here: the ingress checks before the first byte of an answer, the worker
 Words: *greedy* takes the likeliest token, without a random number. *Penalties* lower the logits of
 tokens that occurred before; *logit bias* is added to those of chosen tokens. *Logprobs* are natural
 logarithms of the probabilities of generated tokens, *prompt logprobs* those of prompt tokens.
-*Beam search* keeps the `beam_width` likeliest continuations. *Speculation* guesses tokens, which
-one step of the model then verifies.
+*Beam search* keeps the `beam_width` likeliest continuations. *Speculation* draft tokens tokens,
+which one step of the model then verifies.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ MAX_BEAM_WIDTH = 128
 NO_SPECULATION, PROMPT_LOOKUP, DRAFT_MODEL = "none", "prompt_lookup", "draft_model"
 SPECULATIONS = (NO_SPECULATION, PROMPT_LOOKUP, DRAFT_MODEL)
 MAX_GUESSES = 31
-"""Tokens guessed at a time: with the one before them they stay a short row in a gang."""
+"""Tokens drafted at a time: with the one before them they stay a short row in a gang."""
 
 MAX_COUNT = 2**31 - 1
 """Positions are one 32-bit word of the random number generator's counter."""
@@ -53,7 +53,7 @@ class SamplingParams:
     chosen token: 0 reports the chosen one alone, None reports nothing. A positive `beam_width` asks
     for beam search, whose `n` best are returned; the two fields after it mean something only there.
     `speculation` is one of SPECULATIONS, "" where the server decides, and `speculation_k` how many
-    tokens are guessed at most, 0 where the server decides.
+    tokens are drafted at most, 0 where the server decides.
     """
 
     max_tokens: int = 16

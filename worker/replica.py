@@ -17,16 +17,16 @@ from configs.schema import Config
 from kvpaging.events import Announcer, Load
 from kvpaging.report import sharing, snapshot
 from worker import messages
-from worker.blocks.host_cache import host_slots
+from worker.blocks.host_cache import host_blocks
 from worker.blocks.pull import Answer, Fetch, Puller, no_peers
 from worker.blocks.transfer import Transfers, TransferStats
 from worker.engine.engine import Engine
 from worker.engine.load import Pressure, load_of, pressure_of
 from worker.engine.loop import EngineLoop
-from worker.engine.orphans import LiveLists
+from worker.engine.orphans import OrphanTracker
 from worker.engine.where import Pages
 from worker.gang.follower import GPUFollower
-from worker.gang.member import BEATS, Facts, Seat, facts_of, launched, repeat, told
+from worker.gang.member import BEATS, GangMember, RankInfo, facts_of, launched, repeat, told
 from worker.gang.pages import GangPages
 from worker.params import ParamError, check
 from worker.request import Arrival, Request
@@ -56,28 +56,28 @@ class GPUWorker:
         directory: str,
         key: bytes = b"",
         fetch: Fetch = no_peers,
-        seat: Seat | None = None,
+        member: GangMember | None = None,
     ) -> None:
         logging.getLogger("kvatlas").setLevel(config.server.log_level.upper())
         keep_freed_memory()
         self.config = config
-        self.gang = _gang_id() if seat is None else seat.gang
-        self._key, self._seat = key or os.urandom(32), seat
-        self._ranks: list[Facts] = []
+        self.gang = _gang_id() if member is None else member.gang
+        self._key, self._member = key or os.urandom(32), member
+        self._ranks: list[RankInfo] = []
         self._blocks: GangPages | None = None
         self.loop = EngineLoop(
-            lambda: told(seat, lambda: self._make(Path(directory))),
+            lambda: told(member, lambda: self._make(Path(directory))),
             now=time.monotonic,
             messages_per_s=config.server.stream_messages_per_s,
-            beat_s=None if seat is None else seat.timeout_s / BEATS,
+            beat_s=None if member is None else member.timeout_s / BEATS,
         )
-        if seat is not None and self._blocks is not None:
-            repeat(self._blocks.beat, seat.timeout_s / BEATS)
-        epoch = 0 if seat is None else seat.epoch
+        if member is not None and self._blocks is not None:
+            repeat(self._blocks.heartbeat, member.timeout_s / BEATS)
+        epoch = 0 if member is None else member.epoch
         self.pages = Pages(self.loop.engine, self.launch, self.gang, epoch, self._ranks)
         self.puller = self._puller(fetch)
         self.started = False
-        self.live = LiveLists()
+        self.live = OrphanTracker()
         self.announcer = Announcer(self.launch.name, self.gang)
         self.loop.engine.scheduler.announce_to(self.announcer)
         self._load: Load | None = None
@@ -92,7 +92,7 @@ class GPUWorker:
             return asyncio.get_running_loop().run_in_executor(threads, work)
 
         return Puller(
-            Transfers(scheduler.state, scheduler.tier, TransferStats()),
+            Transfers(scheduler.state, scheduler.host_cache, TransferStats()),
             self._blocks or engine.runner.model.store,
             self.loop,
             fetch,
@@ -104,7 +104,7 @@ class GPUWorker:
         )
 
     def _make(self, directory: Path) -> Engine:
-        self.launch, ways = launched(self.config, directory, self._seat)
+        self.launch, ways = launched(self.config, directory, self._member)
         engine = start(
             self.launch,
             clock=time.perf_counter,
@@ -114,8 +114,8 @@ class GPUWorker:
             progress=log.info,
         )
         facts = facts_of(self.gang, self.launch, engine.runner)
-        self._ranks += [facts] if self._seat is None else self._seat.ready(facts)
-        if self._seat is not None and ways is not None:  # the others listen from now on
+        self._ranks += [facts] if self._member is None else self._member.ready(facts)
+        if self._member is not None and ways is not None:  # the others listen from now on
             store, copied = engine.runner.model.store, ways[0].copied
             self._blocks = GangPages(store, ways[1], copied, self._lost)
         return engine
@@ -134,7 +134,7 @@ class GPUWorker:
         """One request (a `wire.Submit`); yields encoded events, the first accepted or rejected."""
         self._start()
         try:
-            message = messages.decode_as(messages.Submit, submit)
+            message = messages.decode_as(messages.GenerateRequest, submit)
             request = self._request(message)
         except (messages.WireError, ParamError, ValueError) as error:
             yield messages.encode(messages.Rejected("invalid", 0.0, str(error)))
@@ -151,13 +151,13 @@ class GPUWorker:
             if pulling is not None:
                 pulling.cancel()
 
-    async def export(self, chains: list[bytes]) -> Answer:
-        """For other workers: blocks that are cached here, by their identities, end to end, of each
-        layer group. Raises ValueError for more than a call may carry."""
+    async def export(self, group_hashes: list[bytes]) -> Answer:
+        """For other workers: blocks that are cached here, by their block hashes, end to end, of
+        each layer group. Raises ValueError for more than a call may carry."""
         self._start()
-        return await self.puller.export(chains)
+        return await self.puller.export(group_hashes)
 
-    def _request(self, message: messages.Submit) -> Request:
+    def _request(self, message: messages.GenerateRequest) -> Request:
         """Check again what the ingress checked. Raises ValueError."""
         limits, longest = self.launch.params, self.launch.memory.max_model_len
         check(message.params, limits)
@@ -252,17 +252,17 @@ class GPUWorker:
             "dtype": str(self.launch.dtype).removeprefix("torch."),
             "eos_token_ids": sorted(self.loop.engine.end_tokens),
             "table": self.launch.table(),
-            **self.loop.engine.scheduler.prefix.shown(),
+            **self.loop.engine.scheduler.prefix.to_dict(),
         }
 
     async def stats(self) -> dict[str, Any]:
-        """Counters and gauges, without waiting for the step under way."""
+        """Counters and gauges, without waiting for the step in flight."""
         engine, scheduler = self.loop.engine, self.loop.engine.scheduler
         stats = asdict(engine.stats)
         pools, tables = list(dict.fromkeys(scheduler.pools)), scheduler.tables()
         counts = [pool.counts() for pool in pools]
         shared = sharing(pools, tables)
-        states = ("free", "owned", "idle", "leased", "quarantined")
+        states = ("free", "active", "cached", "pinned", "quarantined")
         return {
             **stats,
             **engine.runner.exchanged(),
@@ -275,15 +275,15 @@ class GPUWorker:
             "speculation": asdict(scheduler.speculation.stats),
             "violations": self.loop.violations,
             "transfers": self._transfers(),
-            "tier": None if scheduler.swaps is None else scheduler.swaps.shown(),
+            "tier": None if scheduler.swaps is None else scheduler.swaps.to_dict(),
             "blocks": {name: sum(getattr(c, name) for c in counts) for name in states},
             "evictions": sum(pool.stats.evictions for pool in pools),
             "copies": scheduler.copies,
-            "given_back": scheduler.given_back,
+            "out_of_window_blocks": scheduler.out_of_window_blocks,
             "unshared_blocks": shared.unshared,
             "saved_blocks": max(0, shared.saved),  # a step may be changing what is counted
-            "wasted_slots": sum(table.wasted_slots for table in tables),
-            "index": {"seq": self.announcer.seq, **self.announcer.digest.shown()},
+            "wasted_tokens": sum(table.wasted_tokens for table in tables),
+            "index": {"seq": self.announcer.seq, **self.announcer.digest.to_dict()},
             "step_age_s": self.loop.step_age_s,
             **self.pressure._asdict(),
             "failure": None if self.loop.failure is None else str(self.loop.failure),
@@ -292,10 +292,10 @@ class GPUWorker:
         }
 
     def _transfers(self) -> dict[str, Any]:
-        shown = self.puller.stats.shown(self.launch.layout.bytes_per_token)
+        shown = self.puller.stats.to_dict(self.launch.layout.bytes_per_token)
         return {**shown, "prefill_tokens_per_s": self.loop.prefill.rate.per_s}
 
-    async def beats(self, period_s: float, ingress: str) -> AsyncIterator[dict[str, Any]]:
+    async def heartbeats(self, period_s: float, ingress: str) -> AsyncIterator[dict[str, Any]]:
         """`stats`, for as long as an ingress listens: it hears when this process dies."""
         with self.live.listening(ingress, time.monotonic()):
             while True:
@@ -316,7 +316,7 @@ class GPUWorker:
             facts = self._ranks[rank]
             return {
                 **asdict(pages),
-                **host_slots(scheduler.tier, rank),
+                **host_blocks(scheduler.host_cache, rank),
                 "copies": 0 if rank else scheduler.copies,  # these three are of the whole gang
                 "hit_tokens": 0 if rank else scheduler.prefix.stats.hit_tokens,
                 "evictions": 0
@@ -328,7 +328,7 @@ class GPUWorker:
             }
 
         self._start()
-        epoch = 0 if self._seat is None else self._seat.epoch
+        epoch = 0 if self._member is None else self._member.epoch
         shown = {"gang": self.gang, "degree": len(self._ranks), "epoch": epoch}
         ranks = range(len(self._ranks))
         return {**shown, "ranks": await self.loop.call(lambda: list(map(look, ranks)))}
@@ -337,7 +337,7 @@ class GPUWorker:
         """This gang's entry of `/debug/map`."""
         self._start()
         pages = await self.loop.call(lambda: self.loop.engine.scheduler.page_maps(first))
-        return {"gang": self.gang, "pools": [page.shown() for page in pages]}
+        return {"gang": self.gang, "pools": [page.to_dict() for page in pages]}
 
     async def debug_requests(self) -> list[dict[str, Any]]:
         """One entry per sequence that waits or runs."""
@@ -346,7 +346,7 @@ class GPUWorker:
 
     def _look_at_requests(self) -> list[dict[str, Any]]:
         now, found = time.monotonic(), self.loop.requests()
-        return [{"gang": self.gang, **one} for request in found for one in request.shown(now)]
+        return [{"gang": self.gang, **one} for request in found for one in request.to_dict(now)]
 
     async def where(self, request_id: str, token: int, choice: int = 0) -> dict[str, Any] | None:
         """Where the keys of a request's token lie; None when the request is not here.

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from kvpaging.table import BlockTable
     from worker.params import SamplingParams
-    from worker.scheduling.step import Offer
+    from worker.scheduling.step import BeamCandidates
 
 NO_SLOT = -1
 
@@ -28,31 +28,31 @@ class Arrival:
 class Sequence:
     """One choice of a request: its tokens, its table, and how far both have come.
 
-    `computed` tokens have their K,V committed; `planned` more are in steps under way, which will
+    `computed` tokens have their K,V committed; `planned` more are in steps in flight, which will
     sample `pending` tokens. A step of an older `epoch` (before a preemption) is void.
     """
 
     __slots__ = (
         "awaited",
+        "block_hashes",
         "cached_tokens",
-        "chains",
+        "candidates",
         "choice",
         "computed",
         "epoch",
         "finish_reason",
         "lacking",
         "last_step",
-        "offer",
+        "loaded_tokens",
         "params",
         "pending",
         "planned",
         "prompt_tokens",
-        "published",
+        "registered",
         "request",
-        "returned",
         "scored",
-        "seated",
         "slot",
+        "slot_filled",
         "stop_token",
         "stored",
         "synced",
@@ -70,17 +70,19 @@ class Sequence:
         self.slot = NO_SLOT
         self.computed = self.planned = self.pending = self.epoch = 0
         self.stored = 0  # tokens found in the cache or a sibling: their K,V are not written again
-        self.published = 0  # leading blocks that have an identity
-        self.chains: list[list[bytes]] = []  # identities of full blocks, per layer group
+        self.registered = 0  # leading blocks that have a block hash
+        self.block_hashes: list[list[bytes]] = []  # block hashes of full blocks, per layer group
         self.cached_tokens = 0
         self.awaited = request.arrival  # blocks on their way here that it waits for
-        self.returned = 0  # tokens that came back from the host for it
+        self.loaded_tokens = 0  # tokens that came back from the host for it
         self.lacking = 1 << 62  # blocks that were not in the pools when some were last sent for
         self.last_step: int | None = None
-        self.seated = False  # a row that was planned tells the sampler its tokens, for penalties
+        # a row that was planned tells the sampler its tokens, for penalties
+        self.slot_filled = False
         self.synced = 0  # table entries that the device has been told
         self.scored = 0  # prompt log-probabilities reported: entries below this token index
-        self.offer: Offer | None = None  # of a beam: what may follow, until all beams know
+        # of a beam: what may follow, until all beams know
+        self.candidates: BeamCandidates | None = None
         self.finish_reason: str | None = None
         self.stop_token: int | None = None
 
@@ -90,7 +92,7 @@ class Sequence:
 
     @property
     def target(self) -> int:
-        """How many tokens must be computed, those that steps under way will sample included."""
+        """How many tokens must be computed, those that steps in flight will sample included."""
         params = self.request.params
         if params.max_tokens == 0:  # at most prompt log-probabilities are wanted
             return 0 if params.prompt_logprobs is None else self.prompt_tokens - 1
@@ -100,7 +102,7 @@ class Sequence:
     def waits(self) -> bool:
         """Whether it cannot start yet: its search goes on without it, or blocks are to come."""
         coming = self.awaited is not None and not self.awaited.ended
-        return coming or self.offer is not None
+        return coming or self.candidates is not None
 
     @property
     def scores(self) -> bool:
@@ -115,11 +117,11 @@ class Sequence:
         return min(first, self.scored) if self.scores else first
 
     def reset(self) -> None:
-        """Forget what was computed; steps under way are void for this sequence."""
+        """Forget what was computed; steps in flight are void for this sequence."""
         self.computed = self.planned = self.pending = self.synced = 0
-        self.stored = self.published = 0
+        self.stored = self.registered = 0
         self.lacking = 1 << 62
-        self.seated = False
+        self.slot_filled = False
         self.epoch += 1
 
 
@@ -177,7 +179,7 @@ class Request:
     def finished(self) -> bool:
         return all(s.finish_reason is not None for s in self.sequences)
 
-    def shown(self, now: float) -> list[dict[str, Any]]:
+    def to_dict(self, now: float) -> list[dict[str, Any]]:
         """Each sequence that waits or runs, for people; `now` is in the clock of `arrival_s`."""
         return [
             {

@@ -54,8 +54,8 @@ def build_app(api: Api, *, echo_label: bool = True) -> FastAPI:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         works = {"following gangs": api.gangs.update, "telling who lives": api.dispatcher.tell}
         works["following the index"] = api.follower.turn
-        if api.supply is not None:
-            works["watching resources"] = api.supply.turn
+        if api.resources is not None:
+            works["watching resources"] = api.resources.turn
         if api.access.from_files:
             works["reading keys"] = partial(_reread_keys, api)
         async with background(works, api.metrics.background_failure):
@@ -226,7 +226,7 @@ def _add_state(app: FastAPI, api: Api) -> None:
     @app.get("/metrics", dependencies=[Depends(api.access.admin)])
     async def metrics() -> Response:
         await api.gangs.refresh(DEBUG_DEADLINE_S)
-        (own, *others), missing = await api.all_say()
+        (own, *others), missing = await api.all_states()
         headers = {"x-kvatlas-missing": "ingresses"} if missing else None
         text = api.metrics.text(merged(own, others))
         return Response(text, headers=headers, media_type=CONTENT_TYPE)

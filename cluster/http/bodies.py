@@ -45,7 +45,7 @@ def parse(kind: type[_R], body: bytes) -> _R:
     try:
         return kind.model_validate({k: v for k, v in given.items() if k not in openai.HARMLESS})
     except ValidationError as error:
-        raise _complaint(error) from None
+        raise _reason(error) from None
 
 
 def _check_sizes(raw: dict[str, Any]) -> None:
@@ -62,7 +62,7 @@ def _same_as_any(value: Any, allowed: Sequence[Any]) -> bool:
     return any(type(value) is type(other) and value == other for other in allowed)
 
 
-def _complaint(error: ValidationError) -> ApiError:
+def _reason(error: ValidationError) -> ApiError:
     first = error.errors(include_url=False)[0]
     name = str(first["loc"][0])
     if first["type"] == "missing":

@@ -264,7 +264,7 @@ class Completion(Response):
         ]
         for choice in choices:
             choice.echo(text)
-        submit = messages.Submit(
+        submit = messages.GenerateRequest(
             id=answer.id if index == 0 else f"{answer.id}-{index}",
             model=served.model,
             prompt=tokens,

@@ -39,7 +39,7 @@ def add_debug(app: FastAPI, api: Api) -> None:
     async def debug_requests(request: Request) -> Response:
         label = request.query_params.get("label")
         found, missing = await api.debug("debug_requests")
-        said, unsaid = await api.all_say()
+        said, unsaid = await api.all_states()
         labels = {name: given for each in said for name, given in each.labels.items()}
         named = [
             {**entry, "label": labels.get(entry["request"])} for some in found for entry in some

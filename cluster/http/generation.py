@@ -62,7 +62,7 @@ class Job:
     request sets no limit on tokens.
     """
 
-    submit: messages.Submit
+    submit: messages.GenerateRequest
     choices: Sequence[Choice]
     open_ended: bool = False
     generated: list[list[int]] = field(default_factory=list)
@@ -71,7 +71,9 @@ class Job:
     def __post_init__(self) -> None:
         self.generated = [[] for _ in self.choices]
 
-    def again(self, attempt: int, deadline_s: float, pull: messages.Pull | None) -> messages.Submit:
+    def again(
+        self, attempt: int, deadline_s: float, pull: messages.Pull | None
+    ) -> messages.GenerateRequest:
         """What an engine is asked: after the first attempt, to go on where the last was lost."""
         inputs = self.submit.choices  # a beam search starts again
         if not self.submit.params.beam_width:
@@ -231,7 +233,7 @@ class Generation:
 
     async def _attempt(
         self,
-        submit: messages.Submit,
+        submit: messages.GenerateRequest,
         job: Job,
         target: Target,
         admitted: asyncio.Future[None] | None,
@@ -254,7 +256,7 @@ class Generation:
         self._news.set()
 
     async def _admission(self, stream: Stream) -> None:
-        while isinstance(first := messages.decode(await stream.next()), messages.Mark):
+        while isinstance(first := messages.decode(await stream.next()), messages.KeepAlive):
             pass  # a long step: the engine looks at what has come after it
         if isinstance(first, messages.Rejected):
             stream.finished = True
@@ -300,7 +302,7 @@ class Generation:
                     _lost(event)
                     stream.finished = True
                     raise ApiError(event.status, event.code, event.message)
-                case messages.Mark() | messages.Finish():
+                case messages.KeepAlive() | messages.Finish():
                     continue
                 case _:
                     raise messages.WireError(f"{type(event).__name__} in the middle of a stream")

@@ -91,7 +91,7 @@ class StreamOptions(BaseModel):
 
 
 class SpeculationOptions(BaseModel):
-    """What is guessed for this request; null and what is left out is as the server has it."""
+    """What is drafted for this request; null and what is left out is as the server has it."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 

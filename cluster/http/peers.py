@@ -9,7 +9,7 @@ from prometheus_client.core import Metric
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class IngressState:
     """What one ingress knows: its metrics, and its clients' labels of the requests in flight."""
 
     ingress: str
@@ -20,12 +20,12 @@ class Said:
 class Peers(Protocol):
     """All ingresses, this one among them."""
 
-    async def all(self) -> list[Said]:
+    async def all(self) -> list[IngressState]:
         """What each knows. Raises where one does not answer in time."""
         ...
 
 
-def merged(own: Said, others: list[Said]) -> list[Metric]:
+def merged(own: IngressState, others: list[IngressState]) -> list[Metric]:
     """The metrics of all, each family once."""
     families: dict[str, Metric] = {}
     for said in (own, *(other for other in others if other.ingress != own.ingress)):

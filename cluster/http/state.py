@@ -16,15 +16,15 @@ from typing import Any, Protocol
 from cluster.errors import ApiError, invalid
 from cluster.http import openai
 from cluster.http.keys import Access
-from cluster.http.peers import Peers, Said
+from cluster.http.peers import IngressState, Peers
 from cluster.http.text import TextService
 from cluster.metrics import Metrics, Record
-from cluster.routing.block_hashes import Identities
+from cluster.routing.block_hashes import BlockHasher
 from cluster.routing.calls import Refused
 from cluster.routing.dispatch import Dispatcher
-from cluster.routing.health import Watch
+from cluster.routing.health import HealthMonitor
 from cluster.routing.index import Mirror
-from cluster.routing.registry import Gangs, Workers
+from cluster.routing.registry import GangRegistry, Workers
 from cluster.routing.router import Router
 from cluster.routing.sync import Follower, Hub
 from cluster.routing.waiting import Waiting
@@ -69,24 +69,24 @@ class Api:
         self.access = Access(config.server, os.environ, behind_proxy=behind_proxy)
         self.model = model
         self.text = TextService(tokenizer)
-        self.identities = Identities(key)
+        self.block_hashes = BlockHasher(key)
         self.metrics = Metrics(model, name, lambda: self.gangs.snapshots())
-        watch = partial(
-            Watch,
+        monitor = partial(
+            HealthMonitor,
             ingress=name,
             period_s=config.cluster.health_period_s,
             timeout_s=config.cluster.health_timeout_s,
             step_timeout_s=config.cluster.step_timeout_s,
             on_failure=partial(self.metrics.background_failure, "watch"),
-            check=self.identities.problem,
+            check=self.block_hashes.problem,
         )
-        self.gangs = Gangs(workers, model=model, watch=watch)
+        self.gangs = GangRegistry(workers, model=model, monitor=monitor)
         self.mirror = Mirror()
         self.follower = Follower(name, self.mirror, hub, time.monotonic)
         router = Router(
             self.gangs,
             self.mirror,
-            self.identities,
+            self.block_hashes,
             name=name,
             share=lambda: (self.follower.at, self.follower.ingresses),
             config=lambda: self.config,
@@ -95,7 +95,7 @@ class Api:
         self.waiting = Waiting(lambda: self.config)
         self.dispatcher = Dispatcher(self.gangs, router, self.waiting, name=name)
         self.created = int(time.time())
-        self.supply: ResourceWatch | None = None
+        self.resources: ResourceWatch | None = None
         self.labels: dict[str, str] = {}  # X-Request-Id of the requests in flight, by id
 
     async def served(self) -> openai.Served:
@@ -109,7 +109,7 @@ class Api:
 
         def failure(passed: str) -> ApiError:
             code = "no_capacity" if self.gangs.info is None else "worker_lost"
-            message = f"{self.model} is not ready {passed}: {self.gangs.complaint}"
+            message = f"{self.model} is not ready {passed}: {self.gangs.reason}"
             return ApiError(503, code, message, retry_after_s=1)
 
         return self._served(await self.waiting.until(info, failure))
@@ -127,17 +127,17 @@ class Api:
             silent=[p.name for p in self.config.pools if p.name not in limits],
         )
 
-    def says(self) -> Said:
+    def state(self) -> IngressState:
         """What this ingress knows that the others do not."""
-        return Said(self.name, self.metrics.own(), dict(self.labels))
+        return IngressState(self.name, self.metrics.own(), dict(self.labels))
 
-    async def all_say(self) -> tuple[list[Said], dict[str, Any]]:
+    async def all_states(self) -> tuple[list[IngressState], dict[str, Any]]:
         """What all ingresses know, and a `missing` entry where others do not answer in time."""
         try:
-            return [self.says(), *await self.peers.all()], {}
+            return [self.state(), *await self.peers.all()], {}
         except Exception as error:
             log.warning("the other ingresses do not answer: %s", error)
-            return [self.says()], {"missing": {"ingresses": type(error).__name__}}
+            return [self.state()], {"missing": {"ingresses": type(error).__name__}}
 
     def finished(self, record: Record) -> None:
         """A completion request came to its end, whatever that was."""
@@ -158,8 +158,8 @@ class Api:
         """The body of `/health/ready`."""
         problem = "files of keys have changed and cannot be used, the log says why"
         problems = [problem] if self.access.problem else []
-        if self.supply is not None and self.supply.problem:
-            problems.append(self.supply.problem)
+        if self.resources is not None and self.resources.problem:
+            problems.append(self.resources.problem)
         return {**self.gangs.report(), "problems": problems}
 
     async def debug(self, method: str, *arguments: Any) -> tuple[list[Any], dict[str, Any]]:
@@ -172,7 +172,7 @@ class Api:
             if isinstance(error, Refused):
                 raise invalid(str(error)) from None
         if not answers:
-            message = "; ".join(map(str, errors.values())) or self.gangs.complaint
+            message = "; ".join(map(str, errors.values())) or self.gangs.reason
             raise ApiError(503, "worker_lost", message, retry_after_s=1)
         missing = {gang: str(error) for gang, error in errors.items()}
         return list(answers.values()), {"missing": missing} if missing else {}

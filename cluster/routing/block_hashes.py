@@ -13,16 +13,16 @@ from kvpaging import hashing
 from worker.scheduling.prefix import PROBE_BLOCKS, PROBE_SALT
 
 
-class Identities:
+class BlockHasher:
     """Block hashes under the cluster's secret `key`. A worker's `info` describes its model."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
         self._roots: tuple[dict[str, Any], dict[bytes, bytes]] = ({}, {})
 
-    def chain(self, info: dict[str, Any], tokens: Sequence[int], salt: bytes) -> list[bytes]:
+    def block_hashes(self, info: dict[str, Any], tokens: Sequence[int], salt: bytes) -> list[bytes]:
         """The hashes of a prompt's full blocks in order; none where the worker caches nothing."""
-        parts = info["identity"]
+        parts = info["block_hash"]
         if parts is None:
             return []
         known, roots = self._roots
@@ -33,12 +33,12 @@ class Identities:
             if len(roots) > 1024:
                 roots.clear()
             roots[salt] = hashing.root(**parts, salt=salt, key=self._key)
-        return hashing.chain(roots[salt], tokens, info["block_size"], key=self._key)
+        return hashing.block_hashes(roots[salt], tokens, info["block_size"], key=self._key)
 
     def problem(self, info: dict[str, Any]) -> str:
         """Why this ingress and a worker cannot serve together; empty where they can."""
         tokens = range(PROBE_BLOCKS * info["block_size"])
-        if self.chain(info, tokens, PROBE_SALT) == info["probe"]:
+        if self.block_hashes(info, tokens, PROBE_SALT) == info["probe"]:
             return ""
         return (
             "ingress and worker give the same blocks different names: they run different versions, "

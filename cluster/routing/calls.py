@@ -14,10 +14,10 @@ from collections.abc import Awaitable
 from types import TracebackType
 from typing import Any, Protocol
 
-MARK_S = 2.0
+KEEP_ALIVE_S = 2.0
 """How often a worker with nothing to say says so."""
 
-SILENCE_S = 3 * MARK_S
+SILENCE_S = 3 * KEEP_ALIVE_S
 """A stream that says nothing for this long is lost: a frozen process raises nothing."""
 
 LOOKS = 3

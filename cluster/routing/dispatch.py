@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from cluster.errors import ApiError
 from cluster.routing.calls import EngineLost, Handle, Refused, ask
-from cluster.routing.registry import Gangs
+from cluster.routing.registry import GangRegistry
 from cluster.routing.router import Length, Route, Router
 from cluster.routing.waiting import Waiting
 from worker import messages
@@ -41,12 +41,12 @@ class Target:
 class Dispatcher:
     """Sends the requests of the ingress `name` to gangs."""
 
-    def __init__(self, gangs: Gangs, router: Router, waiting: Waiting, *, name: str) -> None:
+    def __init__(self, gangs: GangRegistry, router: Router, waiting: Waiting, *, name: str) -> None:
         self._gangs, self._router, self._waiting, self.name = gangs, router, waiting, name
         self._open: dict[str, dict[str, int]] = {}  # by gang: attempts by request
 
     def choose(
-        self, submit: messages.Submit, length: Length, avoid: Collection[str]
+        self, submit: messages.GenerateRequest, length: Length, avoid: Collection[str]
     ) -> Target | None:
         """The gang that should serve a prompt; None where none is ready that can hold it and is not
         to be avoided."""
@@ -54,7 +54,12 @@ class Dispatcher:
         return None if route is None else Target(route, self._gangs.handle(route.gang))
 
     async def wait(
-        self, submit: messages.Submit, length: Length, avoid: Collection[str], *, begun: bool
+        self,
+        submit: messages.GenerateRequest,
+        length: Length,
+        avoid: Collection[str],
+        *,
+        begun: bool,
     ) -> Target:
         """The same, waiting for a gang to become ready. One to be avoided is better than none.
 
@@ -92,7 +97,7 @@ class Dispatcher:
             log.warning("could not tell worker %s which requests are alive: %s", gang, error)
 
     @contextlib.contextmanager
-    def opened(self, target: Target, submit: messages.Submit) -> Iterator[None]:
+    def opened(self, target: Target, submit: messages.GenerateRequest) -> Iterator[None]:
         """A stream is open while the block runs."""
         there = self._open.setdefault(target.gang, {})
         there[submit.id] = submit.attempt

@@ -22,7 +22,7 @@ RETRY_S = 0.2
 """Before the watch turns to a worker again after it lost one."""
 
 
-class Watch:
+class HealthMonitor:
     """What is known of the worker, and since when."""
 
     def __init__(
@@ -45,7 +45,7 @@ class Watch:
         self._clock = clock
         self._stats: dict[str, Any] | None = None
         self._answered_s = clock()
-        self._complaint = "no worker has answered yet"
+        self._reason = "no worker has answered yet"
         self._asking: asyncio.Task[None] | None = None
         self.info: dict[str, Any] | None = None
 
@@ -55,13 +55,13 @@ class Watch:
         return not self._why_not()
 
     @property
-    def complaint(self) -> str:
+    def reason(self) -> str:
         """Why it is not ready, for people."""
         return self._why_not() or "ready"
 
     def _why_not(self) -> str:
         if self._stats is None or self.info is None:
-            return self._complaint
+            return self._reason
         if self._unfit:
             return self._unfit
         if self._stats["failure"]:
@@ -93,7 +93,7 @@ class Watch:
 
     def report(self, gang: str) -> dict[str, Any]:
         """Its entry in `/health/ready`."""
-        entry = {"gang": gang, "ready": self.ready, "reason": self.complaint}
+        entry = {"gang": gang, "ready": self.ready, "reason": self.reason}
         if self.info is not None:
             entry |= {"pool": self.pool, "workers": self.ranks}
         if self._stats is None:
@@ -119,9 +119,9 @@ class Watch:
         silence_s = self._period_s + self._timeout_s
         try:
             asked = (self._period_s, self._ingress)
-            with Stream(self._handle, "beats", *asked, silence_s=silence_s) as beats:
+            with Stream(self._handle, "heartbeats", *asked, silence_s=silence_s) as heartbeats:
                 while True:
-                    await self._heard(await beats.next(), self._timeout_s)
+                    await self._heard(await heartbeats.next(), self._timeout_s)
         except Exception as error:
             self.failed(error)
 
@@ -154,5 +154,5 @@ class Watch:
         if self._stats is not None or not known:
             self._on_failure()
             log.warning("the worker does not answer: %s", error, exc_info=None if known else error)
-        self._complaint = f"the worker does not answer: {error}"
+        self._reason = f"the worker does not answer: {error}"
         self._stats = None

@@ -65,19 +65,19 @@ class Match(NamedTuple):
 
 
 class Gang:
-    """What is known of one gang; `seq`, its digest, the `identities` on its GPUs and those that are
-    only `hosted` belong together."""
+    """What is known of one gang; `seq`, its digest, the `block hashes` on its GPUs and those that
+    are only `hosted` belong together."""
 
     __slots__ = (
         "age_s",
         "ahead",
+        "block_hashes",
         "capacity",
         "diverged",
         "epoch",
         "expected",
         "heard_s",
         "hosted",
-        "identities",
         "indexed",
         "last",
         "latest",
@@ -104,14 +104,14 @@ class Gang:
         """Know nothing of its blocks, as before its first batch."""
         self.seq = self.latest = self.xor = 0
         self.diverged = False
-        self.identities, self.hosted = set[bytes](), set[bytes]()
+        self.block_hashes, self.hosted = set[bytes](), set[bytes]()
         self.ahead: dict[int, tuple[Batch, bytes]] = {}
         self.ring = Ring(0, self.ring_bytes)
         self.expected: OrderedDict[bytes, float] = OrderedDict()  # to the time they lapse
 
     @property
     def digest(self) -> Digest:
-        return Digest(len(self.identities) + len(self.hosted), self.xor)
+        return Digest(len(self.block_hashes) + len(self.hosted), self.xor)
 
     @property
     def behind(self) -> bool:
@@ -128,7 +128,7 @@ class Gang:
         self.xor = xor_of(dump.ids) ^ xor_of(dump.hosted, HOST)
         self.latest = max(self.latest, dump.seq)
         self.ahead = {seq: found for seq, found in self.ahead.items() if seq > dump.seq}
-        self.identities, self.hosted = set(split(dump.ids)), set(split(dump.hosted))
+        self.block_hashes, self.hosted = set(split(dump.ids)), set(split(dump.hosted))
         self._fit()
         self.diverged = self.digest != dump.digest
 
@@ -138,7 +138,7 @@ class Gang:
             batch, raw = found
             for event in batch.events:
                 if event.kind == CLEARED:
-                    self.identities, self.hosted, self.xor = set(), set(), 0
+                    self.block_hashes, self.hosted, self.xor = set(), set(), 0
                 else:
                     self._change(event.ids, event.tier if event.kind == STORED else "")
             self._fit()
@@ -147,12 +147,12 @@ class Gang:
             self.ring.append(raw)
 
     def _fit(self) -> None:
-        self.identities, self.hosted = map(_fitted, (self.identities, self.hosted))
+        self.block_hashes, self.hosted = map(_fitted, (self.block_hashes, self.hosted))
 
     def _change(self, ids: bytes, stored: str) -> None:
         """Blocks are in tier `stored` from now on, in none where that is empty."""
         names = split(ids)
-        for known, tier in ((self.identities, GPU), (self.hosted, HOST)):
+        for known, tier in ((self.block_hashes, GPU), (self.hosted, HOST)):
             if not known and tier != stored:
                 continue
             changed = [i for i in names if (i in known) != (tier == stored)]
@@ -162,8 +162,8 @@ class Gang:
             else:
                 known.difference_update(changed)
         if stored and self.expected:
-            for identity in names:
-                self.expected.pop(identity, None)
+            for block_hash in names:
+                self.expected.pop(block_hash, None)
 
 
 def _fitted(known: set[bytes]) -> set[bytes]:
@@ -243,51 +243,53 @@ class PrefixIndex:
         """The gang is gone, with all that was known of it."""
         self.changes += self.gangs.pop(name, None) is not None
 
-    def expect(self, name: str, chain: Sequence[bytes], now: float) -> None:
+    def expect(self, name: str, hashes: Sequence[bytes], now: float) -> None:
         """The gang was sent a request with these blocks: until it reports them, or for
         `expected_s`, `match` says that they will be there."""
         gang = self.gangs.get(name)
         if gang is None:
             return
         expected, until = gang.expected, now + self.expected_s
-        for identity in chain:
-            expected[identity] = until
-            expected.move_to_end(identity)
+        for block_hash in hashes:
+            expected[block_hash] = until
+            expected.move_to_end(block_hash)
         while len(expected) > EXPECTED_BLOCKS:
             expected.popitem(last=False)
 
-    def match(self, chain: Sequence[bytes], now: float) -> dict[str, Match]:
+    def match(self, hashes: Sequence[bytes], now: float) -> dict[str, Match]:
         """How many leading blocks of `chain` each gang has; gangs without any are left out."""
         found: dict[str, Match] = {}
-        for name, gang in self.gangs.items() if chain else ():
-            stored = _depth(chain, gang.identities) if chain[0] in gang.identities else 0
-            there = _depth(chain, gang.hosted, stored) if gang.hosted else stored
-            soon = _expected(chain, gang, there, now) if gang.expected else there
+        for name, gang in self.gangs.items() if hashes else ():
+            stored = _depth(hashes, gang.block_hashes) if hashes[0] in gang.block_hashes else 0
+            there = _depth(hashes, gang.hosted, stored) if gang.hosted else stored
+            soon = _expected(hashes, gang, there, now) if gang.expected else there
             if soon:
                 found[name] = Match(stored, soon, there - stored)
         return found
 
-    def owners(self, identity: bytes) -> list[str]:
+    def owners(self, block_hash: bytes) -> list[str]:
         """The gangs that have a block."""
         named = self.gangs.items()
-        return [n for n, gang in named if identity in gang.identities or identity in gang.hosted]
+        return [
+            n for n, gang in named if block_hash in gang.block_hashes or block_hash in gang.hosted
+        ]
 
 
 # Present blocks come before missing ones, since sets are prefix-closed, and those on the GPU before
 # those on the host: the place where a chain turns from one to the other can be bisected.
 
 
-def _depth(chain: Sequence[bytes], known: set[bytes], start: int = 0) -> int:
-    return bisect_left(chain, True, start, key=lambda identity: identity not in known)
+def _depth(hashes: Sequence[bytes], known: set[bytes], start: int = 0) -> int:
+    return bisect_left(hashes, True, start, key=lambda block_hash: block_hash not in known)
 
 
-def _expected(chain: Sequence[bytes], gang: Gang, stored: int, now: float) -> int:
-    known, soon = gang.identities, gang.expected
+def _expected(hashes: Sequence[bytes], gang: Gang, stored: int, now: float) -> int:
+    known, soon = gang.block_hashes, gang.expected
     while soon and soon[first := next(iter(soon))] <= now:
         del soon[first]
-    if stored == len(chain) or chain[stored] not in soon:
+    if stored == len(hashes) or hashes[stored] not in soon:
         return stored
-    return bisect_left(chain, True, stored, key=lambda i: i not in known and i not in soon)
+    return bisect_left(hashes, True, stored, key=lambda i: i not in known and i not in soon)
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,7 +363,7 @@ def _news(name: str, gang: Gang, have: Version) -> list[bytes]:
 
 def _dump(name: str, gang: Gang) -> bytes:
     place = (gang.model, name, gang.epoch, gang.seq, gang.capacity, gang.digest)
-    return encode(Dump(*place, b"".join(gang.identities), b"".join(gang.hosted)))
+    return encode(Dump(*place, b"".join(gang.block_hashes), b"".join(gang.hosted)))
 
 
 class Mirror(PrefixIndex):
@@ -376,7 +378,7 @@ class Mirror(PrefixIndex):
         return {
             name: {
                 "seq": gang.seq,
-                **gang.digest.shown(),
+                **gang.digest.to_dict(),
                 "hosted": len(gang.hosted),
                 "indexed": gang.indexed,
                 "age_s": round(gang.age_s, 3),

@@ -50,7 +50,7 @@ class Row(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class RoutingQuery:
     """One request, and what each row holds of its prompt, counted in leading blocks.
 
     `matched[i]`: blocks that row i holds or will hold soon. `stored[i]`: those known to be on its
@@ -161,7 +161,7 @@ class Choice:
         return "; ".join(parts)
 
 
-Policy = Callable[[Ask, Sequence[Row]], Choice]
+Policy = Callable[[RoutingQuery, Sequence[Row]], Choice]
 
 
 class RoundRobin:
@@ -170,14 +170,14 @@ class RoundRobin:
     def __init__(self, start: int = 0) -> None:
         self._next = start
 
-    def __call__(self, ask: Ask, rows: Sequence[Row]) -> Choice:
+    def __call__(self, ask: RoutingQuery, rows: Sequence[Row]) -> Choice:
         smallest = _smallest(rows)
         turn = self._next % len(smallest)
         self._next = turn + 1
         return Choice("round_robin", smallest[turn])
 
 
-def power_of_two(ask: Ask, rows: Sequence[Row]) -> Choice:
+def power_of_two(ask: RoutingQuery, rows: Sequence[Row]) -> Choice:
     """The one of two gangs with fewer requests; the request's number decides which two."""
     draw = int.from_bytes(blake2b(ask.number.to_bytes(8, "big"), digest_size=8).digest(), "big")
     among = _smallest(rows)
@@ -203,7 +203,7 @@ class Priced:
     def __init__(self, factors: Factors, *, pull: bool) -> None:
         self.factors, self.pull = factors, pull
 
-    def __call__(self, ask: Ask, rows: Sequence[Row]) -> Choice:
+    def __call__(self, ask: RoutingQuery, rows: Sequence[Row]) -> Choice:
         factors = self.factors
         best: list[Price] = []
         source = max(range(len(rows)), key=ask.stored.__getitem__) if self.pull else None
@@ -245,7 +245,7 @@ def _affinity(block: bytes, gang: str) -> bytes:
 
 def _price(
     factors: Factors,
-    ask: Ask,
+    ask: RoutingQuery,
     row: Row,
     at: int,
     source: int | None = None,
@@ -294,7 +294,9 @@ def _price(
     )
 
 
-def _pull(factors: Factors, ask: Ask, rows: Sequence[Row], at: int, source: int) -> Price | None:
+def _pull(
+    factors: Factors, ask: RoutingQuery, rows: Sequence[Row], at: int, source: int
+) -> Price | None:
     """The price with a pull of what `source` stores and row `at` lacks; None if not worth asking.
 
     The link is a queue: what is on its way to the puller comes first.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from cluster.routing.calls import EngineLost, Handle, Refused, ask
-from cluster.routing.health import Watch
+from cluster.routing.health import HealthMonitor
 
 LOOK_S = 0.1
 """How often the list is looked at."""
@@ -26,16 +26,18 @@ class Workers(Protocol):
     def to(self, gang: str) -> Handle: ...
 
 
-class Gangs:
+class GangRegistry:
     """The gangs that `workers` lists; `watch` makes the watch of each, which runs while it is
     listed."""
 
-    def __init__(self, workers: Workers, *, model: str, watch: Callable[[Handle], Watch]) -> None:
-        self._workers, self._model, self._watch = workers, model, watch
+    def __init__(
+        self, workers: Workers, *, model: str, monitor: Callable[[Handle], HealthMonitor]
+    ) -> None:
+        self._workers, self._model, self._watch = workers, model, monitor
         self._info: dict[str, Any] | None = None
         self._limits: dict[str, int] = {}
         self._handles: dict[str, Handle] = {}
-        self._watches: dict[str, Watch] = {}
+        self._monitors: dict[str, HealthMonitor] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def update(self) -> None:
@@ -52,12 +54,12 @@ class Gangs:
         """Follow who is new, forget who is gone, but not how much their pools hold."""
         self.limits()
         listed = self._workers.listed()
-        for gang in listed - self._watches.keys():
+        for gang in listed - self._monitors.keys():
             handle = self._handles[gang] = self._workers.to(gang)
-            watch = self._watches[gang] = self._watch(handle)
-            self._tasks[gang] = asyncio.create_task(watch.run())
-        for gang in self._watches.keys() - listed:
-            del self._watches[gang], self._handles[gang]
+            monitor = self._monitors[gang] = self._watch(handle)
+            self._tasks[gang] = asyncio.create_task(monitor.run())
+        for gang in self._monitors.keys() - listed:
+            del self._monitors[gang], self._handles[gang]
             self._tasks.pop(gang).cancel()
 
     def handle(self, gang: str) -> Handle:
@@ -67,44 +69,44 @@ class Gangs:
 
     def all(self) -> list[str]:
         """Those that are there, ready or not."""
-        return sorted(self._watches)
+        return sorted(self._monitors)
 
-    def ready(self) -> dict[str, Watch]:
+    def ready(self) -> dict[str, HealthMonitor]:
         """Those that take requests."""
-        return {gang: watch for gang, watch in self._watches.items() if watch.ready}
+        return {gang: monitor for gang, monitor in self._monitors.items() if monitor.ready}
 
     def ready_by_pool(self) -> Mapping[str, int]:
         """How many gangs of each pool take requests."""
-        return Counter(watch.pool for watch in self.ready().values())
+        return Counter(monitor.pool for monitor in self.ready().values())
 
     def suspect(self, gang: str, error: Exception) -> None:
         """A stream of this gang was lost: it is not ready until it answers again."""
-        if gang in self._watches:
-            self._watches[gang].suspect(error)
+        if gang in self._monitors:
+            self._monitors[gang].suspect(error)
 
     @property
     def info(self) -> dict[str, Any] | None:
         """What a worker said of the model; all say the same, except of how much they hold."""
-        self._info = next((watch.info for watch in self.ready().values()), self._info)
+        self._info = next((monitor.info for monitor in self.ready().values()), self._info)
         return self._info
 
     def limits(self) -> Mapping[str, int]:
         """By pool, the longest sequence that its gangs hold, as far as any has ever said."""
-        for watch in self._watches.values():
-            if watch.info is not None:
-                self._limits[watch.pool] = watch.longest
+        for monitor in self._monitors.values():
+            if monitor.info is not None:
+                self._limits[monitor.pool] = monitor.longest
         return self._limits
 
     @property
-    def complaint(self) -> str:
+    def reason(self) -> str:
         """Why none is ready, for people."""
-        if not self._watches:
+        if not self._monitors:
             return "no worker has answered yet"
-        return "; ".join(dict.fromkeys(watch.complaint for watch in self._watches.values()))
+        return "; ".join(dict.fromkeys(monitor.reason for monitor in self._monitors.values()))
 
     def snapshots(self) -> Mapping[str, dict[str, Any]]:
         """The last statistics of each gang that is ready."""
-        return {gang: watch.snapshot() for gang, watch in sorted(self.ready().items())}
+        return {gang: monitor.snapshot() for gang, monitor in sorted(self.ready().items())}
 
     async def ask_all(
         self, method: str, *arguments: Any, deadline_s: float
@@ -123,7 +125,7 @@ class Gangs:
 
     async def refresh(self, deadline_s: float) -> None:
         """Ask all for their statistics now; those that do not answer are not ready."""
-        looks = [self._watches[gang].look(deadline_s) for gang in self.ready()]
+        looks = [self._monitors[gang].look(deadline_s) for gang in self.ready()]
         await asyncio.gather(*looks, return_exceptions=True)
 
     def report(self) -> dict[str, Any]:
@@ -134,6 +136,6 @@ class Gangs:
             "model": self._model,
             "ready": ready,
             "table": info["table"],
-            "gangs": [self._watches[gang].report(gang) for gang in self.all()],
+            "gangs": [self._monitors[gang].report(gang) for gang in self.all()],
         }
-        return {"ready": ready, "reason": "ready" if ready else self.complaint, "models": [model]}
+        return {"ready": ready, "reason": "ready" if ready else self.reason, "models": [model]}

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import NamedTuple
 
-from cluster.routing.block_hashes import Identities
+from cluster.routing.block_hashes import BlockHasher
 from cluster.routing.index import Mirror
-from cluster.routing.policies import Ask, Choice, Factors, Policy, make
-from cluster.routing.registry import Gangs
+from cluster.routing.policies import Choice, Factors, Policy, RoutingQuery, make
+from cluster.routing.registry import GangRegistry
 from cluster.routing.table import GangTable
 from configs.schema import Config, RoutingConfig
 from kvpaging.events import Load
@@ -62,16 +62,16 @@ class Router:
 
     def __init__(
         self,
-        gangs: Gangs,
+        gangs: GangRegistry,
         mirror: Mirror,
-        identities: Identities,
+        block_hashes: BlockHasher,
         *,
         name: str,
         share: Callable[[], tuple[int, int]],
         config: Callable[[], Config],
         clock: Callable[[], float],
     ) -> None:
-        self._gangs, self._mirror, self._identities = gangs, mirror, identities
+        self._gangs, self._mirror, self._identities = gangs, mirror, block_hashes
         self._name, self._share, self._config, self._clock = name, share, config, clock
         self._numbers = itertools.count()
         self._output_tokens = OUTPUT_TOKENS
@@ -80,7 +80,7 @@ class Router:
         self._policy: tuple[RoutingConfig, Policy] | None = None
 
     def choose(
-        self, submit: messages.Submit, length: Length, avoid: Collection[str]
+        self, submit: messages.GenerateRequest, length: Length, avoid: Collection[str]
     ) -> Route | None:
         """None where all gangs that are ready and can hold the request are to be avoided."""
         info = self._gangs.info
@@ -90,13 +90,13 @@ class Router:
         now = self._clock()
         config = self._config()
         table = self._synced(info["block_size"], config, now)
-        chain = self._identities.chain(info, submit.prompt, submit.salt.encode())
+        hashes = self._identities.block_hashes(info, submit.prompt, submit.salt.encode())
         output = min(submit.params.max_tokens, self._output_tokens) * max(1, submit.params.n)
         number = next(self._numbers)
         ask = table.ask(
-            number, chain, prompt_tokens=len(submit.prompt), expected_output=output, now_s=now
+            number, hashes, prompt_tokens=len(submit.prompt), expected_output=output, now_s=now
         )
-        if not chain:  # nothing to meet again: equal gangs take turns
+        if not hashes:  # nothing to meet again: equal gangs take turns
             ask = replace(ask, next_block=b"%s %d" % (self._name.encode(), number))
         rows = [i for i, row in enumerate(table.rows) if row.name in holding]
         some = _without(ask, rows, len(table.rows))
@@ -106,7 +106,7 @@ class Router:
             row=rows[choice.row],
             pull_from=None if choice.pull_from is None else rows[choice.pull_from],
         )
-        table.sent(ask, whole, chain, now)
+        table.sent(ask, whole, hashes, now)
         return _route(table, ask, whole, choice.explained([table.rows[i] for i in rows]))
 
     def _holding(self, length: Length) -> set[str]:
@@ -189,7 +189,7 @@ def _number(name: str) -> int:
     return int.from_bytes(blake2b(name.encode(), digest_size=4).digest(), "big")
 
 
-def _without(ask: Ask, rows: Sequence[int], of: int) -> Ask:
+def _without(ask: RoutingQuery, rows: Sequence[int], of: int) -> RoutingQuery:
     """The same question about some of the rows."""
     if len(rows) == of:
         return ask
@@ -203,7 +203,7 @@ def _without(ask: Ask, rows: Sequence[int], of: int) -> Ask:
     )
 
 
-def _route(table: GangTable, ask: Ask, choice: Choice, explained: str) -> Route:
+def _route(table: GangTable, ask: RoutingQuery, choice: Choice, explained: str) -> Route:
     pull = None
     if choice.pull_from is not None:
         pull = messages.Pull(table.rows[choice.pull_from].name, ask.cached(choice))

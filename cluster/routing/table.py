@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from cluster.routing.policies import Ask, Choice, Rates, alike
+from cluster.routing.policies import Choice, Rates, RoutingQuery, alike
 from kvpaging.events import Load
 
 DEMAND_S = 10.0
@@ -38,11 +38,11 @@ class Match(Protocol):
 class Index(Protocol):
     """Which gang has which blocks, as far as an ingress knows."""
 
-    def match(self, chain: Sequence[bytes], now: float) -> Mapping[str, Match]:
+    def match(self, hashes: Sequence[bytes], now: float) -> Mapping[str, Match]:
         """By gang; those without any of the chain's blocks may be left out."""
         ...
 
-    def expect(self, name: str, chain: Sequence[bytes], now: float) -> None:
+    def expect(self, name: str, hashes: Sequence[bytes], now: float) -> None:
         """The gang was sent a request with these blocks."""
         ...
 
@@ -144,46 +144,48 @@ class GangTable:
     def ask(
         self,
         number: int,
-        chain: Sequence[bytes],
+        hashes: Sequence[bytes],
         prompt_tokens: int,
         expected_output: float,
         now_s: float,
-    ) -> Ask:
+    ) -> RoutingQuery:
         """The question that one request puts to a policy. `chain` names its full blocks."""
         if now_s - self._rated_s >= RATES_S:
             self._rate(now_s)
-        found = self.index.match(chain, now_s)
+        found = self.index.match(hashes, now_s)
         matches = [found.get(row.name) for row in self.rows]
         stored = [0 if match is None else match.stored for match in matches]
         matched = [0 if match is None else match.expected for match in matches]
         deepest = max(matched)
-        return Ask(
+        return RoutingQuery(
             number=number,
             prompt_tokens=prompt_tokens,
             expected_output=expected_output,
             block_size=self.block_size,
             matched=matched,
             stored=stored,
-            next_block=chain[min(deepest, len(chain) - 1)] if chain else b"",
+            next_block=hashes[min(deepest, len(hashes) - 1)] if hashes else b"",
             deepest=deepest,
-            demand=self._demanded(chain, deepest, matched.count(deepest), now_s),
+            demand=self._demanded(hashes, deepest, matched.count(deepest), now_s),
             home=self._home(),
             unseen_tokens=self._unseen(prompt_tokens - deepest * self.block_size),
             hosted=[0 if match is None else match.hosted for match in matches],
         )
 
-    def sent(self, ask: Ask, choice: Choice, chain: Sequence[bytes], now_s: float) -> None:
+    def sent(
+        self, ask: RoutingQuery, choice: Choice, hashes: Sequence[bytes], now_s: float
+    ) -> None:
         """The request of `ask` goes where `choice` says."""
         row = self.rows[choice.row]
         lacking = ask.lacking(choice)
         blocks = -(-lacking // ask.block_size) + choice.pull_blocks
         row.sent(Sent(now_s, lacking, blocks, choice.pull_blocks * ask.block_size))
-        self.index.expect(row.name, chain, now_s)
+        self.index.expect(row.name, hashes, now_s)
 
-    def _demanded(self, chain: Sequence[bytes], deepest: int, copies: int, now_s: float) -> float:
+    def _demanded(self, hashes: Sequence[bytes], deepest: int, copies: int, now_s: float) -> float:
         if not deepest:
             return 0.0
-        asked = self._demand.ask(chain[deepest - 1], now_s)
+        asked = self._demand.ask(hashes[deepest - 1], now_s)
         return self.ingresses * asked / (1 + copies)
 
     def _home(self) -> range:

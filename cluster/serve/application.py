@@ -28,7 +28,7 @@ from ray.serve.config import (
 from ray.serve.schema import LoggingConfig
 
 from cluster.errors import UserError
-from cluster.http.peers import Said
+from cluster.http.peers import IngressState
 from cluster.routing import registry
 from cluster.routing.calls import Misrouted, ServeHandle
 from cluster.routing.sync import Reporter
@@ -113,13 +113,13 @@ class Worker:
         )
         if pool.gang_size == 1:
             return kind(config, directory, key, peers)
-        from cluster.serve.rendezvous import seat_here
+        from cluster.serve.rendezvous import join_gang
 
-        seat, members = seat_here(config)
-        self._rank = seat.rank
-        if seat.rank:
-            return kind.follower(config, directory, members[seat.rank], seat)
-        return kind(config, directory, key, peers, seat)
+        member, members = join_gang(config)
+        self._rank = member.rank
+        if member.rank:
+            return kind.follower(config, directory, members[member.rank], member)
+        return kind(config, directory, key, peers, member)
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Tells Serve, and so `Delivery`, who this is."""
@@ -180,13 +180,13 @@ async def _for_ever(turn: Callable[[], Awaitable[None]]) -> None:
 class Siblings:
     """All replicas of the ingress that asks: its `http.peers.Peers`."""
 
-    async def all(self) -> list[Said]:
+    async def all(self) -> list[IngressState]:
         """What each knows. Raises TimeoutError, and what Serve raises."""
         context = contextvars.Context()  # of no request, see `calls`
         handle: Any = context.run(serve.get_deployment_handle, INGRESS, APP)
-        response = context.run(handle.broadcast, "says")
+        response = context.run(handle.broadcast, "state")
         async with asyncio.timeout(_SIBLINGS_S):
-            found: list[Said] = await response.results_async()
+            found: list[IngressState] = await response.results_async()
         return found
 
 
@@ -207,7 +207,7 @@ class Ingress:
         from cluster.http.state import Api
         from cluster.http.text import load_tokenizer
         from cluster.logs import configure_logging
-        from cluster.serve.resources import Supply, of_ray
+        from cluster.serve.resources import ResourceMonitor, of_ray
 
         self._config = config
         configure_logging(config.server.log_level, as_json=config.server.log_json)
@@ -226,15 +226,15 @@ class Ingress:
             peers=Siblings(),
             behind_proxy=haproxy.in_use(os.environ),
         )
-        self._api.supply = Supply(
+        self._api.resources = ResourceMonitor(
             config, asked, ready=self._api.gangs.ready_by_pool, look=of_ray, clock=time.monotonic
         )
         self._checked = False
         keep_turning()
 
-    async def says(self) -> Said:
+    async def state(self) -> IngressState:
         """What this ingress knows that the others do not."""
-        return self._api.says()
+        return self._api.state()
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Serve has new live settings."""

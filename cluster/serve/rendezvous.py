@@ -15,8 +15,8 @@ from ray import serve
 from ray.experimental import internal_kv
 
 from configs.schema import Config
-from context_parallel.group import Address, Deadline, Meeting, MeetingFailed
-from worker.gang.member import Seat
+from context_parallel.group import Address, Deadline, MeetingFailed, Rendezvous
+from worker.gang.member import GangMember
 
 LOOK_S = 0.1
 """How often a rank looks for the address of rank 0."""
@@ -50,7 +50,7 @@ class RayKeys:
         internal_kv._internal_kv_del(key, namespace=_SPACE)
 
 
-def take_seat(
+def join(
     gang: str,
     rank: int,
     ranks: int,
@@ -60,24 +60,26 @@ def take_seat(
     within_s: float,
     timeout_s: float,
     idle_s: float,
-) -> Seat:
+) -> GangMember:
     """This rank's place, once all ranks are there. Raises MeetingFailed, which names who is not.
 
     The deadline `within_s` is for the whole start, from now on.
     """
     deadline = Deadline(time.monotonic() + within_s, within_s, SETTING, time.monotonic)
     if rank == 0:
-        meeting = Meeting.open(host, time.time_ns() // 1_000_000, ranks, deadline)
+        meeting = Rendezvous.open(host, time.time_ns() // 1_000_000, ranks, deadline)
         address = meeting.address
         keys.put(gang, msgpack.packb((address.host, address.port, address.epoch)))
     else:
-        meeting = Meeting.join(_address(gang, rank, ranks, keys, deadline), rank, ranks, deadline)
+        meeting = Rendezvous.join(
+            _address(gang, rank, ranks, keys, deadline), rank, ranks, deadline
+        )
     try:
-        meeting.meet("here")
+        meeting.barrier("here")
     finally:
         if rank == 0:
             keys.delete(gang)
-    return Seat(
+    return GangMember(
         gang,
         meeting,
         host=host,
@@ -100,14 +102,14 @@ def _address(gang: str, rank: int, ranks: int, keys: Keys, deadline: Deadline) -
     return Address(*msgpack.unpackb(found))
 
 
-def seat_here(config: Config) -> tuple[Seat, list[str]]:
+def join_gang(config: Config) -> tuple[GangMember, list[str]]:
     """The seat of this replica in the gang that Serve has put it into, and the ids of all its
     replicas by rank. Raises MeetingFailed."""
     network: Any = ray.util
     found = serve.get_replica_context().gang_context
     assert found is not None
     cluster = config.cluster
-    seat = take_seat(
+    member = join(
         found.gang_id,
         found.rank,
         found.world_size,
@@ -117,4 +119,4 @@ def seat_here(config: Config) -> tuple[Seat, list[str]]:
         timeout_s=cluster.collective_timeout_s,
         idle_s=cluster.step_timeout_s,
     )
-    return seat, list(found.member_replica_ids)
+    return member, list(found.member_replica_ids)

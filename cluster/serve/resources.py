@@ -44,7 +44,7 @@ def shortage(
     return f"{config.ranks} workers ask for {' and '.join(lacking)}; ready are: {pools}"
 
 
-class Supply:
+class ResourceMonitor:
     """Watches one start. `problem` is what people must know of it, for `/health/ready`."""
 
     def __init__(

@@ -1,6 +1,6 @@
 """The cluster's secret: with it workers and ingresses name cached blocks alike, and nobody else.
 
-Identities are keyed with it, so that whoever sees one learns nothing of the tokens behind it.
+Block hashes are keyed with it, so that whoever sees one learns nothing of the tokens behind it.
 """
 
 from __future__ import annotations

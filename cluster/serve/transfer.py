@@ -23,12 +23,12 @@ class Peers:
         self._make = workers
         self._workers: Workers | None = None
 
-    async def __call__(self, gang: str, chains: list[bytes], timeout_s: float) -> Answer:
+    async def __call__(self, gang: str, group_hashes: list[bytes], timeout_s: float) -> Answer:
         """How many leading blocks the gang had, and their bytes. Raises PullFailed."""
         self._workers = self._workers or self._make()
         try:
             handle = self._workers.to(gang)
-            count, data = await ask(handle, "export", chains, deadline_s=timeout_s)
+            count, data = await ask(handle, "export", group_hashes, deadline_s=timeout_s)
         except Undelivered as error:
             raise PullFailed("undelivered", str(error)) from None
         except EngineLost as error:

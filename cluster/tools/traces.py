@@ -1,8 +1,8 @@
-"""Traces in Mooncake's format, as requests whose prompts are chains of block identities.
+"""Traces in Mooncake's format, as requests whose prompts are chains of block hashes.
 
 A line has `timestamp` (ms), `input_length` and `output_length` (tokens) and `hash_ids`, one for
 each 512 tokens of the prompt: equal ids mean equal tokens up to there. Each is cut into blocks of
-the size that is asked for; what is left at a prompt's end has no identity.
+the size that is asked for; what is left at a prompt's end has no block hash.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Arrival:
     output_tokens: int
     hash_ids: tuple[int, ...]
 
-    def chain(self, block_size: int) -> list[bytes]:
-        """The identities of the prompt's full blocks; none is all zeros, which names no block."""
+    def block_hashes(self, block_size: int) -> list[bytes]:
+        """The block hashes of the prompt's full blocks; none is all zeros, which names no block."""
         each = HASHED_TOKENS // block_size
         full = self.prompt_tokens // block_size
         parts = (((hashed + 1) << 8) + part for hashed in self.hash_ids for part in range(each))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvpaging.attention.inputs import AttentionOptions, Rows
-from kvpaging.attention.page_view import Planes
+from kvpaging.attention.page_view import PageView
 from kvpaging.attention.page_view import write as write
 from kvpaging.attention.partials import Partial, finish_reference, merge_reference
 from kvpaging.quant import Scales
@@ -187,7 +187,7 @@ def attend(
     Returns acc [T, Hq, Dv], m [T, Hq], l [T, Hq] in float32 (float64 for float64 q); (0, -inf, 0)
     where no key is visible.
     """
-    out, lse = _attend(q, Planes(k_pages, v_pages, scales), rows, options)
+    out, lse = _attend(q, PageView(k_pages, v_pages, scales), rows, options)
     return out, lse, (lse > float("-inf")).to(lse.dtype)
 
 
@@ -203,14 +203,14 @@ def attend_finish(
 
     A sink takes `e^sink / (e^lse + e^sink)` of the weight, so the rest keeps `sigmoid(lse - sink)`.
     """
-    out, lse = _attend(q, Planes(k_pages, v_pages, scales), rows, options, narrow=True)
+    out, lse = _attend(q, PageView(k_pages, v_pages, scales), rows, options, decode_tile=True)
     if options.sink is not None:
         out = out * torch.sigmoid(lse - options.sink.to(lse.dtype)).unsqueeze(2).to(out.dtype)
     return out.to(q.dtype)
 
 
 def _attend(
-    q: Tensor, pages: Planes, rows: Rows, options: AttentionOptions, narrow: bool = False
+    q: Tensor, pages: PageView, rows: Rows, options: AttentionOptions, decode_tile: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Normalised output [T, Hq, Dv] and log-sum-exp [T, Hq] of every query.
 
@@ -220,7 +220,7 @@ def _attend(
     buckets: list[Bucket] | None = rows.cache.get(key)
     if buckets is None:
         buckets = rows.cache[key] = plan(rows, block_size, window)
-    values_dtype = q.dtype if narrow else torch.float32
+    values_dtype = q.dtype if decode_tile else torch.float32
     q = q.to(torch.promote_types(q.dtype, torch.float32))
     if len(buckets) == 1 and buckets[0].tokens is None:
         return _attend_bucket(q, pages, buckets[0], options, values_dtype=values_dtype)
@@ -250,7 +250,7 @@ def _join(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Ten
 
 def _attend_bucket(
     q: Tensor,
-    pages: Planes,
+    pages: PageView,
     bucket: Bucket,
     options: AttentionOptions,
     values_dtype: torch.dtype,
@@ -264,14 +264,14 @@ def _attend_bucket(
     packed = q.view(bucket.rows, count, kv_heads, group, -1)
     packed = packed.permute(0, 2, 3, 1, 4).reshape(bucket.rows, kv_heads, group * count, -1)
     singles = count == 1 and bucket.rows > 1 and not bucket.blind
-    narrow = singles and options.softcap is None and values_dtype.itemsize == 2
-    bias = bucket.bias_for(1 if narrow else group, q.dtype)
+    decode_tile = singles and options.softcap is None and values_dtype.itemsize == 2
+    bias = bucket.bias_for(1 if decode_tile else group, q.dtype)
 
     def some(rows: slice, some_heads: slice) -> tuple[Tensor, Tensor]:
         query, table = packed[rows, some_heads], bucket.table[rows]
         hide = None if bias is None else bias[rows]
-        k, v = pages.gather(some_heads, table, q.dtype, values_dtype if narrow else q.dtype)
-        if narrow:
+        k, v = pages.gather(some_heads, table, q.dtype, values_dtype if decode_tile else q.dtype)
+        if decode_tile:
             return _singles(query, k, v, hide, scale=options.scale)
         if options.softcap is None and k.shape[3] == v.shape[3]:
             out, lse = _flash(query, k, v, 0.0, False, attn_mask=hide, scale=options.scale)

@@ -28,7 +28,7 @@ class AttentionOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SharedPrefix:
     """Keys `start` to `stop` of each of `rows`: they lie in the same blocks, and every query of
     the rows sees all of them. They are `splits` splits of `length` keys from `split` on."""
 
@@ -72,7 +72,7 @@ class Rows:
     slots: Tensor  # int64 [T], block * B + offset that receives token t's K and V; -1 for none
     lens: tuple[int, ...]  # host copy of the rows' lengths
     firsts: tuple[int, ...]  # host copy of `first`
-    groups: tuple[Run, ...] = ()  # keys that several rows read from the same blocks
+    groups: tuple[SharedPrefix, ...] = ()  # keys that several rows read from the same blocks
     held: tuple[int, ...] = ()  # host copy of `blocks`, needed where `logical` is given
     shards: int = 1  # ranks that a row's keys are spread over: splits are as much shorter
     cache: dict[Any, Any] = field(default_factory=dict)  # what a backend plans once for all layers

@@ -55,7 +55,7 @@ def write_quantised(
 
 
 @dataclass(frozen=True, slots=True)
-class Planes:
+class PageView:
     """Pages of one layer, k and v `[blocks, H, B, D*]`, with their scales where quantised."""
 
     k: Tensor

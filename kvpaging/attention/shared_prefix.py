@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvpaging.attention.inputs import Run
+from kvpaging.attention.inputs import SharedPrefix
 from kvpaging.attention.tiling import SHORTEST_SPLIT, SPLITS
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def find(
     window: int | None,
     saved_keys_min: int = SAVED_KEYS_MIN,
     full_tables: NDArray[np.int32] | None = None,
-) -> tuple[Run, ...]:
+) -> tuple[SharedPrefix, ...]:
     """The runs of a step that save at least `saved_keys_min`, in ascending order of splits.
 
     Row r computes `lens[r]` queries from position `firsts[r]` on and reads the blocks listed in
@@ -63,7 +63,7 @@ def find(
         length[members] << 32 | heads[members], return_inverse=True, return_counts=True
     )
     members = members[counts[kind] > 1]
-    found: list[Run] = []
+    found: list[SharedPrefix] = []
     for each in np.unique(length[members]).tolist():
         some = members[length[members] == each]
         tree = _Tree(
@@ -81,7 +81,7 @@ def find(
     return tuple(sorted(kept, key=lambda run: (run.split, run.rows)))
 
 
-def _same(tables: NDArray[np.int32], slots: Ints, run: Run, block_size: int) -> bool:
+def _same(tables: NDArray[np.int32], slots: Ints, run: SharedPrefix, block_size: int) -> bool:
     """Whether the rows of a run have the same blocks in these tables too."""
     columns = slice(run.start // block_size, run.stop // block_size)
     some = tables[slots[list(run.rows)], columns]
@@ -119,7 +119,7 @@ class _Tree:
         # Splits that neighbours have in common; an interval has in common the least of its own.
         self.common = np.minimum(differ.argmax(1) // blocks, end[1:]).tolist()
 
-    def runs(self) -> Iterator[Run]:
+    def runs(self) -> Iterator[SharedPrefix]:
         """The runs of the tree: intervals of rows, with the splits they share and their parents do
         not."""
         todo = [(0, len(self.rows), 0)]
@@ -134,7 +134,7 @@ class _Tree:
             cuts = [low + i + 1 for i, n in enumerate(inside) if n == least]
             todo += [(a, b, least) for a, b in pairwise([low, *cuts, high])]
 
-    def _visible(self, low: int, high: int, split: int, stop: int) -> Iterator[Run]:
+    def _visible(self, low: int, high: int, split: int, stop: int) -> Iterator[SharedPrefix]:
         """The run from `split` to `stop`, cut where the window of another row begins."""
         rows, begin = self.rows[low:high], self.begin[low:high]
         starts = np.unique(begin.clip(split))
@@ -142,15 +142,15 @@ class _Tree:
         for first, until in pairwise(borders):
             some = rows[begin <= first]
             if len(some) > 1:
-                yield Run(tuple(sorted(some.tolist())), first, until - first, self.length)
+                yield SharedPrefix(tuple(sorted(some.tolist())), first, until - first, self.length)
 
 
-def _joined(runs: list[Run]) -> list[Run]:
+def _joined(runs: list[SharedPrefix]) -> list[SharedPrefix]:
     """Consecutive runs of the same rows, joined. The runs of each row stay in ascending order."""
-    last: dict[tuple[tuple[int, ...], int, int], Run] = {}
+    last: dict[tuple[tuple[int, ...], int, int], SharedPrefix] = {}
     for run in runs:
         before = last.pop((run.rows, run.length, run.split), None)
-        whole = run if before is None else Run(
+        whole = run if before is None else SharedPrefix(
             run.rows, before.split, before.splits + run.splits, run.length
         )  # fmt: skip
         last[run.rows, run.length, whole.end] = whole

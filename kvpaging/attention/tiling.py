@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from kvpaging.attention.inputs import Run
+    from kvpaging.attention.inputs import SharedPrefix
 
 SPLITS = 32  # of a query, at most
 SHORTEST_SPLIT = 256  # keys
@@ -59,8 +59,8 @@ class WorkList:
     """The pieces of one step, as flat lists of integers: `narrow` and `wide` hold items of
     ITEM_FIELDS, `merges` the entries of MERGE_FIELDS that join partial sums."""
 
-    narrow: list[int]
-    wide: list[int]
+    decode_tile: list[int]
+    prefill_tile: list[int]
     merges: list[int]
     sources: list[int]  # scratch rows, in the order in which a merge folds them
     stacked: list[int]  # tokens of tiles over shared keys
@@ -111,13 +111,13 @@ def build(
     lens: Sequence[int],
     firsts: Sequence[int],
     *,
-    narrow: int,
-    wide: int,
+    decode_tile: int,
+    prefill_tile: int,
     programs: int,
     window: int | None = None,
     keys: Sequence[int] | None = None,
     shards: int = 1,
-    groups: Sequence[Run] = (),
+    groups: Sequence[SharedPrefix] = (),
 ) -> WorkList:
     """The work of a step.
 
@@ -128,18 +128,18 @@ def build(
     lists: tuple[list[Tile], list[Tile]] = ([], [])
     token = 0
     for row, (count, first) in enumerate(zip(lens, firsts, strict=True)):
-        size, to = (narrow, lists[0]) if count <= narrow else (wide, lists[1])
+        size, to = (decode_tile, lists[0]) if count <= decode_tile else (prefill_tile, lists[1])
         held, cut = (first + count, window) if keys is None else (keys[row], None)
         to.extend(tiles(row, token, count, first, size=size, window=cut, keys=held, shards=shards))
         token += count
-    pieces = _Pieces((narrow, wide))
+    pieces = _Pieces((decode_tile, prefill_tile))
     if groups:
         lists = pieces.group(lists, groups)
     pieces.spread(lists, programs)
     narrows, wides = pieces.items
     return WorkList(
-        narrow=narrows,
-        wide=wides,
+        decode_tile=narrows,
+        prefill_tile=wides,
         merges=pieces.merges,
         sources=pieces.sources,
         stacked=pieces.stacked,
@@ -170,15 +170,15 @@ class _Pieces:
             for tile in sorted(some, key=lambda t: t.splits, reverse=True):
                 rows = tile.splits * tile.queries
                 # Spread while programs idle, or where one would run when the others have ended.
-                idle = programs * count + added < busy
-                if tile.splits > 1 and rows <= self.room and (idle or tile.splits > late):
+                cached = programs * count + added < busy
+                if tile.splits > 1 and rows <= self.room and (cached or tile.splits > late):
                     added += programs * (tile.splits - 1)
                     self._private(tile, [(split, 1) for split in tile.all_splits], {}, items)
                 else:
                     items += tile.item(tile.split, tile.splits, -1)
 
     def group(
-        self, lists: tuple[list[Tile], list[Tile]], groups: Sequence[Run]
+        self, lists: tuple[list[Tile], list[Tile]], groups: Sequence[SharedPrefix]
     ) -> tuple[list[Tile], list[Tile]]:
         """Pieces of the rows in groups, while scratch rows last; returns the other tiles.
 
@@ -206,7 +206,7 @@ class _Pieces:
         return narrows, wides
 
     def _cells(
-        self, tiles: dict[int, Tile], groups: Sequence[Run]
+        self, tiles: dict[int, Tile], groups: Sequence[SharedPrefix]
     ) -> dict[int, list[tuple[int, int]]]:
         """For each row of a group its cells: (first split, how many) summed together into one
         scratch row.
@@ -234,7 +234,7 @@ class _Pieces:
 
     def _stack(
         self,
-        run: Run,
+        run: SharedPrefix,
         members: list[Tile],
         cells: list[tuple[int, int]],
         found: dict[tuple[int, int], int],

@@ -117,16 +117,16 @@ def _empty(M: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _deliver(
-    acc, m, total, sink, out, acc_out, m_out, l_out, to, head, live, target,
+    acc, m, total, sink, out, acc_out, m_out, l_out, to, head, mask, target,
     D: tl.constexpr, M: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
     """Store rows of `live` heads at `to`, finished if whole (no scratch target) and wanted so."""
     d = tl.arange(0, PAD)[None, :]
-    partial = live
+    partial = mask
     if out is not None:
         bound = tl.where(target < 0, 0, 0x7FFFFFFF)
-        partial = live & (head < bound)
-        whole = live & (head >= bound)
+        partial = mask & (head < bound)
+        whole = mask & (head >= bound)
         bias = tl.full([M], NONE, tl.float32)
         if sink is not None:
             bias = tl.load(sink + head, mask=whole, other=NONE).to(tl.float32)
@@ -174,7 +174,7 @@ def attend_kernel(
     kv_head = tl.program_id(1) // tiles
     member = tl.program_id(1) % tiles * HEADS + tl.arange(0, BLOCK_M) % HEADS
     query = tl.arange(0, BLOCK_M) // HEADS
-    live = (query < queries) & (member < G)
+    mask = (query < queries) & (member < G)
     head = kv_head * G + member
     tokens = _tokens(stacked, token, query, queries)
     if window is not None:
@@ -182,7 +182,7 @@ def attend_kernel(
     at = position + query
     dk = tl.arange(0, DK_PAD)
     q += tokens.to(tl.int64)[:, None] * q_token_stride + head[:, None] * q_head_stride
-    tile_q = tl.load(q + dk[None, :], mask=live[:, None] & (dk < DK)[None, :], other=0.0)
+    tile_q = tl.load(q + dk[None, :], mask=mask[:, None] & (dk < DK)[None, :], other=0.0)
     table += row * table_stride
     if logical is not None:
         logical += row * table_stride
@@ -216,5 +216,5 @@ def attend_kernel(
     acc, m, total = fold(all_acc, all_m, all_total, acc, m * LN2, total)
     to = (tl.where(target < 0, token, scratch + target) + query).to(tl.int64) * heads + head
     _deliver(
-        acc, m, total, sink, out, acc_out, m_out, l_out, to, head, live, target, DV, BLOCK_M, DV_PAD
+        acc, m, total, sink, out, acc_out, m_out, l_out, to, head, mask, target, DV, BLOCK_M, DV_PAD
     )

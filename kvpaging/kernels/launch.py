@@ -23,11 +23,11 @@ ELEMENTS = 2048  # of a program that writes or merges
 
 
 @dataclass(frozen=True, slots=True)
-class Sweep:
+class LaunchPlan:
     """A work list on the device, made once per step and read by every layer of a group."""
 
-    narrow: Tensor  # int32 [n, ITEM_FIELDS]
-    wide: Tensor  # int32 [n, ITEM_FIELDS]
+    decode_tile: Tensor  # int32 [n, ITEM_FIELDS]
+    prefill_tile: Tensor  # int32 [n, ITEM_FIELDS]
     merges: Tensor  # int32 [n, MERGE_FIELDS]
     sources: Tensor  # int32 [n]
     stacked: Tensor  # int32 [n]
@@ -159,7 +159,7 @@ def warm_up(
         attend_finish(q, k_pages, v_pages, rows, options=options, scales=scales)
 
 
-def plan(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: Rows, window: int | None) -> Sweep:
+def plan(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: Rows, window: int | None) -> LaunchPlan:
     """The step's sweep, kept in `rows.cache` for the other layers of the group."""
     group = q.shape[1] // k_pages.shape[1]
     quantised = k_pages.dtype in LARGEST
@@ -167,12 +167,12 @@ def plan(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: Rows, window: int | 
     chosen = shapes(chip(q.device), q.element_size(), head, quantised)
     key = (chosen, group, window)
     if key not in rows.cache:
-        narrow, wide = chosen
+        decode_tile, prefill_tile = chosen
         lists = tiling.build(
             rows.lens,
             rows.firsts,
-            narrow=narrow.rows // min(group, narrow.rows),
-            wide=wide.rows // min(group, wide.rows),
+            decode_tile=decode_tile.rows // min(group, decode_tile.rows),
+            prefill_tile=prefill_tile.rows // min(group, prefill_tile.rows),
             programs=k_pages.shape[1],
             window=None if rows.logical is not None else window,
             keys=None if rows.logical is None else [n * k_pages.shape[2] for n in rows.held],
@@ -180,7 +180,7 @@ def plan(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: Rows, window: int | 
             groups=rows.groups,
         )
         rows.cache[key] = _upload(lists, chosen, q.device)
-    sweep: Sweep = rows.cache[key]
+    sweep: LaunchPlan = rows.cache[key]
     return sweep
 
 
@@ -203,7 +203,7 @@ def _attend(
     q: Tensor,
     pages: tuple[Tensor, Tensor, Scales | None],
     rows: Rows,
-    sweep: Sweep,
+    sweep: LaunchPlan,
     options: AttentionOptions,
     *,
     parts: State,
@@ -220,7 +220,7 @@ def _attend(
     assert rows.logical is None or rows.logical.stride() == rows.table.stride()
     sink = None if out is None else options.sink
     softcap = None if options.softcap is None else float(options.softcap)
-    for items, shape in zip((sweep.narrow, sweep.wide), sweep.shapes, strict=True):
+    for items, shape in zip((sweep.decode_tile, sweep.prefill_tile), sweep.shapes, strict=True):
         if len(items) == 0:
             continue
         fixed = constants(shape, group, block, k_dim, v_dim=v_pages.shape[3])
@@ -237,7 +237,7 @@ def _attend(
 def _merge(
     parts: State,
     *,
-    sweep: Sweep | None = None,
+    sweep: LaunchPlan | None = None,
     sink: Tensor | None = None,
     out: Tensor | None = None,
     into: State | None = None,
@@ -291,13 +291,15 @@ def _bits(scales: Scales | None, *pages: Tensor) -> tuple[Tensor, Tensor] | tupl
     return scales[0].view(torch.int16), scales[1].view(torch.int16)
 
 
-def _upload(lists: tiling.WorkList, chosen: tuple[Shape, Shape], device: torch.device) -> Sweep:
+def _upload(
+    lists: tiling.WorkList, chosen: tuple[Shape, Shape], device: torch.device
+) -> LaunchPlan:
     """One copy to the device for all lists."""
     flat: list[int] = []
     ends: list[tuple[int, int, int]] = []
     for part, fields in (
-        (lists.narrow, tiling.ITEM_FIELDS),
-        (lists.wide, tiling.ITEM_FIELDS),
+        (lists.decode_tile, tiling.ITEM_FIELDS),
+        (lists.prefill_tile, tiling.ITEM_FIELDS),
         (lists.merges, tiling.MERGE_FIELDS),
         (lists.sources, 1),
         (lists.stacked, 1),
@@ -308,10 +310,10 @@ def _upload(lists: tiling.WorkList, chosen: tuple[Shape, Shape], device: torch.d
     host = torch.tensor(flat, dtype=torch.int32, pin_memory=device.type == "cuda")
     there = host.to(device, non_blocking=True)
     parts = (there[a:b].view(-1, fields) for a, b, fields in ends)
-    narrow, wide, merges, sources, stacked = parts
-    return Sweep(
-        narrow=narrow,
-        wide=wide,
+    decode_tile, prefill_tile, merges, sources, stacked = parts
+    return LaunchPlan(
+        decode_tile=decode_tile,
+        prefill_tile=prefill_tile,
         merges=merges,
         sources=sources,
         stacked=stacked,

@@ -39,9 +39,9 @@ def merge_kernel(
         source = tl.load(item + 1).to(tl.int64)
         parts = tl.load(item + 2)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    live = head < tl.where(parts > 0, heads, 0)
+    mask = head < tl.where(parts > 0, heads, 0)
     d = tl.arange(0, D_PAD)[None, :]
-    inside = live[:, None] & (d < D)
+    inside = mask[:, None] & (d < D)
     acc = tl.zeros([HEADS, D_PAD], tl.float32)
     m = tl.full([HEADS], NONE, tl.float32)
     total = tl.zeros([HEADS], tl.float32)
@@ -52,18 +52,18 @@ def merge_kernel(
             at = tl.load(sources + source + part).to(tl.int64)
         at = at * heads + head
         part_acc = tl.load(acc_in + at[:, None] * D + d, mask=inside, other=0.0)
-        part_m = tl.minimum(tl.load(m_in + at, mask=live, other=NONE), MOST)
-        part_total = tl.load(l_in + at, mask=live, other=0.0)
+        part_m = tl.minimum(tl.load(m_in + at, mask=mask, other=NONE), MOST)
+        part_total = tl.load(l_in + at, mask=mask, other=0.0)
         acc, m, total = fold(acc, m, total, part_acc, part_m, part_total)
     to = row * heads + head
     if out is not None:
         bias = tl.full([HEADS], NONE, tl.float32)
         if sink is not None:
-            bias = tl.load(sink + head, mask=live, other=NONE).to(tl.float32)
+            bias = tl.load(sink + head, mask=mask, other=NONE).to(tl.float32)
             bias = tl.minimum(bias, MOST)
         result = close(acc, m, total, bias).to(out.dtype.element_ty)
         tl.store(out + to[:, None] * D + d, result, mask=inside)
     else:
         tl.store(acc_out + to[:, None] * D + d, acc, mask=inside)
-        tl.store(m_out + to, m, mask=live)
-        tl.store(l_out + to, total, mask=live)
+        tl.store(m_out + to, m, mask=mask)
+        tl.store(l_out + to, total, mask=mask)

@@ -9,7 +9,7 @@ LEAST = tl.constexpr(2.0**-6)  # of normal e4m3
 
 
 @triton.jit
-def _quantised(value, scales, live, D8: tl.constexpr):
+def _quantised(value, scales, mask, D8: tl.constexpr):
     """Numbers of type D8 for finite rows `[M, D]`; their scales go to `scales` `[M]`.
 
     The rule of `kvpaging.quant`, bit for bit: bfloat16 scales rounded up are made and kept as bits.
@@ -18,7 +18,7 @@ def _quantised(value, scales, live, D8: tl.constexpr):
     peak = tl.max(tl.abs(value), 1)
     wanted = tl.maximum(tl.div_rn(peak, tl.zeros_like(peak) + most), TINY)
     bits = (wanted.to(tl.int32, bitcast=True) + 0xFFFF) >> 16
-    tl.store(scales, bits.to(tl.int16), mask=live)
+    tl.store(scales, bits.to(tl.int16), mask=mask)
     scale = (bits << 16).to(tl.float32, bitcast=True)
     value = tl.div_rn(value, tl.broadcast_to(scale[:, None], value.shape))
     # To the nearest even one here, so that no cast is left to round as it likes.
@@ -40,7 +40,7 @@ def _put(
     head,
     block,
     offset,
-    live,
+    mask,
     stride,
     token_stride,
     head_stride,
@@ -50,7 +50,7 @@ def _put(
 ):
     units: tl.constexpr = 128 // pages.dtype.element_ty.primitive_bitwidth
     d = tl.arange(0, PAD)
-    mask = live[:, None] & (d < D)[None, :]
+    mask = mask[:, None] & (d < D)[None, :]
     x_at = x + token * token_stride + head * head_stride
     value = tl.load(x_at[:, None] + d[None, :], mask=mask, other=0.0)
     if scales is None:
@@ -62,7 +62,7 @@ def _put(
         value = value.to(pages.dtype.element_ty)
     else:
         beside = scales + block * stride * 8 + slot
-        value = _quantised(value.to(tl.float32), beside, live, pages.dtype.element_ty)
+        value = _quantised(value.to(tl.float32), beside, mask, pages.dtype.element_ty)
     page = pages + block * stride * units
     tl.store(page + (slot * D)[:, None] + d[None, :], value, mask=mask)
 
@@ -104,15 +104,15 @@ def write_kernel(
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    live = head < tl.where(slot < 0, 0, heads)
+    mask = head < tl.where(slot < 0, 0, heads)
     block = slot // B
     offset = (slot % B).to(tl.int32)
     _put(
-        k, k_pages, k_scales, token, head, block, offset, live, k_stride, k_token_stride,
+        k, k_pages, k_scales, token, head, block, offset, mask, k_stride, k_token_stride,
         k_head_stride, B, DK, DK_PAD,
     )  # fmt: skip
     _put(
-        v, v_pages, v_scales, token, head, block, offset, live, v_stride, v_token_stride,
+        v, v_pages, v_scales, token, head, block, offset, mask, v_stride, v_token_stride,
         v_head_stride, B, DV, DV_PAD,
     )  # fmt: skip
 

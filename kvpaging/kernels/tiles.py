@@ -111,11 +111,13 @@ def _converting(chip: str, pair: tuple[Shape, Shape], size: int, item: int) -> t
     """A pair for 8-bit pages, whose numbers are converted in registers: of these large heads leave
     less for rows and keys. Products in float32 must read converted numbers from shared memory,
     which a pipeline of loads prevents."""
-    narrow, wide = pair
+    decode_tile, prefill_tile = pair
     if item == 4:
-        narrow = replace(narrow, stages=1, warps=8 if size > 128 else narrow.warps)
+        decode_tile = replace(decode_tile, stages=1, warps=8 if size > 128 else decode_tile.warps)
     if size > 256:
-        narrow = replace(narrow, rows=16, keys=16, warps=8)
+        decode_tile = replace(decode_tile, rows=16, keys=16, warps=8)
     if item == 4 or size > 256 or (size > 128 and chip == "gfx942"):
-        return narrow, narrow
-    return narrow, replace(wide, rows=min(wide.rows, 64 if size <= 128 else 32))
+        return decode_tile, decode_tile
+    return decode_tile, replace(
+        prefill_tile, rows=min(prefill_tile.rows, 64 if size <= 128 else 32)
+    )

@@ -199,8 +199,8 @@ def cut_and_mend(
         state, away_s = cluster.nodes()[lost.address], time.monotonic() - cut_s
         say(f"{state} for Ray after {away_s:.0f} s; the cable comes back")
         lost.mend()
-        _, back_s = wait_for("both workers are there again", LIMIT_S, cluster.both)
-    say(f"both workers are there again {back_s:.0f} s after the cable")
+        _, load_s = wait_for("both workers are there again", LIMIT_S, cluster.both)
+    say(f"both workers are there again {load_s:.0f} s after the cable")
     check_answers(streams, sent, expected)
     return {
         "streams": len(streams),
@@ -208,7 +208,7 @@ def cut_and_mend(
         "elsewhere_s_max": round(max(s.longest_gap_s for s in hit), 1),
         "away_s": round(away_s, 1),
         "given_up": state == "DEAD",
-        "back_s": round(back_s, 1),
+        "load_s": round(load_s, 1),
         "short_requests": len(sent),
         "short_s_max": round(max(s.took_s for s in sent), 1),
     }

@@ -16,9 +16,9 @@ import httpx
 import uvicorn
 
 from cluster.http.app import build_app
-from cluster.http.peers import Said
+from cluster.http.peers import IngressState
 from cluster.http.state import Api
-from cluster.routing.calls import MARK_S, Misrouted
+from cluster.routing.calls import KEEP_ALIVE_S, Misrouted
 from cluster.routing.index import Hub, Version
 from cluster.routing.sync import News
 from configs.loading import load
@@ -30,7 +30,7 @@ from worker import messages
 from worker.blocks.transfer import TransferStats
 from worker.decoding.speculation import SpeculationStats
 from worker.engine.load import Pressure
-from worker.scheduling.prefix import Identity, PrefixCache, PrefixStats
+from worker.scheduling.prefix import HashInputs, PrefixCache, PrefixStats
 
 MODEL = "fake"
 KEY = bytes(32)
@@ -45,14 +45,14 @@ def ids_of(text: str) -> list[int]:
 
 def prefix(key: bytes) -> PrefixCache:
     """One that names blocks, and never holds any."""
-    identity = Identity(b"fake", "float32", key)
-    return PrefixCache([], 16, identity, enabled=True, cpu_clock=time.thread_time)
+    block_hash = HashInputs(b"fake", "float32", key)
+    return PrefixCache([], 16, block_hash, enabled=True, cpu_clock=time.thread_time)
 
 
 async def permitted(gate: asyncio.Semaphore) -> bool:
     """Waits for a permit; False where none came for so long that a worker says it is there."""
     try:
-        async with asyncio.timeout(MARK_S):
+        async with asyncio.timeout(KEEP_ALIVE_S):
             return await gate.acquire()
     except TimeoutError:
         return False
@@ -74,9 +74,9 @@ class FakeWorker:
         self.places = places
         self.gate: asyncio.Semaphore | None = None
         self.before_accepted: asyncio.Event | None = None
-        self.fail_after: Callable[[messages.Submit], Exception | messages.Event | None]
+        self.fail_after: Callable[[messages.GenerateRequest], Exception | messages.Event | None]
         self.fail_after = lambda _: None
-        self.submits: list[messages.Submit] = []
+        self.submits: list[messages.GenerateRequest] = []
         self.active: set[str] = set()
         self.aborted: set[str] = set()
         self.ended: list[tuple[str, int]] = []  # choices that the ingress ended one by one
@@ -86,7 +86,7 @@ class FakeWorker:
         self.pool, self.ranks, self.longest = UNNAMED, 1, MAX_MODEL_LEN
         self.announcer = Announcer(MODEL, self.gang)
         self.prefix = prefix(KEY)
-        self.beat = asyncio.Event()
+        self.heartbeat = asyncio.Event()
         self.cached = 0
         self.told: list[tuple[str, list[str]]] = []
         self.pressure = Pressure()
@@ -98,7 +98,7 @@ class FakeWorker:
         }
 
     async def generate(self, data: bytes) -> AsyncGenerator[bytes]:
-        submit = messages.decode_as(messages.Submit, data)
+        submit = messages.decode_as(messages.GenerateRequest, data)
         self.submits.append(submit)
         self.active.add(submit.id)
         try:
@@ -112,11 +112,11 @@ class FakeWorker:
             async with self.quiet:
                 self.quiet.notify_all()
 
-    def gate_of(self, submit: messages.Submit) -> asyncio.Semaphore | None:
+    def gate_of(self, submit: messages.GenerateRequest) -> asyncio.Semaphore | None:
         return self.gate
 
     async def _events(
-        self, submit: messages.Submit, gate: asyncio.Semaphore | None
+        self, submit: messages.GenerateRequest, gate: asyncio.Semaphore | None
     ) -> AsyncIterator[messages.Event]:
         if self.before_accepted is not None:
             await self.before_accepted.wait()
@@ -131,7 +131,7 @@ class FakeWorker:
         while running:
             for choice in running[:]:
                 while gate is not None and not await permitted(gate):
-                    yield messages.Mark()
+                    yield messages.KeepAlive()
                 if start and (failure := self.fail_after(submit)) is not None:
                     if isinstance(failure, Exception):
                         raise failure
@@ -144,7 +144,7 @@ class FakeWorker:
             start += self.per_delta
 
     def _event(
-        self, submit: messages.Submit, choice: int, start: int
+        self, submit: messages.GenerateRequest, choice: int, start: int
     ) -> messages.Delta | messages.Finish:
         """What a choice says from its token `start` on, after those of earlier attempts."""
         out, reason, stop = self._tokens(submit, choice)
@@ -164,7 +164,9 @@ class FakeWorker:
         logprobs = scores if out else None
         return replace(last, tokens=part, logprobs=logprobs, started=started)
 
-    def _tokens(self, submit: messages.Submit, choice: int) -> tuple[list[int], str, int | None]:
+    def _tokens(
+        self, submit: messages.GenerateRequest, choice: int
+    ) -> tuple[list[int], str, int | None]:
         params = submit.params
         reply = self.replies[choice] if self.replies else self.reply
         out = [*reply, tokens.EOS]
@@ -175,7 +177,7 @@ class FakeWorker:
             return out[: ends[0] + 1], "stop", out[ends[0]]
         return out[: params.max_tokens], "length", None
 
-    def _prompt_logprobs(self, submit: messages.Submit) -> list[messages.Event]:
+    def _prompt_logprobs(self, submit: messages.GenerateRequest) -> list[messages.Event]:
         if submit.params.prompt_logprobs is None:
             return []
         top = self.score(0).top[: submit.params.prompt_logprobs]
@@ -191,8 +193,9 @@ class FakeWorker:
         counters = (
             "steps rows batch_tokens prompt_tokens generated_tokens failed_steps schedule_s "
             "build_s execute_s waiting preemptions violations evictions step_age_s copies "
-            "given_back saved_reads saved_blocks unshared_blocks wasted_slots queued_s filled "
-            "exchange_calls exchange_bytes sharded_steps sharded_s mixed_steps mixed_s"
+            "out_of_window_blocks saved_reads saved_blocks unshared_blocks wasted_tokens "
+            "queued_s filled exchange_calls exchange_bytes sharded_steps sharded_s "
+            "mixed_steps mixed_s"
         )
         return {
             **dict.fromkeys(counters.split(), 0),
@@ -202,20 +205,20 @@ class FakeWorker:
             "prefix": asdict(PrefixStats()),
             "speculation": asdict(SpeculationStats()),
             "tier": None,
-            "blocks": {"free": 6, "owned": 3, "idle": 1, "leased": 0, "quarantined": 0},
-            "index": {"seq": self.announcer.seq, **self.announcer.digest.shown()},
+            "blocks": {"free": 6, "active": 3, "cached": 1, "pinned": 0, "quarantined": 0},
+            "index": {"seq": self.announcer.seq, **self.announcer.digest.to_dict()},
             "transfers": self.transfers,
             "failure": None,
             "pid": 4242,
             "host": "here",
         }
 
-    async def beats(self, period_s: float, ingress: str) -> AsyncGenerator[dict[str, Any]]:
+    async def heartbeats(self, period_s: float, ingress: str) -> AsyncGenerator[dict[str, Any]]:
         """Says how it is at once, then each time `beat` is set."""
         while True:
             yield await self.stats()
-            await self.beat.wait()
-            self.beat.clear()
+            await self.heartbeat.wait()
+            self.heartbeat.clear()
 
     async def info(self) -> dict[str, Any]:
         return {
@@ -230,7 +233,7 @@ class FakeWorker:
             "dtype": "float32",
             "eos_token_ids": [tokens.EOS],
             "table": {"model": MODEL, "blocks": 10, "kv_bytes_per_token": 1},
-            **self.prefix.shown(),
+            **self.prefix.to_dict(),
         }
 
     async def abort(self, request_id: str, choice: int) -> bool:
@@ -300,7 +303,7 @@ class ServedFake(FakeWorker):
         self.announcer, self.prefix = Announcer(MODEL, self.gang), prefix(key)
         self.failure: str | None = None
 
-    def gate_of(self, submit: messages.Submit) -> asyncio.Semaphore | None:
+    def gate_of(self, submit: messages.GenerateRequest) -> asyncio.Semaphore | None:
         if submit.params.seed == BREAKING:
             self.failure = "device lost"
         return asyncio.Semaphore(3) if submit.params.seed in (ENDLESS, BREAKING) else None
@@ -312,12 +315,12 @@ class ServedFake(FakeWorker):
     async def debug_requests(self) -> list[dict[str, Any]]:
         return [{**entry, "gang": self.gang} for entry in await super().debug_requests()]
 
-    async def beats(self, period_s: float, ingress: str) -> AsyncGenerator[dict[str, Any]]:
+    async def heartbeats(self, period_s: float, ingress: str) -> AsyncGenerator[dict[str, Any]]:
         while True:
             yield await self.stats()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(period_s):
-                    await self.beat.wait()
+                    await self.heartbeat.wait()
 
     async def check_health(self) -> None:
         if self.failure is not None:
@@ -327,7 +330,7 @@ class ServedFake(FakeWorker):
 class PacedFake(ServedFake):
     """Says a token each `PACE_S`, so that there is time to lose it."""
 
-    def gate_of(self, submit: messages.Submit) -> asyncio.Semaphore | None:
+    def gate_of(self, submit: messages.GenerateRequest) -> asyncio.Semaphore | None:
         gate, loop = asyncio.Semaphore(), asyncio.get_running_loop()
 
         def tick() -> None:
@@ -379,7 +382,7 @@ class LocalItems:
         self._task.cancel()
 
 
-GONE = GoneWorker()
+NULL_BLOCK = GoneWorker()
 
 
 class LocalReply:
@@ -415,7 +418,7 @@ class LocalHandle:
         for worker in self.workers:
             if self.gang in ("", worker.gang):
                 return worker
-        return GONE
+        return NULL_BLOCK
 
     def stream(self, method: str, *arguments: Any) -> LocalItems:
         return LocalItems(getattr(self.worker, method)(*arguments))
@@ -451,9 +454,9 @@ class NoPeers:
     """An ingress alone, or with whoever a test puts there."""
 
     def __init__(self) -> None:
-        self.others: list[Said] = []
+        self.others: list[IngressState] = []
 
-    async def all(self) -> list[Said]:
+    async def all(self) -> list[IngressState]:
         return self.others
 
 

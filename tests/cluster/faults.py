@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import cluster.serve.application
-from cluster.routing.policies import Ask, Choice, Policy, Row
+from cluster.routing.policies import Choice, Policy, RoutingQuery, Row
 from cluster.routing.router import Length, Route
 from configs.schema import Config, RoutingConfig
 from tests.cluster import seeds
@@ -33,15 +33,15 @@ class Worker(GPUWorker):
         runner.launch = raising  # type: ignore[method-assign]
 
     async def generate(self, submit: bytes) -> AsyncIterator[bytes]:
-        seed = messages.decode_as(messages.Submit, submit).params.seed
+        seed = messages.decode_as(messages.GenerateRequest, submit).params.seed
         if seed == seeds.KILLS:
             os.kill(os.getpid(), signal.SIGKILL)
         self.dies_lending |= seed == seeds.DIES_LENDING
         async for event in super().generate(submit):
             yield event
 
-    async def export(self, chains: list[bytes]) -> Answer:
-        answer = await super().export(chains)
+    async def export(self, group_hashes: list[bytes]) -> Answer:
+        answer = await super().export(group_hashes)
         if self.dies_lending:
             os.kill(os.getpid(), signal.SIGKILL)
         return answer
@@ -64,19 +64,19 @@ class Ingress(cluster.serve.application.Ingress):
         seed: int | None = None
 
         def choosing(
-            submit: messages.Submit, length: Length, avoid: Collection[str]
+            submit: messages.GenerateRequest, length: Length, avoid: Collection[str]
         ) -> Route | None:
             nonlocal seed
             seed = submit.params.seed
             route = choose(submit, length, avoid)
-            if route is None or avoid or seed not in (seeds.GONE, seeds.UNCLEAR):
+            if route is None or avoid or seed not in (seeds.NULL_BLOCK, seeds.UNCLEAR):
                 return route
-            return replace(route, gang="gone" if seed == seeds.GONE else Unclear("unclear"))
+            return replace(route, gang="gone" if seed == seeds.NULL_BLOCK else Unclear("unclear"))
 
         def deciding(routing: RoutingConfig) -> Policy:
             policy = decide(routing)
 
-            def told(ask: Ask, rows: Sequence[Row]) -> Choice:
+            def told(ask: RoutingQuery, rows: Sequence[Row]) -> Choice:
                 if seed == seeds.RAISES:
                     raise RuntimeError("this policy raises")
                 if seed == seeds.PULLS and any(ask.stored):

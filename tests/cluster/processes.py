@@ -79,7 +79,7 @@ class Server:
     def nothing_held(self, workers: int) -> bool:
         """Whether so many answer, and no request or transfer has a block of any."""
         ranks = [r for gang in self.get("/debug/kv").json()["gangs"] for r in gang["ranks"]]
-        return len(ranks) == workers and all(r["owned"] == r["leased"] == 0 for r in ranks)
+        return len(ranks) == workers and all(r["active"] == r["pinned"] == 0 for r in ranks)
 
     def ranks(self) -> dict[str, list[int]]:
         """The processes of each gang that answers, by rank."""

@@ -6,7 +6,7 @@ BREAKS, KILLS, DIES_LENDING = 101, 102, 103
 """A request whose steps raise, one that kills its worker, and one after which its worker dies when
 another asks it for blocks."""
 
-RAISES, GONE, UNCLEAR, PULLS = 201, 202, 203, 204
+RAISES, NULL_BLOCK, UNCLEAR, PULLS = 201, 202, 203, 204
 """Requests for which the policy raises, chooses a gang that is not there, chooses one whose name
 cannot be compared, and lets a gang that lacks the prompt pull it."""
 

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.metrics import Metrics, Record, Times
 from tests.cluster.fakes import FakeWorker
-from worker.blocks.host_cache import TierStats
+from worker.blocks.host_cache import HostCacheStats
 from worker.blocks.swap import SwapStats
 from worker.decoding.speculation import SpeculationStats
 from worker.scheduling.prefix import PrefixStats
@@ -98,21 +98,21 @@ def test_a_refused_request_is_no_latency() -> None:
 async def _engines() -> Metrics:
     stats = await snapshot()
     stats["running"], stats["steps"] = 3, 12
-    stats["prefix"] = asdict(PrefixStats(40, 32, 1, hash_s=0.5, match_s=0.25, publish_s=0.125))
+    stats["prefix"] = asdict(PrefixStats(40, 32, 1, hash_s=0.5, match_s=0.25, register_s=0.125))
     stats["speculation"] = asdict(SpeculationStats(4, 9, 5, [4, 1], {"penalties": 2}))
-    stats |= {"saved_blocks": 5, "unshared_blocks": 9, "wasted_slots": 4, "copies": 2}
-    stats["evictions"], stats["saved_reads"], stats["given_back"] = 6, 2048, 77
+    stats |= {"saved_blocks": 5, "unshared_blocks": 9, "wasted_tokens": 4, "copies": 2}
+    stats["evictions"], stats["saved_reads"], stats["out_of_window_blocks"] = 6, 2048, 77
     stats["exchange_calls"], stats["exchange_bytes"] = 33, 4096
     stats |= {"sharded_steps": 3, "sharded_s": 0.5, "mixed_steps": 2, "mixed_s": 0.25}
     stats["queued_s"], stats["filled"] = 1.5, 0.75
     stats["preemptions"] = 5
     tier = {
-        **asdict(TierStats(out_bytes=4096, hit_tokens=12, gpu_hit_tokens=20)),
+        **asdict(HostCacheStats(offloaded_bytes=4096, hit_tokens=12, gpu_hit_tokens=20)),
         **asdict(SwapStats(2, 0.5, 3, 1.5, 1)),
-        "blocks": {"free": 1, "idle": 2, "held": 1},
+        "blocks": {"free": 1, "cached": 2, "held": 1},
         "evictions": 0,
-        "out_bytes_per_s": 4e8,
-        "back_bytes_per_s": 5e8,
+        "offload_bytes_per_s": 4e8,
+        "load_bytes_per_s": 5e8,
     }
     first = {**stats, "tier": tier}
     return Metrics("m", "i", lambda: {"g1": first, "g2": {**stats, "running": 1}})
@@ -129,14 +129,14 @@ def test_engines_are_shown_from_their_snapshots() -> None:
         ("vllm:prefix_cache_hits_total", 32),
         ("kvatlas:prefix_hash_seconds_total", 0.5),
         ("kvatlas:prefix_match_seconds_total", 0.25),
-        ("kvatlas:prefix_publish_seconds_total", 0.125),
+        ("kvatlas:prefix_register_seconds_total", 0.125),
         ("kvatlas:kv_saved_blocks", 5),
         ("kvatlas:kv_unshared_blocks", 9),
-        ("kvatlas:kv_wasted_slots", 4),
+        ("kvatlas:kv_wasted_tokens", 4),
         ("kvatlas:kv_copies_total", 2),
-        ("kvatlas:kv_swapped_blocks_total", 1),
+        ("kvatlas:kv_dedup_blocks_total", 1),
         ("kvatlas:kv_evictions_total", 6),
-        ("kvatlas:kv_given_back_total", 77),
+        ("kvatlas:kv_out_of_window_blocks_total", 77),
         ("kvatlas:kv_saved_reads_total", 2048),
         ("kvatlas:exchange_calls_total", 33),
         ("kvatlas:exchange_bytes_total", 4096),
@@ -185,8 +185,8 @@ def test_the_host_tier_is_shown_by_tier_state_and_choice() -> None:
         assert value(metrics, "kvatlas:prefix_hits_total", engine="g1", **labels) == wanted
     assert value(metrics, "kvatlas:prefix_hits_total", engine="g2", tier="gpu") == 32
     assert value(metrics, "kvatlas:host_blocks", engine="g1", state="held") == 1
-    assert value(metrics, "kvatlas:host_out_bytes_total", engine="g1") == 4096
-    assert value(metrics, "kvatlas:host_back_bytes_per_second", engine="g1") == 5e8
+    assert value(metrics, "kvatlas:host_offload_bytes_total", engine="g1") == 4096
+    assert value(metrics, "kvatlas:host_load_bytes_per_second", engine="g1") == 5e8
     assert value(metrics, "kvatlas:preemptions_total", engine="g1", choice="swap") == 2
     assert value(metrics, "kvatlas:preemptions_total", engine="g1", choice="recompute") == 3
     assert value(metrics, "kvatlas:preemption_expected_seconds_total", choice="swap", engine="g1")

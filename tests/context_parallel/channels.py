@@ -34,7 +34,7 @@ class LoopbackChannel:
             wire.put(message)
         return message
 
-    def gather(self, message: bytes, timeout_s: float | None = None) -> list[bytes] | None:
+    def all_gather(self, message: bytes, timeout_s: float | None = None) -> list[bytes] | None:
         """Rank 0 gets everybody's message by rank, the others None."""
         self._raise_if_cut()
         if self.rank:

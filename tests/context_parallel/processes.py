@@ -88,19 +88,19 @@ def moved(exchange: TorchExchange, dtype: torch.dtype) -> list[bool]:
 
     mine = torch.stack([of(rank, receiver) for receiver in range(ranks)])
     sent = exchange.bytes_sent
-    found = exchange.scatter(mine.transpose(1, 2).contiguous().transpose(1, 2))
+    found = exchange.all_to_all(mine.transpose(1, 2).contiguous().transpose(1, 2))
     want = torch.stack([of(sender, rank) for sender in range(ranks)])
     item = mine.element_size()
     results = [torch.equal(found, want), exchange.bytes_sent - sent == 15 * item * (ranks - 1)]
-    found = exchange.gather(of(rank, 0).T)
+    found = exchange.all_gather(of(rank, 0).T)
     want = torch.stack([of(sender, 0).T for sender in range(ranks)])
-    return [*results, torch.equal(found, want), exchange.gather(mine[:0]).shape[0] == ranks]
+    return [*results, torch.equal(found, want), exchange.all_gather(mine[:0]).shape[0] == ranks]
 
 
 def fail(exchange: TorchExchange, how: str, who: int) -> tuple[int | None, str]:
     """What the others see of a rank that dies, freezes, or aborts after one good call."""
     exchange.step = 7
-    exchange.gather(torch.zeros(4))
+    exchange.all_gather(torch.zeros(4))
     if exchange.rank == who:
         if how == "dies":
             os._exit(1)
@@ -108,7 +108,7 @@ def fail(exchange: TorchExchange, how: str, who: int) -> tuple[int | None, str]:
             os.kill(os.getpid(), signal.SIGSTOP)
         exchange.abort("digests differ")
     try:
-        exchange.gather(torch.zeros(1 << 20))
+        exchange.all_gather(torch.zeros(1 << 20))
     except ExchangeFailed as error:
         return error.rank, str(error)
     return None, "nothing"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from context_parallel.exchange import ExchangeFailed, TorchExchange
-from context_parallel.group import Address, Deadline, Meeting, MeetingFailed, TorchChannel
+from context_parallel.group import Address, Deadline, MeetingFailed, Rendezvous, TorchChannel
 
 HOST = "127.0.0.1"
 _CONTEXT = mp.get_context("forkserver")
@@ -27,12 +27,12 @@ def deadline(within_s: float = 60.0) -> Deadline:
     )
 
 
-def channel(meeting: Meeting, timeout_s: float) -> TorchChannel:
+def channel(meeting: Rendezvous, timeout_s: float) -> TorchChannel:
     group = meeting.control(HOST, 60.0)  # to connect; a start is not what a test waits for
     return TorchChannel(group, meeting, timeout_s=timeout_s, idle_s=60.0, now=time.monotonic)
 
 
-def exchange(meeting: Meeting, timeout_s: float) -> TorchExchange:
+def exchange(meeting: Rendezvous, timeout_s: float) -> TorchExchange:
     device = torch.device("cpu")
     return TorchExchange(meeting.data(HOST, timeout_s, device), timeout_s)
 
@@ -63,7 +63,7 @@ class Member:
 
 
 def _serve(pipe: Connection, address: Address, rank: int, ranks: int, timeout_s: float) -> None:
-    meeting = Meeting.join(address, rank, ranks, deadline())
+    meeting = Rendezvous.join(address, rank, ranks, deadline())
     messages: TorchChannel | None = None
     data: Any = None
     echo: bytes = b""
@@ -75,15 +75,15 @@ def _serve(pipe: Connection, address: Address, rank: int, ranks: int, timeout_s:
                 answer: Any = None
             elif method == "data":
                 data = exchange(meeting, timeout_s)
-                answer = data.gather(torch.tensor([rank])).tolist()
+                answer = data.all_gather(torch.tensor([rank])).tolist()
             elif method == "wait":
-                answer = data.gather(torch.tensor([rank])).tolist()
+                answer = data.all_gather(torch.tensor([rank])).tolist()
             elif method == "leave":
                 answer = data.abort(*arguments)
             elif method == "echo":  # what rank 0 says goes back to it
                 assert messages is not None
                 echo = messages.broadcast(None)
-                answer = messages.gather(echo)
+                answer = messages.all_gather(echo)
             elif method == "abort":
                 assert messages is not None
                 answer = messages.abort(*arguments)
@@ -95,9 +95,9 @@ def _serve(pipe: Connection, address: Address, rank: int, ranks: int, timeout_s:
 
 
 @contextmanager
-def gang(ranks: int, timeout_s: float = 60.0) -> Iterator[tuple[Meeting, list[Member]]]:
+def gang(ranks: int, timeout_s: float = 60.0) -> Iterator[tuple[Rendezvous, list[Member]]]:
     """Rank 0's meeting, and the others (of which the first is rank 1)."""
-    meeting = Meeting.open(HOST, 7, ranks, deadline())
+    meeting = Rendezvous.open(HOST, 7, ranks, deadline())
     members = [Member(meeting.address, rank, ranks, timeout_s) for rank in range(1, ranks)]
     try:
         yield meeting, members

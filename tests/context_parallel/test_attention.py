@@ -16,7 +16,7 @@ from context_parallel import planning
 from context_parallel.attention import ShardedRows, plan, workspace_bytes
 from context_parallel.exchange import Exchange
 from context_parallel.loopback import loopback
-from context_parallel.planning import History
+from context_parallel.planning import PassKV
 from context_parallel.shard import HISTORY_BYTES_MAX, Geometry, tails
 from context_parallel.tables import LocalTables
 from kvpaging import quant
@@ -120,15 +120,15 @@ def shapes_of(case: Case, history: bool) -> tuple[list[tuple[str, torch.Size]], 
     class Noted:
         rank, ranks, step, calls, bytes_sent = 0, case.ranks, 0, 0, 0
 
-        def gather(self, x: Tensor) -> Tensor:
+        def all_gather(self, x: Tensor) -> Tensor:
             given.append(("gather", x.shape))
-            return first.gather(x)
+            return first.all_gather(x)
 
-        def scatter(self, x: Tensor) -> Tensor:
+        def all_to_all(self, x: Tensor) -> Tensor:
             given.append(("scatter", x.shape))
-            return first.scatter(x)
+            return first.all_to_all(x)
 
-        def settle(self) -> None: ...
+        def synchronize(self) -> None: ...
 
         def abort(self, reason: str) -> None:
             first.abort(reason)
@@ -219,8 +219,8 @@ def test_a_history_that_lies_on_one_rank_is_planned_for_as_it_is_sent(even: bool
     batch = plan(rows, parts, tables, 0, block_size=size, geometry=geometry, device=device)
     assert batch.long is not None
     way = batch.long.way
-    assert isinstance(way, History) == even
-    if isinstance(way, History):
+    assert isinstance(way, PassKV) == even
+    if isinstance(way, PassKV):
         blocks = (1 + ranks) * len(way.send) + way.blocks
         planned = workspace_bytes(geometry, ranks, len(parts[0].row), size)
         assert blocks * size * geometry.kv_token_bytes <= planned

@@ -101,21 +101,21 @@ class Group:
 
 
 def test_only_the_exchanges_of_the_steps_asked_for_are_waited_for() -> None:
-    """The next step may be under way already: it is not waited for, or two would not overlap."""
+    """The next step may be in flight already: it is not waited for, or two would not overlap."""
     group = Group()
     exchange = TorchExchange(group, 1.0)
     for step, number in ((1, 10), (1, 11), (2, 20), (3, 30), (3, 31)):
         exchange.step = step
         exchange._queue(group.call(number))
-    exchange.settle(1)
+    exchange.synchronize(1)
     assert group.waited == [11]
-    exchange.settle(2)
-    exchange.settle(2)
+    exchange.synchronize(2)
+    exchange.synchronize(2)
     assert group.waited == [11, 20]
     exchange.step = 4
     exchange._queue(group.call(40))
-    exchange.settle()
-    exchange.settle()
+    exchange.synchronize()
+    exchange.synchronize()
     assert group.waited == [11, 20, 40]
 
 
@@ -127,4 +127,4 @@ def test_a_deadline_names_the_step_that_is_waited_for() -> None:
     exchange.step = 2
     exchange._queue(group.call(20))
     with pytest.raises(ExchangeFailed, match=r"^step 1: a rank: did not answer within 1 s"):
-        exchange.settle(1)
+        exchange.synchronize(1)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from context_parallel.exchange import ExchangeFailed
-from context_parallel.group import FRAME, Address, Meeting, MeetingFailed, TorchChannel, named
+from context_parallel.group import FRAME, Address, MeetingFailed, Rendezvous, TorchChannel, named
 from tests.context_parallel.ranks import HOST, connected, deadline, exchange, gang
 
 
@@ -17,7 +17,7 @@ def test_all_come_to_a_stage_with_what_they_say() -> None:
         for stage in ("here", "ready"):
             for rank, member in enumerate(members, 1):
                 member.tell("meet", stage, b"%d" % rank)
-            assert meeting.meet(stage, b"zero") == [b"zero", b"1", b"2"]
+            assert meeting.barrier(stage, b"zero") == [b"zero", b"1", b"2"]
             assert all(member.answer() == [b"zero", b"1", b"2"] for member in members)
 
 
@@ -27,17 +27,17 @@ def test_the_deadline_names_who_is_missing() -> None:
         meeting._store.wait(["ready/2"], 60.0)
         meeting.deadline = deadline(0.5)
         with pytest.raises(MeetingFailed) as error:
-            meeting.meet("ready")
+            meeting.barrier("ready")
         assert "ranks 1, 3 of 4 did not come to 'ready' within 0.5 s (cluster.start" in str(error)
 
 
 def test_nobody_there_is_said_at_the_deadline() -> None:
-    alone = Meeting.open(HOST, 1, 2, deadline(0.1))
+    alone = Rendezvous.open(HOST, 1, 2, deadline(0.1))
     with pytest.raises(MeetingFailed, match="rank 1 of 2 did not come to 'here'"):
-        alone.meet("here")
+        alone.barrier("here")
     del alone
     with pytest.raises(MeetingFailed, match="rank 1 cannot reach rank 0 at 127"):
-        Meeting.join(Address(HOST, 1, 1), 1, 2, deadline(0.5))
+        Rendezvous.join(Address(HOST, 1, 1), 1, 2, deadline(0.5))
 
 
 def test_who_gives_up_is_not_waited_for() -> None:
@@ -45,16 +45,16 @@ def test_who_gives_up_is_not_waited_for() -> None:
         members[1].tell("meet", "ready")
         members[0].tell("fail", "the model does not fit")
         with pytest.raises(MeetingFailed, match="rank 1: the model does not fit"):
-            meeting.meet("ready")
+            meeting.barrier("ready")
         assert "rank 1: the model does not fit" in members[1].answer()
 
 
 def test_an_epoch_knows_nothing_of_another() -> None:
-    first = Meeting.open(HOST, 1, 1, deadline())
-    assert first.meet("here", b"first") == [b"first"]
-    again = Meeting(first._tcp, Address(HOST, first.address.port, 2), 0, 2, deadline(0.1))
+    first = Rendezvous.open(HOST, 1, 1, deadline())
+    assert first.barrier("here", b"first") == [b"first"]
+    again = Rendezvous(first._tcp, Address(HOST, first.address.port, 2), 0, 2, deadline(0.1))
     with pytest.raises(MeetingFailed, match="rank 1 of 2"):
-        again.meet("here")
+        again.barrier("here")
 
 
 @pytest.mark.parametrize("length", [0, 1, FRAME - 9, FRAME - 8, FRAME - 7, FRAME, 3_000_000])
@@ -66,7 +66,7 @@ def test_messages_of_any_length_arrive_whole(length: int) -> None:
             for member in members:
                 member.tell("echo")
             assert channel.broadcast(message) == message
-            assert channel.gather(b"mine") == [b"mine", message, message]
+            assert channel.all_gather(b"mine") == [b"mine", message, message]
             assert all(member.answer() is None for member in members)
         assert channel.step == 2
 
@@ -86,7 +86,7 @@ def test_a_dead_rank_is_named_and_the_others_are_told() -> None:
 
 def step(channel: TorchChannel) -> None:
     channel.broadcast(b"hello")
-    channel.gather(b"")
+    channel.all_gather(b"")
 
 
 def echo_again(member: object) -> str:
@@ -120,13 +120,13 @@ def test_who_leaves_an_exchange_keeps_nobody_waiting() -> None:
         for member in members:
             member.tell("data")
         data = exchange(meeting, 60.0)
-        assert data.gather(torch.tensor([0])).tolist() == [[0], [1], [2]]
+        assert data.all_gather(torch.tensor([0])).tolist() == [[0], [1], [2]]
         assert all(member.answer() == [[0], [1], [2]] for member in members)
         members[0].tell("wait")
         members[1].tell("leave", "out of memory")
         assert members[1].answer() is None
         with pytest.raises(ExchangeFailed, match="rank 2: ") as error:
-            data.gather(torch.tensor([0]))
+            data.all_gather(torch.tensor([0]))
         assert error.value.rank == 2
         assert "ExchangeFailed: step 0: rank" in members[0].answer()
         members[1].tell("wait")

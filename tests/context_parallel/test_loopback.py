@@ -18,8 +18,8 @@ def test_gather_and_scatter_bring_what_each_gave(ranks: int) -> None:
     ends = loopback(ranks, 20)
 
     def work(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        gathered = ends[rank].gather(torch.full((2, 3), rank))
-        return gathered, ends[rank].scatter(torch.arange(ranks)[:, None] + 10 * rank)
+        gathered = ends[rank].all_gather(torch.full((2, 3), rank))
+        return gathered, ends[rank].all_to_all(torch.arange(ranks)[:, None] + 10 * rank)
 
     for rank, (gathered, scattered) in enumerate(together(ranks, work)):
         assert gathered.shape == (ranks, 2, 3)
@@ -36,7 +36,7 @@ def test_what_a_rank_gave_may_change_when_its_call_has_ended() -> None:
         x, seen = torch.zeros(1, dtype=torch.int64), []
         for step in range(200):
             x.fill_(step)
-            seen += ends[rank].gather(x).flatten().tolist()
+            seen += ends[rank].all_gather(x).flatten().tolist()
             x.fill_(-1)
         return seen
 
@@ -58,7 +58,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     ends = loopback(3, 0.2)
     for end in ends:
         end.step = 4
-    errors = failures(3, ends, lambda rank: rank == 1 or ends[rank].gather(torch.zeros(1)))
+    errors = failures(3, ends, lambda rank: rank == 1 or ends[rank].all_gather(torch.zeros(1)))
     assert {str(error) for error in errors} == {"step 4: rank 1: did not answer within 0.2 s"}
     assert len(errors) == 2
 
@@ -69,7 +69,7 @@ def test_abort_ends_the_waits_of_others_and_all_later_calls() -> None:
     def work(rank: int) -> None:
         if rank == 2:
             ends[rank].abort("no more memory")
-        ends[rank].gather(torch.zeros(1))
+        ends[rank].all_gather(torch.zeros(1))
 
     errors = failures(3, ends, work)
     assert [(error.rank, error.cause) for error in errors] == [(2, "no more memory")] * 3
@@ -77,7 +77,7 @@ def test_abort_ends_the_waits_of_others_and_all_later_calls() -> None:
 
 def test_different_shapes_are_an_error_everywhere() -> None:
     ends = loopback(2, 60)
-    errors = failures(2, ends, lambda rank: ends[rank].gather(torch.zeros(1 + rank)))
+    errors = failures(2, ends, lambda rank: ends[rank].all_gather(torch.zeros(1 + rank)))
     assert ["shapes differ" in error.cause for error in errors] == [True, True]
 
 
@@ -88,7 +88,7 @@ def test_a_channel_carries_one_message_down_and_one_up() -> None:
         found = []
         for step in range(50):
             down = ends[rank].broadcast(b"plan %d" % step if rank == 0 else None)
-            found.append((down, ends[rank].gather(b"%d of %d" % (step, rank))))
+            found.append((down, ends[rank].all_gather(b"%d of %d" % (step, rank))))
         return found
 
     leader, *others = together(3, work)
@@ -100,7 +100,7 @@ def test_a_channel_carries_one_message_down_and_one_up() -> None:
 
 def test_a_silent_follower_is_named() -> None:
     ends = channels(3, 0.2)
-    errors = failures(3, ends, lambda rank: rank == 2 or ends[rank].gather(b"x"))
+    errors = failures(3, ends, lambda rank: rank == 2 or ends[rank].all_gather(b"x"))
     assert [str(error) for error in errors] == ["rank 2: sent nothing for 0.2 s"]
 
 
@@ -113,7 +113,7 @@ def test_aborting_a_channel_ends_all_waits() -> None:
         if rank:
             ends[rank].broadcast(None)
         else:
-            ends[rank].gather(b"")
+            ends[rank].all_gather(b"")
 
     errors = failures(3, ends, work)
     assert [error.cause for error in errors] == ["digests differ"] * 3

@@ -14,7 +14,7 @@ from context_parallel.shard import (
     Geometry,
     Place,
     ShardMap,
-    deal,
+    interleave,
     moves_history,
     tails,
 )
@@ -75,7 +75,7 @@ def test_a_position_outside_is_refused(position: int) -> None:
 
 @given(st.integers(0, 3000), st.integers(1, 8), st.sampled_from([1, 7, TILE]))
 def test_dealt_tokens_are_all_and_even(count: int, ranks: int, tile: int) -> None:
-    dealt = deal(count, ranks, tile)
+    dealt = interleave(count, ranks, tile)
     assert sorted(np.concatenate(dealt).tolist()) == list(range(count))
     for rank, tokens in enumerate(dealt):
         assert all(token // tile % ranks == rank for token in tokens.tolist())

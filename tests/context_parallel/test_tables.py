@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from context_parallel.tables import LocalTables
-from kvpaging.windows import GONE
+from kvpaging.windows import NULL_BLOCK
 
 RANKS, PER_RANK, SLOTS, WIDTH = 3, (50, 20), 4, 12
 Change = tuple[int, int, list[int]]  # slot, first (cut to the length), (rank, block) of each entry
@@ -125,18 +125,18 @@ def test_groups_on_different_ranks_are_refused() -> None:
 
 def test_what_a_group_gave_back_stays_on_the_rank_of_the_others() -> None:
     tables = made(1)
-    tables.change(0, 0, [[GONE, 1], [PER_RANK[1] + 3, 2]])  # the first block is on rank 1
+    tables.change(0, 0, [[NULL_BLOCK, 1], [PER_RANK[1] + 3, 2]])  # the first block is on rank 1
     assert tables.used[0] == 1
     assert tables.logical[0, 0] == 0
     assert tables.host[:, 0, 0].tolist() == [0, 3]  # the one that is gone is never read
-    assert tables.blocks[:, 0, 0].tolist() == [GONE, PER_RANK[1] + 3]
+    assert tables.blocks[:, 0, 0].tolist() == [NULL_BLOCK, PER_RANK[1] + 3]
 
 
 def test_what_all_groups_gave_back_counts_for_the_rank_of_what_follows() -> None:
     for rank in range(2):
         tables = made(rank)
         first = [per * rank for per in PER_RANK]
-        tables.change(0, 0, [[GONE, GONE, one, one + 1] for one in first])
+        tables.change(0, 0, [[NULL_BLOCK, NULL_BLOCK, one, one + 1] for one in first])
         assert tables.logical[0, : tables.used[0]].tolist() == [0, 1, 2, 3]
         assert tables.host[:, 0, :4].tolist() == [[0, 0, 0, 1]] * 2
         tables.change(1, 0, [[], []])

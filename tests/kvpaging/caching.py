@@ -10,7 +10,7 @@ from kvpaging.pool import BlockPool
 
 
 def documents(rng: Random, count: int, longest: int) -> list[list[bytes]]:
-    """Chains of identities; most begin as an earlier one does."""
+    """Chains of block hashes; most begin as an earlier one does."""
     found: list[list[bytes]] = []
     for _ in range(count):
         other = rng.choice(found) if found and rng.random() < 0.8 else []
@@ -19,12 +19,16 @@ def documents(rng: Random, count: int, longest: int) -> list[list[bytes]]:
     return found
 
 
-def parents_of(chains: list[list[bytes]]) -> dict[bytes, bytes | None]:
-    return {name: chain[i - 1] if i else None for chain in chains for i, name in enumerate(chain)}
+def parents_of(group_hashes: list[list[bytes]]) -> dict[bytes, bytes | None]:
+    return {
+        name: hashes[i - 1] if i else None
+        for hashes in group_hashes
+        for i, name in enumerate(hashes)
+    }
 
 
 def findable(pool: BlockPool) -> set[bytes]:
-    return {name for block in range(pool.blocks) if (name := pool.identity(block)) is not None}
+    return {name for block in range(pool.blocks) if (name := pool.block_hash(block)) is not None}
 
 
 def keeping(pool: BlockPool, slots: int) -> tuple[HostPool, list[tuple[int, int]]]:
@@ -32,9 +36,9 @@ def keeping(pool: BlockPool, slots: int) -> tuple[HostPool, list[tuple[int, int]
     host, copies = HostPool(pool, slots), []
 
     def evicted(block: int) -> None:
-        for each, identity, parent in below(pool, block):
-            if not host.touch(identity):
-                slot = host.keep(identity, parent, pool.rank_of(each))
+        for each, block_hash, parent in below(pool, block):
+            if not host.touch(block_hash):
+                slot = host.keep(block_hash, parent, pool.rank_of(each))
                 if slot is not None:
                     copies.append((each, slot))
 
@@ -43,14 +47,14 @@ def keeping(pool: BlockPool, slots: int) -> tuple[HostPool, list[tuple[int, int]
 
 
 def hosted(host: HostPool) -> set[bytes]:
-    return {name for slot in range(host.slots) if (name := host.identity(slot)) is not None}
+    return {name for slot in range(host.slots) if (name := host.block_hash(slot)) is not None}
 
 
 class Cache:
     """Works on `pool` with parts of `chains`, up to three requests at a time."""
 
-    def __init__(self, blocks: int, chains: list[list[bytes]], rng: Random) -> None:
-        self.pool, self.chains, self.rng = BlockPool(blocks), chains, rng
+    def __init__(self, blocks: int, group_hashes: list[list[bytes]], rng: Random) -> None:
+        self.pool, self.block_hashes, self.rng = BlockPool(blocks), group_hashes, rng
         self.running: list[list[int]] = []
 
     def act(self) -> None:
@@ -59,7 +63,7 @@ class Cache:
         if draw < 0.9:
             self.serve()
         elif draw < 0.98:
-            self.pool.forget(self.rng.choice(self.rng.choice(self.chains)))
+            self.pool.forget(self.rng.choice(self.rng.choice(self.block_hashes)))
         elif draw < 0.99:
             self.pool.flush()
         else:
@@ -68,19 +72,19 @@ class Cache:
             self.finish(self.running.pop(self.rng.randrange(len(self.running))))
 
     def serve(self) -> None:
-        chain = self.rng.choice(self.chains)
-        chain = chain[: self.rng.randint(1, len(chain))]
+        hashes = self.rng.choice(self.block_hashes)
+        hashes = hashes[: self.rng.randint(1, len(hashes))]
         blocks: list[int] = []
-        for name in chain:
+        for name in hashes:
             block = self.pool.lookup(name)
             if block is None:
                 break
             self.pool.ref(block)
             blocks.append(block)
-        new = min(len(chain) - len(blocks), self.pool.available)
+        new = min(len(hashes) - len(blocks), self.pool.available)
         for block in self.pool.allocate(new):
             at = len(blocks)
-            self.pool.publish(block, chain[at], chain[at - 1] if at else None)
+            self.pool.register(block, hashes[at], hashes[at - 1] if at else None)
             blocks.append(block)
         self.running.append(blocks)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvpaging.attention import shared_prefix
-from kvpaging.attention.inputs import Rows, Run
+from kvpaging.attention.inputs import Rows, SharedPrefix
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -108,7 +108,7 @@ def find(
     size: int,
     window: int | None = None,
     saved_keys_min: int = 1,
-) -> tuple[Run, ...]:
+) -> tuple[SharedPrefix, ...]:
     return shared_prefix.find(
         table, np.arange(len(lens)), np.array(lens), np.array(firsts), size, window, saved_keys_min
     )

@@ -17,10 +17,10 @@ def names(n: int) -> list[bytes]:
 
 
 def chained(pool: BlockPool, n: int) -> list[int]:
-    """A chain of `n` published blocks with one reference each, head first."""
+    """A chain of `n` registered blocks with one reference each, head first."""
     blocks, parent = pool.allocate(n), None
     for block, name in zip(blocks, names(n), strict=True):
-        assert pool.publish(block, name, parent) == block
+        assert pool.register(block, name, parent) == block
         parent = name
     return blocks
 

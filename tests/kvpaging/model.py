@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-QUARANTINED, OWNED, LEASED, IDLE, FREE = range(5)
+QUARANTINED, ACTIVE, PINNED, CACHED, FREE = range(5)
 
 
 class Model:
@@ -30,10 +30,10 @@ class Model:
         if block in self.quarantined:
             return QUARANTINED
         if self.refs[block] > 0:
-            return OWNED
+            return ACTIVE
         if self.holds[block] > 0 or self.pending(block):
-            return LEASED
-        return IDLE if block in self.name_of else FREE
+            return PINNED
+        return CACHED if block in self.name_of else FREE
 
     def pending(self, block: int) -> bool:
         return self.last.get(block, -1) > self.ended
@@ -44,7 +44,7 @@ class Model:
             del self.members[old][block]
             self.members[new][block] = None
             self.state_of[block] = new
-        if new == LEASED and self.pending(block):
+        if new == PINNED and self.pending(block):
             self.waiting.setdefault(block)
         else:
             self.waiting.pop(block, None)
@@ -60,43 +60,43 @@ class Model:
 
     def available(self, rank: int) -> int:
         counts = self.counts(rank)
-        return counts[IDLE] + counts[FREE]
+        return counts[CACHED] + counts[FREE]
 
     def took(self, block: int) -> None:
         """The pool handed out `block`: it had to be free, or none was on its rank and it was the
         one to go."""
         if free := self.on(block // self.per_rank, FREE):
-            assert block in free, "an idle block was evicted while one was free"
+            assert block in free, "a cached block was evicted while one was free"
         else:
             self.evicted(block)
         self.refs[block] = 1
         self.moved(block)
 
     def evicted(self, block: int) -> None:
-        """The oldest idle block of a rank goes, but not before idle ones of that rank below it on
-        its own chains."""
-        assert block in self.members[IDLE], "a block in use was handed out"
+        """The oldest cached block of a rank goes, but not before cached ones of that rank below it
+        on its own chains."""
+        assert block in self.members[CACHED], "a block in use was handed out"
         rank = block // self.per_rank
-        oldest = self.on(rank, IDLE)[0]
+        oldest = self.on(rank, CACHED)[0]
         path, node = [block], block
         while node != oldest:
             above = self.parent[self.name_of[node]]
             assert above is not None, "not the oldest, nor below it"
             node = self.block_of[above]
-            assert node in self.members[IDLE], "not below the oldest by idle blocks"
+            assert node in self.members[CACHED], "not below the oldest by cached blocks"
             path.append(node)
         assert self.may_go(block, rank), "a head before its tail"
         # The chain that was walked down now leads, so that its next leaf is found at once.
         path = [b for b in path if b // self.per_rank == rank]
-        rest = [b for b in self.members[IDLE] if b not in path]
-        self.members[IDLE] = dict.fromkeys([*path, *rest])
+        rest = [b for b in self.members[CACHED] if b not in path]
+        self.members[CACHED] = dict.fromkeys([*path, *rest])
         self.withdraw(self.name_of[block])
 
     def may_go(self, block: int, rank: int) -> bool:
-        """Whether some way down from an idle block meets no idle one of the rank."""
+        """Whether some way down from a cached block meets no idle one of the rank."""
         below = self.children(block)
         return not below or any(
-            self.state_of[b] != IDLE or (b // self.per_rank != rank and self.may_go(b, rank))
+            self.state_of[b] != CACHED or (b // self.per_rank != rank and self.may_go(b, rank))
             for b in below
         )
 
@@ -121,12 +121,12 @@ class Model:
             self.last[block] = max(step, self.last.get(block, -1))
         self.moved(block)
 
-    def hold(self, block: int, tokens: int) -> None:
+    def pin(self, block: int, tokens: int) -> None:
         self.holds[block] += 1
         self.kept[block] = max(tokens, self.kept.get(block, 0))
         self.moved(block)
 
-    def unhold(self, block: int) -> None:
+    def unpin(self, block: int) -> None:
         self.holds[block] -= 1
         if self.holds[block] == 0:
             del self.kept[block]
@@ -139,7 +139,7 @@ class Model:
             if not self.pending(block):
                 self.moved(block)
 
-    def publish(self, block: int, name: bytes, parent: bytes | None) -> int:
+    def register(self, block: int, name: bytes, parent: bytes | None) -> int:
         if name in self.block_of:
             return self.block_of[name]
         orphan = parent is not None and parent not in self.block_of
@@ -160,8 +160,8 @@ class Model:
 
     def flush(self) -> int:
         withdrawn = 0
-        while self.members[IDLE]:
-            withdrawn += self.withdraw(self.name_of[next(iter(self.members[IDLE]))])
+        while self.members[CACHED]:
+            withdrawn += self.withdraw(self.name_of[next(iter(self.members[CACHED]))])
         return withdrawn
 
     def quarantine(self, block: int) -> None:

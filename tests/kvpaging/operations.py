@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvpaging.pool import WHOLE
 from kvpaging.table import BlockTable
-from kvpaging.windows import GONE
+from kvpaging.windows import NULL_BLOCK
 from tests.kvpaging.world import GARBAGE, Sequence, Transfer, World
 
 MOST = 9
@@ -31,15 +31,15 @@ def start(world: World) -> None:
             names[g].append(n)
         stored.append(found)
     hits = longest_hit(world, stored, ranks)
-    names = [chain[: len(hits[0])] for chain in names]
+    names = [hashes[: len(hits[0])] for hashes in names]
     table = BlockTable([g[2] for g in world.groups], world.size, ranks, world.shape.windows)
     sequence = Sequence(table, [], names=names)
     sequence.table.attach(hits)
     for (_, _, _, model), blocks in zip(world.groups, hits, strict=True):
         for block in blocks:
-            if block != GONE:
+            if block != NULL_BLOCK:
                 model.ref(block)
-    world.seen["hit with holes"] += any(GONE in blocks for blocks in hits)
+    world.seen["hit with holes"] += any(NULL_BLOCK in blocks for blocks in hits)
     sequence.written = len(hits[0]) * world.size
     sequence.tokens = tokens[: sequence.written]
     world.seen["hit"] += len(hits[0])
@@ -55,7 +55,7 @@ def longest_hit(
     for n in range(len(stored), 0, -1):
         first = [world.seen_from(g, n * world.size) for g, *_ in world.groups]
         rows = [
-            [block if i >= first[g] else GONE for g, block in enumerate(row)]
+            [block if i >= first[g] else NULL_BLOCK for g, block in enumerate(row)]
             for i, row in enumerate(stored[:n])
         ]
         if all(None not in row and found_on(world, row, ranks) for row in rows):
@@ -75,7 +75,7 @@ def place(world: World) -> tuple[int, ...]:
 def found_on(world: World, found: list[int | None], ranks: tuple[int, ...]) -> bool:
     """Whether all groups have a logical block on the same one of these ranks."""
     pairs = zip(found, world.groups, strict=True)
-    owners = {p.rank_of(block) for block, (_, _, p, _) in pairs if block not in (None, GONE)}
+    owners = {p.rank_of(block) for block, (_, _, p, _) in pairs if block not in (None, NULL_BLOCK)}
     return len(owners) <= 1 and owners <= set(ranks)
 
 
@@ -107,13 +107,13 @@ def truncate(world: World) -> None:
 
 
 def slide(world: World) -> None:
-    """Blocks behind the windows go back, whether or not a step is under way."""
+    """Blocks behind the windows go back, whether or not a step is in flight."""
     if world.sequences:
         world.slide(world.rng.choice(world.sequences))
 
 
 def speculate(world: World) -> None:
-    """Tokens that are only guessed; the step that computes them tells how many were right."""
+    """Tokens that are only drafted; the step that computes them tells how many were right."""
     quiet = [s for s in world.sequences if not s.busy]
     if quiet:
         sequence = world.rng.choice(quiet)
@@ -127,7 +127,7 @@ def twin(world: World, parent: Sequence) -> Sequence:
     twin.names = [list(n) for n in parent.names]
     for g, _, _, model in world.groups:
         for block in twin.table.blocks[g]:
-            if block != GONE:
+            if block != NULL_BLOCK:
                 model.ref(block)
     world.sequences.append(twin)
     return twin
@@ -192,8 +192,8 @@ def commit(world: World) -> None:
     world.execute(fails=False)
     for copy in world.copies:
         _, _, pool, model = world.groups[copy.group]
-        pool.unhold(copy.src)
-        model.unhold(copy.src)
+        pool.unpin(copy.src)
+        model.unpin(copy.src)
     world.copies.clear()
     for sequence in world.sequences:
         sequence.written = len(sequence.tokens)
@@ -201,7 +201,7 @@ def commit(world: World) -> None:
             world.cut(sequence, sequence.written - wrong)
             world.seen["rollback"] += 1
         sequence.guessed = 0
-        world.publish(sequence)
+        world.register(sequence)
         sequence.busy = False
         world.read(sequence)
     world.step += 1
@@ -227,8 +227,8 @@ def export(world: World) -> None:
     model = world.models[p]
     if model.name_of:
         block = world.rng.choice(list(model.name_of))
-        world.pools[p].hold(block)
-        model.hold(block, WHOLE)
+        world.pools[p].pin(block)
+        model.pin(block, WHOLE)
         world.transfers.append(Transfer(p, block, list(world.memory[p][block])))
 
 
@@ -244,10 +244,10 @@ def fetch(world: World) -> None:
         parent = world.name(g, parent, part)
     at = world.rng.randrange(5) * world.size
     [block] = pool.allocate(1, rank)
-    pool.hold(block)
+    pool.pin(block)
     pool.unref(block)
     model.took(block)
-    model.hold(block, WHOLE)
+    model.pin(block, WHOLE)
     model.unref(block, None)
     tokens = tuple(document[at : at + world.size])
     world.transfers.append(Transfer(p, block, None, g, tokens, parent))
@@ -265,9 +265,9 @@ def finish(world: World) -> None:
         world.memory[p][block] = [4 * t + transfer.group for t in transfer.tokens]
         name = world.name(transfer.group, transfer.parent, transfer.tokens)
         parent = world.above(transfer.group, transfer.parent)
-        assert pool.publish(block, name, parent) == model.publish(block, name, parent)
-    pool.unhold(block)
-    model.unhold(block)
+        assert pool.register(block, name, parent) == model.register(block, name, parent)
+    pool.unpin(block)
+    model.unpin(block)
 
 
 def lose(world: World) -> None:
@@ -289,8 +289,8 @@ def teardown(world: World) -> None:
     pool, model = world.pools[transfer.pool], world.models[transfer.pool]
     if transfer.content is None:
         world.memory[transfer.pool][transfer.block] = [GARBAGE] * world.size
-    pool.unhold(transfer.block)
-    model.unhold(transfer.block)
+    pool.unpin(transfer.block)
+    model.unpin(transfer.block)
     if transfer.block in model.quarantined:
         pool.readmit(transfer.block)
         model.readmit(transfer.block)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvpaging.pool import IDLE, NONE, OWNED, BlockPool, OutOfBlocks
+from kvpaging.pool import ACTIVE, CACHED, NONE, BlockPool, OutOfBlocks
 from kvpaging.table import BlockTable
 from tests.kvpaging.model import Model
 from tests.kvpaging.operations import run
@@ -143,19 +143,19 @@ def publish_over(right: Callable[..., Any], pool: BlockPool, block: int, *args: 
 
 def settle_in_front(right: Callable[..., Any], pool: BlockPool, block: int) -> None:
     right(pool, block)
-    if pool._state[block] == IDLE:
+    if pool._state[block] == CACHED:
         pool._unlink(block)
         pool._link(block, pool._idle[block])
 
 
 def take_back_uncounted(right: Callable[..., Any], pool: BlockPool, block: int) -> None:
-    pool._state[block] = OWNED
+    pool._state[block] = ACTIVE
     right(pool, block)
 
 
 def evict_elsewhere(right: Callable[..., Any], pool: BlockPool, rank: int) -> int:
     there = (rank + 1) % pool.ranks
-    return right(pool, there if pool.counts(there).idle else rank)
+    return right(pool, there if pool.counts(there).cached else rank)
 
 
 def place_on_first(_: object, table: BlockTable, n: int, needed: Any) -> Any:
@@ -230,17 +230,17 @@ BUGS: dict[str, tuple[type, str, Any]] = {
     "a reference is counted twice": (BlockPool, "ref", every(100, twice)),
     "a block does not wait for its step": (BlockPool, "unref", every(5, unref_now)),
     "a hold is forgotten": (BlockPool, "hold", every(50, nothing)),
-    "a hold is kept": (BlockPool, "unhold", every(50, nothing)),
+    "a hold is kept": (BlockPool, "unpin", every(50, nothing)),
     "a shared block is written": (BlockPool, "writable", every(20, lambda *_: True)),
     "a private block is copied": (BlockPool, "writable", every(20, lambda *_: False)),
     "a table thinks it has a block alone": (BlockPool, "private", every(5, lambda *_: True)),
     "rewritten content stays findable": (BlockPool, "forget", every(1, nothing)),
     "steps end unheard": (BlockPool, "step_ended", every(20, nothing)),
-    "a duplicate takes the identity": (BlockPool, "publish", every(20, publish_over)),
+    "a duplicate takes the block hash": (BlockPool, "publish", every(20, publish_over)),
     "a head is evicted before its tail": (BlockPool, "_evict", every(1, evict_oldest)),
     "the newest is evicted": (BlockPool, "_evict", every(20, evict_newest)),
     "descendants stay findable": (BlockPool, "_withdraw", every(1, withdraw_alone)),
-    "idle blocks go to the wrong end": (BlockPool, "_settle", every(20, settle_in_front)),
+    "cached blocks go to the wrong end": (BlockPool, "_settle", every(20, settle_in_front)),
     "a state changes uncounted": (BlockPool, "ref", every(50, take_back_uncounted)),
     "a quarantine is ignored": (BlockPool, "quarantine", every(1, nothing)),
     "a quarantine never ends": (BlockPool, "readmit", every(1, nothing)),

@@ -7,7 +7,7 @@ import pytest
 
 from kvpaging import audit
 from kvpaging.audit import WINDOW
-from kvpaging.pool import FREE, IDLE, BlockPool
+from kvpaging.pool import CACHED, FREE, BlockPool
 from kvpaging.table import BlockTable
 from tests.kvpaging.helpers import counted, names, table_of
 
@@ -24,7 +24,7 @@ def free_twice(pool: BlockPool) -> None:
 
 
 def record_wrong_state(pool: BlockPool) -> None:
-    pool._state[0] = IDLE
+    pool._state[0] = CACHED
 
 
 def miscount(pool: BlockPool) -> None:
@@ -73,14 +73,14 @@ def keep_without_hold(pool: BlockPool) -> None:
 CORRUPTIONS: list[tuple[Callable[[BlockPool], None], str, bool]] = [
     (lose_reference, "block 0: 2 references, 1 table entries", True),
     (free_twice, "block 0: 0 references, 1 table entries", True),
-    (record_wrong_state, "block 0: recorded as idle, is owned", True),
+    (record_wrong_state, "block 0: recorded as cached, is active", True),
     (miscount, "counts", False),
     (list_twice, "the list 'free' holds other blocks than its state says", False),
     (tear_list, "the list 'free' is not linked both ways", False),
-    (drop_from_list, "the list 'idle' holds other blocks than its state says", False),
+    (drop_from_list, "the list 'cached' holds other blocks than its state says", False),
     (lose_waiting_list, "there is no list 'step 2'", False),
-    (find_wrong_block, "block 0: its identity finds another block", True),
-    (find_unnamed_block, "2 blocks have an identity, 3 are findable", False),
+    (find_wrong_block, "block 0: its block hash finds another block", True),
+    (find_unnamed_block, "2 blocks have a block hash, 3 are findable", False),
     (lose_parent, "block 1: findable although its parent 0 is not", True),
     (adopt_wrongly, "block 0: not among the children of 1", True),
     (keep_without_hold, "block 0: no hold, but 4 tokens are kept", True),
@@ -91,11 +91,11 @@ def lived_in() -> tuple[BlockPool, list[BlockTable]]:
     """Two chained blocks, the second idle; one waiting, three free."""
     pool = BlockPool(6)
     table = table_of(pool, 12)
-    pool.publish(0, names(2)[0], None)
-    pool.publish(1, names(2)[1], names(2)[0])
+    pool.register(0, names(2)[0], None)
+    pool.register(1, names(2)[1], names(2)[0])
     table.truncate(8, step=2)
     table.truncate(4)
-    assert counted(pool) == {"owned": 1, "leased": 1, "idle": 1, "free": 3}
+    assert counted(pool) == {"active": 1, "pinned": 1, "cached": 1, "free": 3}
     assert audit.check(pool, [table]) == []
     return pool, [table]
 
@@ -122,7 +122,7 @@ def test_check_tells_and_audit_repairs(
     pool.flush()
     assert audit.check(pool, []) == []
     assert pool.counts().free + len(pool.quarantined) == 6
-    assert len(pool.allocate(pool.available)) == pool.counts().owned
+    assert len(pool.allocate(pool.available)) == pool.counts().active
 
 
 def test_audit_looks_at_every_block_in_turn() -> None:
@@ -139,7 +139,7 @@ def test_audit_keeps_the_cache_where_only_a_reference_is_wrong() -> None:
     lose_reference(pool)
     pool.unref(pool.allocate(1)[0], step=2)
     table = table_of(pool, 4)
-    pool.publish(table.blocks[0][0], b"other", None)
+    pool.register(table.blocks[0][0], b"other", None)
     assert audit.repair(pool, [*tables, table]) == ["block 0: 2 references, 1 table entries"]
     assert pool.lookup(b"other") == table.blocks[0][0]
     assert pool.lookup(names(1)[0]) is None

@@ -81,11 +81,11 @@ def changed(message: Batch | Dump, **fields: Any) -> bytes:
         (changed(BATCH, events={}), "events must be a list"),
         (changed(BATCH, events=[["stored", A, b""]]), "events must be a list of 4"),
         (changed(BATCH, events=[["swapped", A, b"", "gpu"]]), "events.kind must be one of stored"),
-        (changed(BATCH, events=[["stored", A[:9], b"", "gpu"]]), "16 for each identity"),
+        (changed(BATCH, events=[["stored", A[:9], b"", "gpu"]]), "16 for each block hash"),
         (changed(BATCH, events=[["stored", A, b"x", "gpu"]]), "events.parent must be 0 or 16"),
         (changed(BATCH, events=[["stored", A, b"", "disk"]]), "events.tier must be one of gpu"),
-        (changed(DUMP, hosted=b"short"), "16 for each identity"),
-        (changed(DUMP, ids=A[:15]), "16 for each identity"),
+        (changed(DUMP, hosted=b"short"), "16 for each block hash"),
+        (changed(DUMP, ids=A[:15]), "16 for each block hash"),
     ],
 )
 def test_a_bad_message_is_one_clear_error(data: bytes, message: str) -> None:
@@ -103,8 +103,8 @@ def test_no_bytes_do_more_than_raise(data: bytes) -> None:
 @given(st.lists(st.binary(min_size=16, max_size=16), max_size=40))
 def test_xor_folds_to_the_xor_of_all(ids: list[bytes]) -> None:
     total = 0
-    for identity in ids:
-        total ^= int.from_bytes(identity, "little")
+    for block_hash in ids:
+        total ^= int.from_bytes(block_hash, "little")
     assert events.xor_of(b"".join(ids)) == total
     assert events.split(b"".join(ids)) == ids
 
@@ -137,8 +137,8 @@ def test_chains_are_announced_in_runs() -> None:
     pool, announcer = listening(8)
     chained(pool, 2)
     [c, d] = pool.allocate(2)
-    pool.publish(c, C, A)
-    pool.publish(d, D, C)
+    pool.register(c, C, A)
+    pool.register(d, D, C)
     assert announcer.changed
     assert heard(announcer) == [("stored", [A, B], b""), ("stored", [C, D], A)]
     assert not announcer.changed
@@ -160,9 +160,9 @@ def test_what_came_and_went_between_two_batches_is_in_none() -> None:
     pool.forget(B)
     assert heard(announcer) == [("stored", [A], b"")]
     pool.forget(A)
-    pool.publish(a, A, None)
+    pool.register(a, A, None)
     assert heard(announcer) == []
-    pool.publish(b, B, A)
+    pool.register(b, B, A)
     pool.forget(A)
     assert heard(announcer) == [("cleared", [], b"")]
     assert (announcer.seq, announcer.number) == (2, 3)
@@ -175,10 +175,10 @@ def test_a_flush_and_a_repair_clear() -> None:
     heard(announcer)
     pool.flush()
     one, two = pool.allocate(2)
-    pool.publish(one, D, None)
+    pool.register(one, D, None)
     assert heard(announcer) == [("cleared", [], b""), ("stored", [D], b"")]
     assert pool.on_change is not None
-    pool.publish(two, B, D)
+    pool.register(two, B, D)
     pool.on_change("cleared", b"", None)
     assert heard(announcer) == [("cleared", [], b"")]
     assert announcer.digest == Digest()
@@ -188,9 +188,9 @@ def test_quiet_blocks_are_never_announced() -> None:
     """As those of windowed groups, which share a pool with those that are."""
     pool, announcer = listening(4)
     one, two = pool.allocate(2)
-    pool.publish(one, A, None, quiet=True)
+    pool.register(one, A, None, quiet=True)
     assert heard(announcer) == []
-    pool.publish(two, B, None)
+    pool.register(two, B, None)
     pool.forget(A)
     assert heard(announcer) == [("stored", [B], b"")]
 
@@ -212,7 +212,7 @@ def test_repair_gives_the_batches_that_are_missing_or_a_dump() -> None:
     announcer.listen(pool)
     sent = []
     for block, name, parent in zip(pool.allocate(4), (A, B, C, D), (None, A, B, C), strict=True):
-        pool.publish(block, name, parent)
+        pool.register(block, name, parent)
         sent.append(announcer.cut(Load()))
         announcer.cut(Load())
     assert announcer.repair(3, 4) == []
@@ -231,9 +231,9 @@ def test_what_is_announced_is_closed_and_what_is_findable(seed: int) -> None:
     """After every batch of random work the set it leads to is the pool's own, prefix-closed, and
     what its digest says; and every dump lists parents before their children."""
     rng = Random(seed)
-    chains = documents(rng, 30, 10)
-    parents = parents_of(chains)
-    cache = Cache(rng.choice([12, 30, 60]), chains, rng)
+    group_hashes = documents(rng, 30, 10)
+    parents = parents_of(group_hashes)
+    cache = Cache(rng.choice([12, 30, 60]), group_hashes, rng)
     announcer = Announcer("m", "g")
     announcer.listen(cache.pool)
     known: set[bytes] = set()

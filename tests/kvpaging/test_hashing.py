@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpaging.hashing import IDENTITY_BYTES, chain, identity, root
+from kvpaging.hashing import BLOCK_HASH_BYTES, block_hash, block_hashes, root
 
 # Published: any other implementation, in any process, must come to the same bytes.
 ROOT = {"fingerprint": b"model-1", "kv_dtype": "bfloat16", "block_size": 4}
@@ -36,17 +36,17 @@ def test_root_vectors(fields: dict[str, Any], key: bytes, expected: str) -> None
 
 @pytest.mark.parametrize(("key", "expected"), CHAINS)
 def test_chain_vectors(key: bytes, expected: list[str]) -> None:
-    found = chain(root(**ROOT, key=key), TOKENS, 4, key=key)
+    found = block_hashes(root(**ROOT, key=key), TOKENS, 4, key=key)
     assert [i.hex() for i in found] == expected
-    assert all(len(i) == IDENTITY_BYTES for i in found)
+    assert all(len(i) == BLOCK_HASH_BYTES for i in found)
 
 
 @pytest.mark.parametrize("seed", ["0", "1234"])
 def test_same_bytes_in_another_process(seed: str) -> None:
     code = (
-        "from kvpaging.hashing import chain, root\n"
+        "from kvpaging.hashing import block_hashes, root\n"
         f"r = root(**{ROOT!r}, key=b'cluster secret')\n"
-        f"print(*[i.hex() for i in chain(r, {TOKENS!r}, 4, key=b'cluster secret')])\n"
+        f"print(*[i.hex() for i in block_hashes(r, {TOKENS!r}, 4, key=b'cluster secret')])\n"
     )
     env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
     answer = subprocess.run(
@@ -89,22 +89,22 @@ def test_no_two_assignments_of_crafted_fields_collide() -> None:
 
 def test_a_root_is_no_block_and_a_block_no_root() -> None:
     start = root(**ROOT)
-    assert identity(start, []) != start
-    assert identity(start, TOKENS) != identity(identity(start, TOKENS[:4]), TOKENS[4:])
+    assert block_hash(start, []) != start
+    assert block_hash(start, TOKENS) != block_hash(block_hash(start, TOKENS[:4]), TOKENS[4:])
 
 
 @settings(derandomize=True, deadline=None)
 @given(st.lists(token, max_size=40), st.sampled_from([1, 2, 8, 16]), st.data())
 def test_incremental_chain_equals_whole(tokens: list[int], size: int, data: st.DataObject) -> None:
     start = root(fingerprint=b"m", kv_dtype="float32", block_size=size)
-    whole = chain(start, tokens, size)
+    whole = block_hashes(start, tokens, size)
     assert len(whole) == len(tokens) // size
     known = data.draw(st.integers(0, len(whole)))
     behind = [start, *whole][known]
-    assert whole[:known] + chain(behind, tokens[known * size :], size) == whole
+    assert whole[:known] + block_hashes(behind, tokens[known * size :], size) == whole
     parent = start
     for i, found in enumerate(whole):
-        parent = identity(parent, tokens[i * size : (i + 1) * size])
+        parent = block_hash(parent, tokens[i * size : (i + 1) * size])
         assert parent == found
 
 
@@ -113,28 +113,33 @@ def test_incremental_chain_equals_whole(tokens: list[int], size: int, data: st.D
 def test_each_token_changes_all_that_follow(tokens: list[int], at: int, other: int) -> None:
     changed = [*tokens[:at], other, *tokens[at + 1 :]]
     start = root(fingerprint=b"m", kv_dtype="float32", block_size=2)
-    same = [a == b for a, b in zip(chain(start, tokens, 2), chain(start, changed, 2), strict=True)]
+    same = [
+        a == b
+        for a, b in zip(
+            block_hashes(start, tokens, 2), block_hashes(start, changed, 2), strict=True
+        )
+    ]
     assert same == [i < at // 2 or tokens == changed for i in range(4)]
 
 
 @pytest.mark.parametrize("tokens", [(1, 2, 3, 4), bytes([1, 2, 3, 4]), array("Q", [1, 2, 3, 4])])
 def test_any_sequence_of_integers_is_the_same(tokens: Any) -> None:
-    assert chain(root(**ROOT), tokens, 4) == chain(root(**ROOT), [1, 2, 3, 4], 4)
+    assert block_hashes(root(**ROOT), tokens, 4) == block_hashes(root(**ROOT), [1, 2, 3, 4], 4)
 
 
 @pytest.mark.parametrize("bad", [-1, 2**32, 1.5, "7", None])
 def test_a_token_out_of_range_is_named(bad: Any) -> None:
     with pytest.raises(ValueError, match=rf"token {bad!r} is no integer from 0 to 4294967295"):
-        chain(root(**ROOT), [0, 1, 2, bad], 4)
+        block_hashes(root(**ROOT), [0, 1, 2, bad], 4)
     with pytest.raises(ValueError, match="is no integer"):
-        identity(root(**ROOT), [bad])
+        block_hash(root(**ROOT), [bad])
 
 
 def test_refuses_what_makes_no_identity() -> None:
     with pytest.raises(ValueError, match="65 bytes, at most 64"):
         root(**ROOT, key=b"k" * 65)
     with pytest.raises(ValueError, match="16 bytes, this parent 3"):
-        identity(b"abc", [1])
+        block_hash(b"abc", [1])
     with pytest.raises(ValueError, match="block size 0"):
         root(**{**ROOT, "block_size": 0})
     with pytest.raises(ValueError, match="layer group -1"):

@@ -1,4 +1,5 @@
-"""The books of the host tier: a chain is found in the pool, then on the host, and nothing after."""
+"""The books of the host cache: a chain is found in the pool, then on the host, and nothing
+after."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def test_a_chain_moves_out_tail_first_and_stays_findable() -> None:
     assert there(host) == [C, D]
     assert [pool.lookup(name) is not None for name in (A, B, C, D)] == [True, True, False, False]
     assert copies == [(3, 0), (2, 1)]
-    assert host.counts() == HostCounts(free=2, idle=2, held=0)
+    assert host.counts() == HostCounts(free=2, cached=2, held=0)
     assert host.check() == []
 
 
@@ -52,7 +53,7 @@ def test_what_comes_back_stays_and_needs_no_second_copy() -> None:
     host, copies = keeping(pool, 4)
     idle_chain(pool, 4)
     taken = pool.allocate(1)
-    pool.publish(taken[0], D, C)
+    pool.register(taken[0], D, C)
     assert there(host) == [D]
     pool.unref(taken[0])
     pool.allocate(1)
@@ -67,12 +68,12 @@ def test_the_host_gives_up_tails_that_were_used_longest_ago_and_nothing_held() -
     pool.allocate(2)
     held = host.lookup(D)
     assert held is not None
-    host.hold(held)
+    host.pin(held)
     pool.allocate(1)
     assert there(host) == [B]  # C made room for it, and nobody finds D without C
-    assert host.counts() == HostCounts(free=0, idle=1, held=1)
-    host.unhold(held)
-    assert host.counts() == HostCounts(free=1, idle=1, held=0)
+    assert host.counts() == HostCounts(free=0, cached=1, held=1)
+    host.unpin(held)
+    assert host.counts() == HostCounts(free=1, cached=1, held=0)
     assert host.check() == []
 
 
@@ -83,10 +84,10 @@ def test_a_flush_keeps_what_is_held() -> None:
     pool.allocate(4)
     slot = host.lookup(A)
     assert slot is not None
-    host.hold(slot)
+    host.pin(slot)
     assert host.flush() == 3
     assert there(host) == [A]
-    host.unhold(slot)
+    host.unpin(slot)
     assert host.flush() == 1
     assert host.counts() == HostCounts(4, 0, 0)
 
@@ -95,8 +96,8 @@ def test_blocks_stay_with_their_rank() -> None:
     pool = BlockPool(2, ranks=2)
     host, _ = keeping(pool, 1)
     one, two = pool.allocate(1, 0)[0], pool.allocate(1, 1)[0]
-    pool.publish(one, A, None)
-    pool.publish(two, B, A)
+    pool.register(one, A, None)
+    pool.register(two, B, A)
     for block in (two, one):
         pool.unref(block)
     pool.allocate(2, 0)
@@ -111,9 +112,9 @@ def test_blocks_stay_with_their_rank() -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_the_index_knows_both_tiers_and_the_union_is_closed(seed: int) -> None:
     rng = Random(seed)
-    chains = documents(rng, 30, 10)
-    parents = parents_of(chains)
-    cache = Cache(rng.choice([12, 30]), chains, rng)
+    group_hashes = documents(rng, 30, 10)
+    parents = parents_of(group_hashes)
+    cache = Cache(rng.choice([12, 30]), group_hashes, rng)
     host, _ = keeping(cache.pool, rng.choice([5, 20, 100]))
     keep, held, most = cache.pool.on_evict, list[int](), 0
     assert keep is not None
@@ -124,14 +125,14 @@ def test_the_index_knows_both_tiers_and_the_union_is_closed(seed: int) -> None:
         for _ in range(rng.randint(0, 4)):
             cache.act()
             slot = rng.randrange(host.slots)
-            if rng.random() < 0.1 and host.identity(slot) is not None:
-                host.hold(slot)
+            if rng.random() < 0.1 and host.block_hash(slot) is not None:
+                host.pin(slot)
                 held.append(slot)
             if held and rng.random() < 0.2:
-                host.unhold(held.pop())
+                host.unpin(held.pop())
             if rng.random() < 0.02:
                 host.flush()
-            name = host.identity(slot)
+            name = host.block_hash(slot)
             if rng.random() < 0.02 and name is not None:
                 host.forget(name)
         assert host.check() == []
@@ -141,12 +142,12 @@ def test_the_index_knows_both_tiers_and_the_union_is_closed(seed: int) -> None:
         named = hosted(host)
         for known in (index, late):
             gang = known.gangs["g"]
-            assert (gang.identities, gang.hosted) == (gpu, named - gpu)
+            assert (gang.block_hashes, gang.hosted) == (gpu, named - gpu)
             assert known.wanted == {}
         most = max(most, len(named - gpu))
         union = gpu | named
         assert all(above in union for name in union if (above := parents[name]) is not None)
-        chain = rng.choice(chains)
+        chain = rng.choice(group_hashes)
         here = next((i for i, name in enumerate(chain) if name not in gpu), len(chain))
         deep = next((i for i, name in enumerate(chain) if name not in union), len(chain))
         match = index.match(chain, 0.0).get("g")

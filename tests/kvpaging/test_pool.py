@@ -19,7 +19,7 @@ def test_allocates_all_or_nothing() -> None:
     with pytest.raises(OutOfBlocks, match=r"2 KV blocks asked, 1 available .* kv\.memory") as error:
         pool.allocate(2)
     assert (error.value.asked, error.value.available) == (2, 1)
-    assert counted(pool) == {"owned": 3, "free": 1}
+    assert counted(pool) == {"active": 3, "free": 1}
     assert pool.allocate(0) == []
     assert pool.allocate(1) == [3]
 
@@ -36,24 +36,24 @@ def test_the_last_reference_frees() -> None:
     [block] = pool.allocate(1)
     pool.ref(block)
     pool.unref(block)
-    assert (pool.references(block), pool.state(block)) == (1, "owned")
+    assert (pool.references(block), pool.state(block)) == (1, "active")
     pool.unref(block)
     assert (pool.references(block), pool.state(block)) == (0, "free")
 
 
 def misuse(pool: BlockPool) -> dict[str, Callable[[], object]]:
-    [owned] = pool.allocate(1)
-    pool.publish(owned, b"a", None)
+    [active] = pool.allocate(1)
+    pool.register(active, b"a", None)
     free = pool.allocate(1)[0]
     pool.unref(free)
     return {
         "no entry to take away": lambda: pool.unref(free),
         "no entry may be added": lambda: pool.ref(free),
-        "it cannot be held": lambda: pool.hold(free),
-        "no hold to end": lambda: pool.unhold(owned),
-        "it cannot be published": lambda: pool.publish(free, b"b", None),
-        "another identity": lambda: pool.publish(owned, b"b", None),
-        "not quarantined": lambda: pool.readmit(owned),
+        "it cannot be held": lambda: pool.pin(free),
+        "no hold to end": lambda: pool.unpin(active),
+        "it cannot be registered": lambda: pool.register(free, b"b", None),
+        "another block hash": lambda: pool.register(active, b"b", None),
+        "not quarantined": lambda: pool.readmit(active),
     }
 
 
@@ -65,17 +65,17 @@ def test_misuse_is_refused_and_changes_nothing(message: str) -> None:
     with pytest.raises(ValueError, match=message):
         wrong()
     assert vars(pool) == before
-    assert counted(pool) == {"owned": 1, "free": 1}
+    assert counted(pool) == {"active": 1, "free": 1}
 
 
 def test_waits_for_the_step_that_may_touch_it() -> None:
     pool = BlockPool(2)
     [block] = pool.allocate(1)
     pool.unref(block, step=3)
-    assert counted(pool) == {"leased": 1, "free": 1}
+    assert counted(pool) == {"pinned": 1, "free": 1}
     assert pool.available == 1
     pool.step_ended(2)
-    assert pool.state(block) == "leased"
+    assert pool.state(block) == "pinned"
     pool.step_ended(5)
     assert pool.state(block) == "free"
     [again] = pool.allocate(1)
@@ -92,7 +92,7 @@ def test_waits_for_the_latest_step_of_all_its_references() -> None:
     pool.unref(block, step=4)
     pool.unref(block)
     pool.step_ended(6)
-    assert pool.state(block) == "leased"
+    assert pool.state(block) == "pinned"
     pool.step_ended(7)
     assert pool.state(block) == "free"
 
@@ -101,11 +101,11 @@ def test_steps_end_in_order_whatever_the_order_of_release() -> None:
     pool = BlockPool(6)
     blocks = pool.allocate(6)
     for at, (block, step) in enumerate(zip(blocks, [5, 3, 5, 4, 3, 9], strict=True)):
-        pool.publish(block, names(6)[at], None)
+        pool.register(block, names(6)[at], None)
         pool.unref(block, step)
     pool.step_ended(5)
     pool.step_ended(1)
-    assert counted(pool) == {"leased": 1, "idle": 5}
+    assert counted(pool) == {"pinned": 1, "cached": 5}
     evicted = pool.allocate(5)
     assert evicted == [blocks[i] for i in (1, 4, 3, 0, 2)]
 
@@ -117,31 +117,31 @@ def test_a_waiting_block_can_be_hit() -> None:
     assert pool.lookup(names(1)[0]) == block
     pool.ref(block)
     pool.step_ended(1)
-    assert counted(pool) == {"owned": 1}
+    assert counted(pool) == {"active": 1}
     pool.unref(block)
-    assert counted(pool) == {"idle": 1}
+    assert counted(pool) == {"cached": 1}
 
 
 def test_a_hold_outlives_references_and_steps() -> None:
     pool = BlockPool(2)
     [block] = chained(pool, 1)
-    pool.hold(block)
-    pool.hold(block)
+    pool.pin(block)
+    pool.pin(block)
     pool.unref(block, step=1)
-    pool.unhold(block)
+    pool.unpin(block)
     pool.step_ended(1)
-    assert counted(pool) == {"leased": 1, "free": 1}
-    pool.unhold(block)
-    assert counted(pool) == {"idle": 1, "free": 1}
+    assert counted(pool) == {"pinned": 1, "free": 1}
+    pool.unpin(block)
+    assert counted(pool) == {"cached": 1, "free": 1}
 
 
 def test_a_hold_ended_early_leaves_the_step_to_wait_for() -> None:
     pool = BlockPool(1)
     [block] = pool.allocate(1)
-    pool.hold(block)
+    pool.pin(block)
     pool.unref(block, step=1)
-    pool.unhold(block)
-    assert pool.state(block) == "leased"
+    pool.unpin(block)
+    assert pool.state(block) == "pinned"
     pool.step_ended(1)
     assert pool.state(block) == "free"
 
@@ -150,23 +150,23 @@ def test_an_idle_block_is_held_without_an_owner() -> None:
     pool = BlockPool(1)
     [block] = chained(pool, 1)
     pool.unref(block)
-    pool.hold(block)
+    pool.pin(block)
     with pytest.raises(OutOfBlocks):
         pool.allocate(1)
-    pool.unhold(block)
+    pool.unpin(block)
     assert pool.allocate(1) == [block]
 
 
 def test_a_held_block_is_writable_behind_what_is_kept() -> None:
     pool = BlockPool(1)
     [block] = pool.allocate(1)
-    pool.hold(block, 3)
-    pool.hold(block, 2)
+    pool.pin(block, 3)
+    pool.pin(block, 2)
     assert [pool.writable(block, at) for at in range(5)] == [False] * 3 + [True] * 2
-    pool.unhold(block)
-    pool.unhold(block)
+    pool.unpin(block)
+    pool.unpin(block)
     assert pool.writable(block, 0)
-    pool.hold(block)
+    pool.pin(block)
     assert not pool.writable(block, 255)
 
 
@@ -174,21 +174,21 @@ def test_a_hit_takes_an_idle_block_back() -> None:
     pool = BlockPool(2)
     [block] = chained(pool, 1)
     pool.unref(block)
-    assert (pool.state(block), pool.available) == ("idle", 2)
+    assert (pool.state(block), pool.available) == ("cached", 2)
     found = pool.lookup(names(1)[0])
     assert found == block
     assert pool.lookup(b"unknown") is None
     pool.ref(found)
-    assert (pool.state(block), pool.available) == ("owned", 1)
+    assert (pool.state(block), pool.available) == ("active", 1)
 
 
 def test_a_duplicate_is_told_the_canonical_block() -> None:
     pool = BlockPool(2)
     first, second = pool.allocate(2)
-    assert pool.publish(first, b"a", None) == first
-    assert pool.publish(first, b"a", None) == first
-    assert pool.publish(second, b"a", None) == first
-    assert pool.identity(second) is None
+    assert pool.register(first, b"a", None) == first
+    assert pool.register(first, b"a", None) == first
+    assert pool.register(second, b"a", None) == first
+    assert pool.block_hash(second) is None
     assert pool.stats.duplicates == 1
     pool.unref(second)
     assert pool.state(second) == "free"
@@ -197,29 +197,29 @@ def test_a_duplicate_is_told_the_canonical_block() -> None:
 def test_no_child_without_its_parent() -> None:
     pool = BlockPool(2)
     first, second = pool.allocate(2)
-    assert pool.publish(second, b"child", b"parent") == second
+    assert pool.register(second, b"child", b"parent") == second
     assert pool.lookup(b"child") is None
     assert pool.stats.orphans == 1
-    pool.publish(first, b"parent", None)
-    pool.publish(second, b"child", b"parent")
+    pool.register(first, b"parent", None)
+    pool.register(second, b"child", b"parent")
     assert pool.lookup(b"child") == second
 
 
 def test_a_transfer_publishes_what_it_brought() -> None:
     pool = BlockPool(1)
     [block] = pool.allocate(1)
-    pool.hold(block)
+    pool.pin(block)
     pool.unref(block)
-    pool.publish(block, b"a", None)
-    pool.unhold(block)
-    assert counted(pool) == {"idle": 1}
+    pool.register(block, b"a", None)
+    pool.unpin(block)
+    assert counted(pool) == {"cached": 1}
 
 
 def test_free_blocks_go_before_idle_ones_and_the_oldest_first() -> None:
     pool = BlockPool(4)
     blocks = pool.allocate(3)
     for block, name in zip(blocks, names(3), strict=True):
-        pool.publish(block, name, None)
+        pool.register(block, name, None)
     for block in (blocks[1], blocks[0], blocks[2]):
         pool.unref(block)
     pool.ref(blocks[1])
@@ -233,7 +233,7 @@ def test_a_chain_is_evicted_tail_first_even_if_its_head_is_older() -> None:
     pool = BlockPool(5)
     chain = chained(pool, 4)
     [other] = pool.allocate(1)
-    pool.publish(other, b"other", None)
+    pool.register(other, b"other", None)
     for block in [*chain, other]:
         pool.unref(block)
     for n in range(4, 0, -1):
@@ -267,7 +267,7 @@ def test_a_parent_takes_descendants_in_use_out_of_sight() -> None:
     pool = BlockPool(3)
     parent, child, grandchild = chained(pool, 3)
     pool.unref(grandchild)
-    pool.hold(child)
+    pool.pin(child)
     pool.unref(child)
     pool.unref(parent)
     heard: list[tuple[str, bytes, bytes | None]] = []
@@ -276,8 +276,8 @@ def test_a_parent_takes_descendants_in_use_out_of_sight() -> None:
     assert pool.allocate(1) == [grandchild]
     assert pool.allocate(1) == [parent]
     assert heard == [("removed", c, b), ("removed", b, a), ("removed", a, None)]
-    assert pool.state(child) == "leased"
-    pool.unhold(child)
+    assert pool.state(child) == "pinned"
+    pool.unpin(child)
     assert pool.state(child) == "free"
 
 
@@ -287,8 +287,8 @@ def test_changes_are_told_once_parents_first_in_and_last_out() -> None:
     pool.on_change = lambda *change: heard.append(change)
     a, b, c = names(3)
     blocks = chained(pool, 3)
-    pool.publish(blocks[2], c, b)
-    pool.publish(pool.allocate(1)[0], c, b)
+    pool.register(blocks[2], c, b)
+    pool.register(pool.allocate(1)[0], c, b)
     assert heard == [("stored", a, None), ("stored", b, a), ("stored", c, b)]
     heard.clear()
     assert pool.forget(a) == 3
@@ -301,7 +301,7 @@ def test_forgetting_one_branch_leaves_its_siblings() -> None:
     blocks = pool.allocate(5)
     for block, name in zip(blocks, [b"root", b"x", b"y", b"z", b"under y"], strict=True):
         parent = {b"root": None, b"under y": b"y"}.get(name, b"root")
-        pool.publish(block, name, parent)
+        pool.register(block, name, parent)
         pool.unref(block)
     assert pool.forget(b"y") == 2
     assert {n for n in (b"root", b"x", b"y", b"z") if pool.lookup(n) is None} == {b"y"}
@@ -317,7 +317,7 @@ def test_flush_spares_blocks_in_use() -> None:
     pool.unref(blocks[1])
     assert pool.flush() == 2
     assert pool.lookup(names(1)[0]) == blocks[0]
-    assert counted(pool) == {"owned": 1, "free": 2}
+    assert counted(pool) == {"active": 1, "free": 2}
 
 
 def into_free(pool: BlockPool, block: int) -> None:
@@ -325,7 +325,7 @@ def into_free(pool: BlockPool, block: int) -> None:
 
 
 def into_idle(pool: BlockPool, block: int) -> None:
-    pool.publish(block, b"a", None)
+    pool.register(block, b"a", None)
     pool.unref(block)
 
 
@@ -334,12 +334,12 @@ def into_waiting(pool: BlockPool, block: int) -> None:
 
 
 def into_held(pool: BlockPool, block: int) -> None:
-    pool.hold(block)
+    pool.pin(block)
     pool.unref(block)
 
 
 def into_owned(pool: BlockPool, block: int) -> None:
-    pool.publish(block, b"a", None)
+    pool.register(block, b"a", None)
 
 
 @pytest.mark.parametrize(
@@ -348,8 +348,8 @@ def into_owned(pool: BlockPool, block: int) -> None:
         (into_free, "free"),
         (into_idle, "free"),
         (into_waiting, "free"),
-        (into_held, "leased"),
-        (into_owned, "owned"),
+        (into_held, "pinned"),
+        (into_owned, "active"),
     ],
 )
 def test_a_quarantined_block_is_out_of_use_until_readmitted(
@@ -362,7 +362,7 @@ def test_a_quarantined_block_is_out_of_use_until_readmitted(
     pool.quarantine(block, "a later reason")
     assert pool.quarantined == {block: "nobody confirmed"}
     assert "nobody confirmed" in caplog.text
-    assert counted(pool) == {"quarantined": 1, "owned": 2}
+    assert counted(pool) == {"quarantined": 1, "active": 2}
     assert pool.available == 0
     assert pool.lookup(b"a") is None
     pool.step_ended(9)
@@ -377,7 +377,7 @@ def test_a_quarantined_block_stays_with_its_tables() -> None:
     pool.quarantine(table.blocks[0][0], "doubted")
     twin = table.fork()
     assert audit.check(pool, [table, twin]) == []
-    assert pool.publish(table.blocks[0][0], b"a", None) == table.blocks[0][0]
+    assert pool.register(table.blocks[0][0], b"a", None) == table.blocks[0][0]
     assert pool.lookup(b"a") is None
     table.release()
     twin.release()
@@ -389,10 +389,10 @@ def test_a_quarantined_block_stays_with_its_tables() -> None:
 def test_an_unconfirmed_hold_ends_with_the_transport() -> None:
     pool = BlockPool(1)
     [block] = pool.allocate(1)
-    pool.hold(block)
+    pool.pin(block)
     pool.unref(block)
     pool.quarantine(block, "transfer not confirmed")
-    pool.unhold(block)
+    pool.unpin(block)
     assert counted(pool) == {"quarantined": 1}
     pool.readmit(block)
     assert counted(pool) == {"free": 1}

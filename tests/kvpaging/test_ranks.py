@@ -14,12 +14,12 @@ from kvpaging.table import BlockTable
 from tests.kvpaging.helpers import names, table_of
 
 
-def published(table: BlockTable) -> list[bytes]:
+def registered(table: BlockTable) -> list[bytes]:
     """Names of all blocks of a table, now found under them."""
     pool, blocks = table.pools[0], table.blocks[0]
     ids, parent = names(len(blocks)), None
     for block, name in zip(blocks, ids, strict=True):
-        assert pool.publish(block, name, parent) == block
+        assert pool.register(block, name, parent) == block
         parent = name
     return ids
 
@@ -124,7 +124,7 @@ def test_a_copy_stays_on_the_rank_of_its_source() -> None:
 def test_evicting_on_a_rank_frees_it_there_and_what_hangs_below_everywhere() -> None:
     pool = BlockPool(3, 2)
     table = table_of(pool, 6 * 4, ranks=(0, 1))
-    ids = published(table)
+    ids = registered(table)
     table.release()
     assert by_rank(pool) == [(0, 0, 0, 3, 0)] * 2
     [block] = pool.allocate(1, 0)
@@ -141,7 +141,7 @@ def test_a_long_tail_on_another_rank_is_walked_once_for_each_eviction() -> None:
     table = table_of(pool, 4, ranks=(0,))
     table.ranks = (1,)
     table.append(4 * 1999)
-    published(table)
+    registered(table)
     table.release()
     pool.allocate(2000, 0)
     assert pool.stats.withdrawn == 2000
@@ -153,18 +153,18 @@ def test_cached_blocks_are_attached_only_where_they_may_be() -> None:
     table = BlockTable(pools, 4, (0, 1))
     table.append(16)
     first, second = (list(blocks) for blocks in table.blocks)
-    narrow = BlockTable(pools, 4, (1,))
+    decode_tile = BlockTable(pools, 4, (1,))
     with pytest.raises(ValueError, match=r"blocks on \[0\] for a table of ranks \(1,\)"):
-        narrow.attach([first[:1], second[:1]])
+        decode_tile.attach([first[:1], second[:1]])
     with pytest.raises(ValueError, match="different ranks: not attached"):
         table.attach([first[:1], second[1:2]])
-    assert (narrow.loads, table.loads) == ([0, 0], [2, 2])
-    narrow.attach([first[1:2], second[1:2]])
-    assert narrow.loads == [0, 1]
+    assert (decode_tile.loads, table.loads) == ([0, 0], [2, 2])
+    decode_tile.attach([first[1:2], second[1:2]])
+    assert decode_tile.loads == [0, 1]
     with pytest.raises(ValueError, match="different ranks: not swapped"):
-        narrow.swap(0, 0, first[0])
-    narrow.swap(0, 0, first[3])
-    assert audit.check(pools[0], [table, narrow]) == []
+        decode_tile.dedup(0, 0, first[0])
+    decode_tile.dedup(0, 0, first[3])
+    assert audit.check(pools[0], [table, decode_tile]) == []
 
 
 @pytest.mark.parametrize(("blocks", "ranks"), [(0, 1), (0, 2), (3, 0)])

@@ -18,10 +18,10 @@ def test_snapshot_counts_blocks_tokens_and_waste() -> None:
         BlockTable([pool], 4, (rank,)).append(30)
     table_on = partial(table_of, pool, ranks=(2,))
     tables = [table_on(6), table_on(4)]
-    idle, waiting, doubted = table_on(4), table_on(4), table_on(1)
-    pool.publish(idle.blocks[0][0], b"a", None)
+    cached, waiting, doubted = table_on(4), table_on(4), table_on(1)
+    pool.register(cached.blocks[0][0], b"a", None)
     pool.quarantine(doubted.blocks[0][0], "doubted")
-    idle.release()
+    cached.release()
     waiting.release(step=1)
     doubted.release()
     assert asdict(snapshot(pool, tables, 4, rank=2)) == {
@@ -29,12 +29,12 @@ def test_snapshot_counts_blocks_tokens_and_waste() -> None:
         "block_size": 4,
         "blocks": 12,
         "free": 6,
-        "owned": 3,
-        "idle": 1,
-        "leased": 1,
+        "active": 3,
+        "cached": 1,
+        "pinned": 1,
         "quarantined": 1,
         "tokens": 10,
-        "wasted_slots": 2,
+        "wasted_tokens": 2,
         "saved_blocks": 0,
         "saved_ratio": 0.0,
     }
@@ -47,12 +47,12 @@ def test_shared_tokens_are_counted_once() -> None:
     short.truncate(5)
     tables = [table, twin, short]
     pages = snapshot(pool, tables, 4)
-    assert (pages.owned, pages.tokens, pages.wasted_slots) == (3, 10, 2)
+    assert (pages.active, pages.tokens, pages.wasted_tokens) == (3, 10, 2)
     [copy] = twin.append(1)
     pages = snapshot(pool, tables, 4)
-    assert (pages.owned, pages.tokens, pages.wasted_slots) == (4, 13, 3)
-    assert pages.tokens + pages.wasted_slots == pages.owned * pages.block_size
-    pool.unhold(copy.src)
+    assert (pages.active, pages.tokens, pages.wasted_tokens) == (4, 13, 3)
+    assert pages.tokens + pages.wasted_tokens == pages.active * pages.block_size
+    pool.unpin(copy.src)
 
 
 def test_saved_blocks_are_unshared_minus_stored() -> None:
@@ -63,10 +63,10 @@ def test_saved_blocks_are_unshared_minus_stored() -> None:
     tables = [table, *twins]
     assert sharing(pools, tables) == Sharing(unshared=27, stored=9)
     for copy in twins[0].append(1):
-        table.pools[copy.group].unhold(copy.src)
+        table.pools[copy.group].unpin(copy.src)
     pools[1].quarantine(table.blocks[1][0], "doubted")
     pages = snapshot(table.pools, tables, 4)
-    assert (pages.owned, pages.saved_blocks, pages.saved_ratio) == (11, 15, 15 / 27)
+    assert (pages.active, pages.saved_blocks, pages.saved_ratio) == (11, 15, 15 / 27)
     for each in tables:
         each.release()
     assert sharing(pools, []) == Sharing(unshared=0, stored=0)
@@ -74,11 +74,11 @@ def test_saved_blocks_are_unshared_minus_stored() -> None:
 
 def test_the_ranks_of_a_gang_add_up() -> None:
     pool = BlockPool(8, 2)
-    wide, narrow = table_of(pool, 29, ranks=(1, 0)), table_of(pool, 7, ranks=(0,))
-    tables = [wide, wide.fork(), narrow]
+    wide, decode_tile = table_of(pool, 29, ranks=(1, 0)), table_of(pool, 7, ranks=(0,))
+    tables = [wide, wide.fork(), decode_tile]
     first, second = (snapshot(pool, tables, 4, rank=rank) for rank in range(2))
-    assert (first.owned, first.tokens, first.wasted_slots) == (6, 13 + 7, 3 + 1)
-    assert (second.owned, second.tokens, second.wasted_slots) == (4, 16, 0)
+    assert (first.active, first.tokens, first.wasted_tokens) == (6, 13 + 7, 3 + 1)
+    assert (second.active, second.tokens, second.wasted_tokens) == (4, 16, 0)
     assert (first.free, second.free) == (2, 4)
     assert (first.saved_blocks, second.saved_blocks) == (4, 4)
     assert sharing([pool], tables).saved == 8
@@ -89,27 +89,27 @@ def test_several_pools_of_a_rank_are_added_up() -> None:
     table = BlockTable([pools[0], pools[1], pools[0]], 4)
     table.append(5)
     pages = snapshot([pools[0], pools[1], pools[0]], [table], 4)
-    assert (pages.blocks, pages.owned, pages.free) == (10, 6, 4)
-    assert (pages.tokens, pages.wasted_slots) == (5, 3)
+    assert (pages.blocks, pages.active, pages.free) == (10, 6, 4)
+    assert (pages.tokens, pages.wasted_tokens) == (5, 3)
 
 
 def test_an_empty_rank() -> None:
     pages = snapshot(BlockPool(4), [], 16)
-    assert (pages.free, pages.tokens, pages.wasted_slots) == (4, 0, 0)
+    assert (pages.free, pages.tokens, pages.wasted_tokens) == (4, 0, 0)
 
 
 def test_a_page_map_says_who_has_the_blocks_of_its_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = BlockPool(8)
     table = table_of(pool, 10)
-    twin, idle = table.fork(), table_of(pool, 4)
-    pool.publish(idle.blocks[0][0], b"a", None)
-    idle.release()
+    twin, cached = table.fork(), table_of(pool, 4)
+    pool.register(cached.blocks[0][0], b"a", None)
+    cached.release()
     owners = {"r[0]": table, "r[1]": twin}
     whole = page_map(pool, owners, 4, 0)
     blocks = table.blocks[0]
     assert (whole.blocks, whole.first, whole.cut) == (8, 0, False)
-    assert sorted(whole.states) == sorted("ooo" + "i" + "ffff")
-    assert [whole.states[block] for block in blocks] == ["o"] * 3
+    assert sorted(whole.states) == sorted("aaa" + "c" + "ffff")
+    assert [whole.states[block] for block in blocks] == ["a"] * 3
     assert whole.entries["r[0]"] == whole.entries["r[1]"]
     assert whole.entries["r[0]"] == [(block, 0, index) for index, block in enumerate(blocks)]
     monkeypatch.setattr(report, "MAP_BLOCKS", 3)

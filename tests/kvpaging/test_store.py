@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from kvpaging.store import ALIGN_BYTES, BlockStore, LayerShape, layout
-from kvpaging.windows import GONE
+from kvpaging.windows import NULL_BLOCK
 
 CPU = torch.device("cpu")
 FULL = LayerShape(2, 16, 16)
 WINDOWED = LayerShape(2, 16, 16, window=8)
-WIDE = LayerShape(2, 24, 10)
+PREFILL_TILE = LayerShape(2, 24, 10)
 
 
 def test_layers_of_one_shape_are_one_group():
@@ -57,21 +57,21 @@ def test_groups_with_windows_are_split_to_share_an_arena(kinds: str, layers: lis
 
 def test_quantised_groups_share_an_arena_only_where_scales_lie_alike() -> None:
     """Bytes that were numbers may be no number as a scale, and a page outlives who wrote it."""
-    narrow, wide = LayerShape(2, 16, 16, window=8), LayerShape(1, 32, 32)
-    one_in_all_bits = layout([narrow, wide], 8, 2)
+    decode_tile, wide = LayerShape(2, 16, 16, window=8), LayerShape(1, 32, 32)
+    one_in_all_bits = layout([decode_tile, wide], 8, 2)
     assert len(one_in_all_bits.arena_block_bytes) == 1
-    assert len(layout([narrow, wide], 8, 1, quantised=True).arena_block_bytes) == 2
+    assert len(layout([decode_tile, wide], 8, 1, quantised=True).arena_block_bytes) == 2
     assert len(layout([FULL, WINDOWED] * 2, 8, 1, quantised=True).arena_block_bytes) == 1
 
 
 def test_the_first_group_without_a_window_is_indexed():
-    assert layout([WINDOWED, WIDE, FULL], 8, 4).indexed == 1
+    assert layout([WINDOWED, PREFILL_TILE, FULL], 8, 4).indexed == 1
     assert layout([FULL], 8, 4).indexed == 0
     assert layout([WINDOWED], 8, 4).indexed is None
 
 
 def test_other_block_bytes_are_another_arena():
-    pages = layout([FULL, WIDE, WIDE], 8, 4)
+    pages = layout([FULL, PREFILL_TILE, PREFILL_TILE], 8, 4)
     assert [g.arena for g in pages.groups] == [0, 1]
     store = BlockStore(pages, 5, torch.float32, CPU)
     assert [len(a) for a in store.arenas] == [5, 5]
@@ -80,7 +80,7 @@ def test_other_block_bytes_are_another_arena():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int8, torch.float8_e4m3fn])
-@pytest.mark.parametrize("shape", [FULL, WIDE, LayerShape(1, 5, 3)])
+@pytest.mark.parametrize("shape", [FULL, PREFILL_TILE, LayerShape(1, 5, 3)])
 def test_every_plane_has_its_own_bytes(dtype, shape):
     """All planes of all blocks are aligned, disjoint, and together the arena (less its padding)."""
     quantised = dtype.itemsize == 1
@@ -116,13 +116,13 @@ def test_a_block_moves_with_all_its_layers():
 @pytest.mark.parametrize(("dim", "ratio"), [(128, 1.969), (64, 1.939)])
 def test_quantised_pages_hold_nearly_twice_the_tokens(dim, ratio):
     shapes = [LayerShape(4, dim, dim), LayerShape(4, dim, dim, window=100)] * 3
-    wide, narrow = layout(shapes, 16, 2), layout(shapes, 16, 1, quantised=True)
-    assert wide.slice_bytes / narrow.slice_bytes == pytest.approx(ratio, abs=1e-3)
-    assert narrow.bytes_per_token == 6 * 4 * 2 * (dim + 2)
+    wide, decode_tile = layout(shapes, 16, 2), layout(shapes, 16, 1, quantised=True)
+    assert wide.slice_bytes / decode_tile.slice_bytes == pytest.approx(ratio, abs=1e-3)
+    assert decode_tile.bytes_per_token == 6 * 4 * 2 * (dim + 2)
 
 
 def test_a_quantised_block_moves_with_its_scales():
-    store = BlockStore(layout([FULL, WIDE], 8, 1, quantised=True), 4, torch.int8, CPU)
+    store = BlockStore(layout([FULL, PREFILL_TILE], 8, 1, quantised=True), 4, torch.int8, CPU)
     for arena in store.arenas:
         arena.random_(0, 64)
     store.import_([[2], [2]], store.export([[1], [1]]))
@@ -164,7 +164,7 @@ def filled(shapes, slices, itemsize=4, dtype=torch.float32):
     return store
 
 
-@pytest.mark.parametrize("shapes", [[FULL, FULL], [FULL, WINDOWED], [FULL, WIDE, WINDOWED]])
+@pytest.mark.parametrize("shapes", [[FULL, FULL], [FULL, WINDOWED], [FULL, PREFILL_TILE, WINDOWED]])
 @pytest.mark.parametrize("form", [lambda a: a, bytes, memoryview])
 def test_exported_blocks_come_back_elsewhere(shapes, form):
     """Other blocks stay as they are, and the beginning of the bytes is that of the sequence."""
@@ -188,8 +188,11 @@ def test_exported_blocks_come_back_elsewhere(shapes, form):
 
 
 def test_blocks_that_are_gone_take_no_bytes_and_are_not_written():
-    store = filled([FULL, WIDE, WINDOWED], 5)
-    source, target = [[3, 1], [GONE, 2], [GONE, GONE]], [[0, 4], [GONE, 3], [GONE, GONE]]
+    store = filled([FULL, PREFILL_TILE, WINDOWED], 5)
+    source, target = (
+        [[3, 1], [NULL_BLOCK, 2], [NULL_BLOCK, NULL_BLOCK]],
+        [[0, 4], [NULL_BLOCK, 3], [NULL_BLOCK, NULL_BLOCK]],
+    )
     sizes = [group.block_bytes for group in store.layout.groups]
     data = store.export(source)
     assert data.nbytes == store.bytes_of(source) == 2 * sizes[0] + sizes[1]
@@ -203,13 +206,13 @@ def test_blocks_that_are_gone_take_no_bytes_and_are_not_written():
 
 
 def test_nothing_can_be_moved_too():
-    store = filled([FULL, WIDE], 3)
+    store = filled([FULL, PREFILL_TILE], 3)
     assert store.export([[], []]).nbytes == 0
     store.import_([[], []], b"")
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_written():
-    store = filled([FULL, WIDE], 3)
+    store = filled([FULL, PREFILL_TILE], 3)
     data = bytes(store.layout.slice_bytes)
     before = [arena.clone() for arena in store.arenas]
     for blocks, wrong in (

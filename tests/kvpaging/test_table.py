@@ -23,7 +23,7 @@ def test_appends_blocks_only_where_the_last_is_full() -> None:
     lengths = []
     for _ in range(9):
         assert table.append(1) == []
-        lengths.append((len(table.blocks[0]), table.wasted_slots))
+        lengths.append((len(table.blocks[0]), table.wasted_tokens))
     assert lengths == [(1, 3), (1, 2), (1, 1), (1, 0), (2, 3), (2, 2), (2, 1), (2, 0), (3, 3)]
     assert table.append(0) == []
     assert table.length == 9
@@ -74,7 +74,7 @@ def test_refuses_what_no_table_can_be() -> None:
     for length in (-1, 3):
         with pytest.raises(ValueError, match=f"a table of 2 tokens to {length}"):
             table.truncate(length)
-    assert (table.length, counted(table.pools[0])) == (2, {"owned": 1})
+    assert (table.length, counted(table.pools[0])) == (2, {"active": 1})
 
 
 @pytest.mark.parametrize("layout", [(0, 1), (0, 0, 1), (1, 0)])
@@ -98,7 +98,7 @@ def test_groups_that_share_a_pool_ask_it_together() -> None:
     table.append(4)
     with pytest.raises(OutOfBlocks, match="2 KV blocks asked, 1 available"):
         table.append(1)
-    assert (table.length, counted(pool)) == (4, {"owned": 2, "free": 1})
+    assert (table.length, counted(pool)) == (4, {"active": 2, "free": 1})
 
 
 def test_a_fork_shares_all_blocks_and_copies_only_the_partial_one() -> None:
@@ -106,14 +106,14 @@ def test_a_fork_shares_all_blocks_and_copies_only_the_partial_one() -> None:
     table = table_of(pool, 6)
     twin = table.fork()
     assert (twin.blocks, twin.length) == (table.blocks, 6)
-    assert counted(pool) == {"owned": 2, "free": 6}
+    assert counted(pool) == {"active": 2, "free": 6}
     shared = table.blocks[0][1]
     [copy] = twin.append(1)
     assert copy == Copy(0, shared, twin.blocks[0][1])
     assert twin.blocks[0] == [table.blocks[0][0], copy.dst]
     assert table.append(1) == [], "the last one to have the block writes behind what is copied"
     assert table.blocks[0][1] == shared
-    pool.unhold(shared)
+    pool.unpin(shared)
     assert audit.check(pool, [table, twin]) == []
 
 
@@ -123,9 +123,9 @@ def test_a_copy_source_is_held_until_the_step_commits() -> None:
     twin = table.fork()
     [copy] = twin.append(1)
     table.release()
-    assert counted(pool) == {"owned": 1, "leased": 1, "free": 1}
-    pool.unhold(copy.src)
-    assert counted(pool) == {"owned": 1, "free": 2}
+    assert counted(pool) == {"active": 1, "pinned": 1, "free": 1}
+    pool.unpin(copy.src)
+    assert counted(pool) == {"active": 1, "free": 2}
 
 
 @pytest.mark.parametrize("order", list(permutations(range(3))))
@@ -150,7 +150,7 @@ def test_the_last_twin_keeps_what_its_parent_gave_up() -> None:
     table = table_of(pool, 2)
     twins = [table.fork(), table.fork()]
     table.append(2)
-    pool.publish(table.blocks[0][0], b"full", None)
+    pool.register(table.blocks[0][0], b"full", None)
     table.release()
     [copy] = twins[0].append(1)
     assert twins[1].append(1) == []
@@ -167,8 +167,8 @@ def test_writing_below_what_a_copy_reads_copies_again() -> None:
     [second] = table.append(1)
     assert second.src == copy.src
     for done in (copy, second):
-        pool.unhold(done.src)
-    assert counted(pool) == {"owned": 2, "free": 2}
+        pool.unpin(done.src)
+    assert counted(pool) == {"active": 2, "free": 2}
 
 
 def test_every_group_copies_its_own_block() -> None:
@@ -187,7 +187,7 @@ def test_truncating_into_a_shared_block_copies_it_at_the_next_append() -> None:
     table = table_of(pool, 8)
     twin = table.fork()
     twin.truncate(3)
-    assert counted(pool) == {"owned": 2, "free": 6}
+    assert counted(pool) == {"active": 2, "free": 6}
     [copy] = twin.append(1)
     assert (copy.src, twin.blocks[0]) == (table.blocks[0][0], [copy.dst])
     assert twin.append(4) == []
@@ -198,8 +198,8 @@ def test_rewriting_a_published_block_withdraws_it_and_what_followed() -> None:
     table = BlockTable([pool], 4)
     table.append(8)
     first, second = names(2)
-    pool.publish(table.blocks[0][0], first, None)
-    pool.publish(table.blocks[0][1], second, first)
+    pool.register(table.blocks[0][0], first, None)
+    pool.register(table.blocks[0][1], second, first)
     table.truncate(3)
     assert pool.lookup(second) is not None, "nothing was written yet"
     assert table.append(1) == []
@@ -210,15 +210,15 @@ def test_rewriting_a_published_block_that_is_being_sent_copies_it() -> None:
     pool = BlockPool(4)
     table = table_of(pool, 4)
     [block] = table.blocks[0]
-    pool.publish(block, b"a", None)
-    pool.hold(block)
+    pool.register(block, b"a", None)
+    pool.pin(block)
     table.truncate(3)
     [copy] = table.append(1)
     assert copy.src == block
-    pool.unhold(block)
-    pool.unhold(block)
+    pool.unpin(block)
+    pool.unpin(block)
     assert pool.lookup(b"a") == block
-    assert pool.state(block) == "idle"
+    assert pool.state(block) == "cached"
 
 
 def test_truncate_gives_surplus_back_after_the_step() -> None:
@@ -226,10 +226,10 @@ def test_truncate_gives_surplus_back_after_the_step() -> None:
     table = table_of(pool, 16)
     kept = table.blocks[0][:2]
     table.truncate(7, step=3)
-    assert (table.blocks[0], table.length, table.wasted_slots) == (kept, 7, 1)
-    assert counted(pool) == {"owned": 2, "leased": 2}
+    assert (table.blocks[0], table.length, table.wasted_tokens) == (kept, 7, 1)
+    assert counted(pool) == {"active": 2, "pinned": 2}
     pool.step_ended(3)
-    assert counted(pool) == {"owned": 2, "free": 2}
+    assert counted(pool) == {"active": 2, "free": 2}
     table.truncate(0)
     assert table.blocks == [[]]
 
@@ -239,7 +239,7 @@ def test_release_lets_tails_be_evicted_first() -> None:
     table = table_of(pool, 16)
     parent = None
     for block, name in zip(table.blocks[0], names(4), strict=True):
-        pool.publish(block, name, parent)
+        pool.register(block, name, parent)
         parent = name
     blocks = list(table.blocks[0])
     table.release()
@@ -254,11 +254,11 @@ def test_attaches_cached_blocks_and_goes_on() -> None:
         pool.unref(block)
     table = BlockTable([pool], 4)
     table.attach([cached])
-    assert (table.length, table.blocks, counted(pool)) == (8, [cached], {"owned": 2, "free": 6})
+    assert (table.length, table.blocks, counted(pool)) == (8, [cached], {"active": 2, "free": 6})
     assert table.append(3) == []
     assert table.locate(3) == (cached[0], 3)
     table.release()
-    assert counted(pool) == {"idle": 2, "free": 6}
+    assert counted(pool) == {"cached": 2, "free": 6}
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_attaches_in_all_groups_or_none(
     table.append(tokens)
     with pytest.raises(ValueError, match=message):
         table.attach(blocks)
-    assert (table.length, counted(pool)) == (tokens, {"owned": 2, "free": 6})
+    assert (table.length, counted(pool)) == (tokens, {"active": 2, "free": 6})
     assert audit.check(pool, [table]) == []
 
 
@@ -287,16 +287,16 @@ def test_swaps_a_duplicate_for_its_canonical_block() -> None:
     pool = BlockPool(4)
     first, second = table_of(pool, 4), table_of(pool, 5)
     [block] = first.blocks[0]
-    pool.publish(block, b"a", None)
+    pool.register(block, b"a", None)
     duplicate = second.blocks[0][0]
-    canonical = pool.publish(duplicate, b"a", None)
-    second.swap(0, 0, canonical, step=2)
+    canonical = pool.register(duplicate, b"a", None)
+    second.dedup(0, 0, canonical, step=2)
     assert second.locate(1) == (block, 1)
-    assert (pool.references(block), pool.state(duplicate)) == (2, "leased")
+    assert (pool.references(block), pool.state(duplicate)) == (2, "pinned")
     pool.step_ended(2)
     assert pool.state(duplicate) == "free"
     with pytest.raises(ValueError, match="block 1 of a table of 5 tokens is not full"):
-        second.swap(0, 1, canonical)
+        second.dedup(0, 1, canonical)
     assert second.append(1) == []
 
 
@@ -331,7 +331,7 @@ class Tables(RuleBasedStateMachine):
             return
         for copy in table.append(n):
             self.memory[copy.dst] = list(self.memory[copy.src])
-            self.pool.unhold(copy.src)
+            self.pool.unpin(copy.src)
         assert self.pool.available >= before - sum(needed)
         for _ in range(n):
             self.written += 1
@@ -369,7 +369,7 @@ class Tables(RuleBasedStateMachine):
         assert audit.check(self.pool, [table for table, _ in self.tables]) == []
         for table, tokens in self.tables:
             assert table.length == len(tokens)
-            assert 0 <= table.wasted_slots < 4
+            assert 0 <= table.wasted_tokens < 4
             for group in range(2):
                 places = [table.locate(p, group) for p in range(len(tokens))]
                 assert [self.memory[b][o] for b, o in places] == [t + group for t in tokens]

@@ -1,7 +1,7 @@
 """Random work on pools and tables, with a memory behind them and a model beside them.
 
 A step writes tokens into the memory, as a device would: late, repeatedly after a failure, and
-after the request that wanted it is gone. What every table, every identity and every running
+after the request that wanted it is gone. What every table, every block hash and every running
 transfer finds there must be what it put there.
 """
 
@@ -18,8 +18,8 @@ from kvpaging import audit
 from kvpaging.audit import follow
 from kvpaging.pool import BlockPool, Counts, OutOfBlocks
 from kvpaging.table import BlockTable, Copy
-from kvpaging.windows import GONE
-from tests.kvpaging.model import IDLE, Model
+from kvpaging.windows import NULL_BLOCK
+from tests.kvpaging.model import CACHED, Model
 
 if TYPE_CHECKING:
     from random import Random
@@ -55,7 +55,7 @@ class Sequence:
     alone: bool = False
     """It was alone in its last, partial block: whoever came since has only what was there."""
     guessed: int = 0
-    """How many of its last tokens the step under way may turn down."""
+    """How many of its last tokens the step in flight may turn down."""
 
 
 @dataclass(eq=False)
@@ -183,7 +183,7 @@ class World:
         left = [[model.available(r) for r in range(self.shape.ranks)] for model in self.models]
         asked: Counter[int] = Counter()
         rows = [
-            {g[2].rank_of(b) for g, b in zip(self.groups, row, strict=True) if b != GONE}
+            {g[2].rank_of(b) for g, b in zip(self.groups, row, strict=True) if b != NULL_BLOCK}
             for row in zip(*table.blocks, strict=True)
         ]
         owners = [rank for row in rows for rank in row]
@@ -235,7 +235,7 @@ class World:
                 model.took(block)
             if copied[g]:
                 expected.append(Copy(g, before[g][-1], blocks[len(kept)]))
-                model.hold(before[g][-1], offset)
+                model.pin(before[g][-1], offset)
                 self.unref(p, before[g][-1], None)
             elif offset and kept[-1] in model.name_of:
                 self.seen["written in place"] += 1
@@ -257,11 +257,11 @@ class World:
         step = self.last_step(sequence)
         for g, p, _, _ in self.groups:
             for index in range(self.seen_from(g, position)):
-                if (block := table.blocks[g][index]) != GONE:
+                if (block := table.blocks[g][index]) != NULL_BLOCK:
                     self.unref(p, block, step)
                     self.seen["given back"] += 1
                     self.seen["shared, given back"] += self.models[p].refs[block] > 0
-        table.give_back(position, step)
+        table.free_out_of_window(position, step)
         for g, *_ in self.groups:
             assert table.first[g] == max(table.first[g], self.seen_from(g, position))
 
@@ -280,7 +280,7 @@ class World:
         keep = -(-length // self.size)
         for index in reversed(range(keep, len(table.blocks[0]))):
             for g, p, _, _ in self.groups:
-                if (block := table.blocks[g][index]) != GONE:
+                if (block := table.blocks[g][index]) != NULL_BLOCK:
                     self.unref(p, block, step)
         if length:
             table.truncate(length, step)
@@ -306,8 +306,8 @@ class World:
                 continue
             self.copies.remove(copy)
             self.seen["copy for nobody"] += 1
-            self.groups[copy.group][2].unhold(copy.src)
-            self.of(copy).unhold(copy.src)
+            self.groups[copy.group][2].unpin(copy.src)
+            self.of(copy).unpin(copy.src)
 
     def of(self, copy: Copy) -> Model:
         return self.groups[copy.group][3]
@@ -325,7 +325,7 @@ class World:
                     elif self.rng.random() < 0.5:
                         self.memory[p][block][offset] = GARBAGE
 
-    def publish(self, sequence: Sequence) -> None:
+    def register(self, sequence: Sequence) -> None:
         for g, _, pool, model in self.groups:
             names, blocks = sequence.names[g], sequence.table.blocks[g]
             for i in range(len(names), len(sequence.tokens) // self.size):
@@ -333,13 +333,13 @@ class World:
                 parent = names[-1] if names else None
                 names.append(self.name(g, parent, part))
                 mine, parent = blocks[i], self.above(g, parent)
-                canonical = pool.publish(mine, names[-1], parent)
-                assert canonical == model.publish(mine, names[-1], parent)
+                canonical = pool.register(mine, names[-1], parent)
+                assert canonical == model.register(mine, names[-1], parent)
                 if pool.rank_of(canonical) != pool.rank_of(mine):
                     self.seen["twin elsewhere"] += 1
                 elif canonical != mine and self.rng.random() < 0.7:
                     self.seen["swap"] += 1
-                    sequence.table.swap(g, i, canonical, self.step)
+                    sequence.table.dedup(g, i, canonical, self.step)
                     model.ref(canonical)
                     self.unref(self.shape.groups[g], mine, self.step)
 
@@ -367,17 +367,17 @@ class World:
                 if q == p
                 for t in tables
                 for b in t.blocks[g]
-                if b != GONE
+                if b != NULL_BLOCK
             ]
             assert +model.refs == Counter(held)
             for block in range(pool.blocks):
                 assert pool.references(block) == model.refs[block]
                 assert pool.holds(block) == model.holds[block]
-                assert pool.identity(block) == model.name_of.get(block)
+                assert pool.block_hash(block) == model.name_of.get(block)
                 assert model.state_of[block] == model.state(block)
             for rank in range(pool.ranks):
-                idle = follow(pool, pool._idle[rank * pool.per_rank])
-                assert idle == model.on(rank, IDLE)
+                cached = follow(pool, pool._idle[rank * pool.per_rank])
+                assert cached == model.on(rank, CACHED)
             assert [sum(c) for c in zip(*map(model.counts, range(pool.ranks)), strict=True)] == [
                 *BY_STATE(pool.counts())
             ]

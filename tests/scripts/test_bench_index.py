@@ -28,7 +28,7 @@ def test_a_source_stores_and_removes_as_much_and_its_digests_are_right() -> None
         assert isinstance(batch, Batch)
         assert events == sum(len(e.ids) // 16 for e in batch.events)
     assert counts == [10] * 10 + [20] * 20
-    assert len(whole.gangs["g"].identities) == 100
+    assert len(whole.gangs["g"].block_hashes) == 100
     assert whole.wanted == {}
 
 

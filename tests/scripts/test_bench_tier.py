@@ -1,4 +1,4 @@
-"""The benchmark of the host tier on an engine whose device is a dictionary."""
+"""The benchmark of the host cache on an engine whose device is a dictionary."""
 
 from __future__ import annotations
 

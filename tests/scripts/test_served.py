@@ -70,7 +70,7 @@ def load(*, stream: bool = True) -> Load:
 def test_a_turn_asks_all_at_once_and_counts_what_the_server_counted(
     client: Client, stream: bool
 ) -> None:
-    Server.together = threading.Barrier(3)  # every answer waits for three requests under way
+    Server.together = threading.Barrier(3)  # every answer waits for three requests in flight
     asked = [load(stream=stream).body(p) for p in load().prompts(3, random.Random(0))]
     turn = client.turn(asked, concurrency=3)
     assert sorted(str(body) for body in Server.asked) == sorted(map(str, asked))

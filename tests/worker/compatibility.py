@@ -26,7 +26,7 @@ from transformers import DynamicCache
 from configs.loading import ConfigError, load
 from context_parallel.policy import ShardPolicy
 from kvpaging import quant
-from kvpaging.windows import GONE
+from kvpaging.windows import NULL_BLOCK
 from tests.families import build, reference_model
 from tests.worker.gangs import gang_engine
 from tests.worker.searching import transformers_beams, wide_softmax
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from worker.engine.engine import Engine
     from worker.execution.model import PagedModel
     from worker.request import Sequence
-    from worker.startup.spec import Launch
+    from worker.startup.spec import EngineSpec
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 REFUSALS = (ConfigError, UnsupportedModel, DoesNotFit, ParamError)
@@ -82,12 +82,12 @@ class Ran:
     """What a run said, each choice of each request, and what was seen to be at work."""
 
     said: list[list[tuple[int, ...]]]
-    launch: Launch = field(repr=False)
+    spec: EngineSpec = field(repr=False)
     hit_tokens: int
     host_tokens: int
     recomputes: int
     swaps: int
-    spreads: int
+    reshards: int
     guesses: Counter[tuple[str, bool]]
     seen: set[str]
 
@@ -131,14 +131,14 @@ FEATURES = (
         ({"options": ({"speculation": PROMPT_LOOKUP, "max_tokens": 18, "logit_bias": BIAS},)},),
         lambda ran: ran.guessed_by("PromptLookup"),
         "`speculation.method=prompt_lookup`",
-        "guesses that were right, and others that were wrong",
+        "draft tokens that were right, and others that were wrong",
     ),
     Feature(
         "draft model",
         ({"options": ({"speculation": DRAFT_MODEL},)},),
         lambda ran: ran.guessed_by("Drafter"),
         "`speculation.method=draft_model`",
-        "guesses that were right, and others that were wrong",
+        "draft tokens that were right, and others that were wrong",
     ),
     Feature(
         "beams",
@@ -157,7 +157,7 @@ FEATURES = (
     _pages("int8"),
     _pages("fp8"),
     Feature(
-        "host tier",
+        "host cache",
         ({"warm": True, "host": True},),
         lambda ran: ran.host_tokens > 0,
         "`kv.host_gib`",
@@ -187,7 +187,7 @@ FEATURES = (
     Feature(
         "growth",
         ({"ranks": 2, "spreads_at": SPREADS_AT},),
-        lambda ran: ran.spreads > 0,
+        lambda ran: ran.reshards > 0,
         "`shard_from_tokens` of a pool",
         "sequences that went on, on all ranks",
     ),
@@ -239,7 +239,7 @@ class Lab:
 
     def __init__(self, models: Models) -> None:
         self.models = models
-        self._drafts: dict[tuple[str, str], tuple[Launch, PagedModel]] = {}
+        self._drafts: dict[tuple[str, str], tuple[EngineSpec, PagedModel]] = {}
         self._words: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}
         self._outcomes: dict[tuple[str, str], str] = {}
 
@@ -271,11 +271,11 @@ class Lab:
 
     def run(self, setup: Setup) -> Ran:
         """Raises one of REFUSALS."""
-        launch, model = self._launch(setup)
+        spec, model = self._launch(setup)
         asked = [_request(setup, index, "") for index in range(len(PROMPTS))]
         for request in asked:
-            check(request.params, launch.params)
-        with self._engine(setup, launch, model) as engine:
+            check(request.params, spec.params)
+        with self._engine(setup, spec, model) as engine:
             if setup.warm:
                 answer(engine, [_request(setup, index, "first") for index in range(len(PROMPTS))])
             guesses = _counted(engine.scheduler.speculation)
@@ -290,52 +290,50 @@ class Lab:
 
             random = Random(2) if setup.preemption else None
             said = answer(engine, asked, random=random, each_turn=each_turn)
-            tier = scheduler.tier
+            host_cache = scheduler.host_cache
             swaps = None if scheduler.swaps is None else scheduler.swaps.stats
-            if tier is not None:
-                assert not any(host.check() or host.counts().held for host in tier.arenas)
-                if tier.stats.back_blocks:
+            if host_cache is not None:
+                assert not any(host.check() or host.counts().pinned for host in host_cache.arenas)
+                if host_cache.stats.loaded_blocks:
                     seen.add("back from the host")
             return Ran(
                 said,
-                launch,
+                spec,
                 hit_tokens=scheduler.prefix.stats.hit_tokens - before,
-                host_tokens=0 if tier is None else tier.stats.hit_tokens,
+                host_tokens=0 if host_cache is None else host_cache.stats.hit_tokens,
                 recomputes=scheduler.preemptions if swaps is None else swaps.recomputes,
                 swaps=0 if swaps is None else swaps.swaps,
-                spreads=scheduler.spreads,
+                reshards=scheduler.reshards,
                 guesses=guesses,
                 seen=seen,
             )
 
     @contextmanager
-    def _engine(self, setup: Setup, launch: Launch, model: PagedModel) -> Iterator[Engine]:
+    def _engine(self, setup: Setup, spec: EngineSpec, model: PagedModel) -> Iterator[Engine]:
         if setup.ranks == 1:
             fill(model.store)
-            engine = build_engine(launch, model, lambda: 0.0)
+            engine = build_engine(spec, model, lambda: 0.0)
             engine.depth = 2
             self._equip(setup, engine)
             yield engine
             return
-        gang = gang_engine(launch, model, setup.ranks, depth=2, sharded_from=setup.spreads_at)
+        gang = gang_engine(spec, model, setup.ranks, depth=2, sharded_from=setup.spreads_at)
         with gang as (engine, _):
             engine.scheduler.state.policy = ShardPolicy(setup.ranks, setup.spreads_at, NEVER)
             self._equip(setup, engine)
             yield engine
 
-    def _launch(self, setup: Setup) -> tuple[Launch, PagedModel]:
-        launch, model = self.models.load(
-            setup.family, BLOCK, tokens=TOKENS, kv_dtype=setup.kv_dtype
-        )
-        tier = setup.host or setup.preemption in ("auto", SWAP)
+    def _launch(self, setup: Setup) -> tuple[EngineSpec, PagedModel]:
+        spec, model = self.models.load(setup.family, BLOCK, tokens=TOKENS, kv_dtype=setup.kv_dtype)
+        host_cache = setup.host or setup.preemption in ("auto", SWAP)
         config = replace(
-            launch.config,
-            kv=replace(launch.config.kv, prefix_cache=setup.warm or tier),
-            scheduler=replace(launch.config.scheduler, preemption=setup.preemption or RECOMPUTE),
+            spec.config,
+            kv=replace(spec.config.kv, prefix_cache=setup.warm or host_cache),
+            scheduler=replace(spec.config.scheduler, preemption=setup.preemption or RECOMPUTE),
         )
-        limits = replace(launch.limits, max_batch_tokens=CHUNK)
-        slices = HOST_SLICES if tier else 0
-        return replace(launch, limits=limits, config=config, host_slices=slices), model
+        limits = replace(spec.limits, max_batch_tokens=CHUNK)
+        slices = HOST_SLICES if host_cache else 0
+        return replace(spec, limits=limits, config=config, host_slices=slices), model
 
     def _equip(self, setup: Setup, engine: Engine) -> None:
         """With a draft model, where one is asked for."""
@@ -413,7 +411,7 @@ def _request(setup: Setup, index: int, name: str) -> Request:
 
 
 def _counted(speculation: Speculation) -> Counter[tuple[str, bool]]:
-    """Guesses from now on, by who made them and whether they were right."""
+    """Draft tokens from now on, by who made them and whether they were right."""
     guesses: Counter[tuple[str, bool]] = Counter()
     true = speculation.note
 
@@ -437,12 +435,12 @@ def _evict(engine: Engine) -> None:
 
 def _shake(engine: Engine, setup: Setup) -> None:
     """What was preempted finds nothing in the pages; the rates favour both kinds in turn."""
-    tier = engine.scheduler.tier
-    if tier is None or not setup.preemption:
+    host_cache = engine.scheduler.host_cache
+    if host_cache is None or not setup.preemption:
         return
     if engine.scheduler.waiting:
         _evict(engine)
-    tier.out_rate.per_s = tier.back_rate.per_s = 1e6
+    host_cache.offload_rate.per_s = host_cache.load_rate.per_s = 1e6
     engine.rates.token_s = 1e-9 if engine.scheduler.preemptions % 2 else 1.0
 
 
@@ -456,7 +454,7 @@ def _look(engine: Engine, seen: set[str]) -> None:
     for sequence in scheduler.running:
         table = sequence.table
         assert table is not None
-        blocks = [block for block in table.blocks[0] if block != GONE]
+        blocks = [block for block in table.blocks[0] if block != NULL_BLOCK]
         if any(pool.references(block) > 1 for block in blocks):
             seen.add("shared by choices")
         owners = {pool.rank_of(block) for block in blocks}

@@ -19,9 +19,9 @@ from context_parallel.policy import ShardPolicy
 from kvpaging import audit
 from kvpaging.host_pool import HostPool, Moves
 from kvpaging.pool import BlockPool
-from kvpaging.windows import GONE
+from kvpaging.windows import NULL_BLOCK
 from worker import messages
-from worker.blocks.host_cache import Tier
+from worker.blocks.host_cache import HostCache
 from worker.blocks.swap import Swaps
 from worker.blocks.transfer import Transfers, TransferStats
 from worker.decoding.speculation import Speculation
@@ -30,10 +30,10 @@ from worker.engine.stats import Rates
 from worker.execution.runner import InFlight, StepResult
 from worker.params import SamplingParams
 from worker.request import Arrival, Request, Sequence
-from worker.scheduling.prefix import Identity, PrefixCache
+from worker.scheduling.prefix import HashInputs, PrefixCache
 from worker.scheduling.scheduler import Scheduler
 from worker.scheduling.state import Limits, SchedulerState
-from worker.scheduling.step import Offer, Row, StepPlan
+from worker.scheduling.step import BeamCandidates, Row, StepPlan
 
 VOCAB = 97
 UNLIKELY = messages.PromptLogprob(-9.0, 9, [])
@@ -125,8 +125,8 @@ class FakeRunner:
         self._results: dict[int, StepResult] = {}
         self.words: list[str] = []
 
-    def beat(self) -> None:
-        self.words.append("beat")
+    def heartbeat(self) -> None:
+        self.words.append("heartbeat")
 
     def stop(self) -> None:
         self.words.append("stop")
@@ -164,7 +164,7 @@ class FakeRunner:
                 found = self.pages.get((copy.group, copy.src, offset))
                 moved[copy.group, copy.dst, offset] = found or (-1, -1)
         self.pages.update(moved)
-        tokens, offers = [], []
+        tokens, beam_candidates = [], []
         for row in plan.rows:
             written = self._write(row)
             self.fault("forward", plan)
@@ -179,11 +179,13 @@ class FakeRunner:
             if row.candidates:
                 values = log_probabilities(bytes(self._read(row, written)))
                 ids = sorted(range(VOCAB), key=lambda t: -values[t])[: row.candidates]
-                offers.append(Offer(ids, [values[t] for t in ids]))
+                beam_candidates.append(BeamCandidates(ids, [values[t] for t in ids]))
         self.fault("sample", plan)
         none = [None] * len(tokens)
         scores = [[UNLIKELY] * len(r.targets) for r in plan.rows if r.scored_from is not None]
-        self._results[plan.step] = StepResult(tokens, [False] * len(tokens), none, scores, offers)
+        self._results[plan.step] = StepResult(
+            tokens, [False] * len(tokens), none, scores, beam_candidates
+        )
         return InFlight(plan, None, None)
 
     def _hear(self, plan: StepPlan) -> None:
@@ -244,7 +246,7 @@ class FakeRunner:
         owners = {
             pool.rank_of(blocks[position // self.block_size])
             for pool, blocks in zip(table.pools, table.blocks, strict=True)
-            if blocks[position // self.block_size] != GONE
+            if blocks[position // self.block_size] != NULL_BLOCK
         }
         assert len(owners) == 1, "the groups of a block are on several ranks"
         assert row.sharded or owners == {row.home}, "a rank touches another's block"
@@ -326,14 +328,14 @@ def make_engine(
         for _ in range(1 if shared else groups)
     ]
     pools = arenas * groups if shared else arenas
-    identity = Identity(b"fake", "int")
+    block_hash = HashInputs(b"fake", "int")
     ticks = itertools.count()
 
     def clock() -> float:
         return float(next(ticks))
 
     prefix = PrefixCache(
-        pools, block_size, identity, enabled=prefix_cache, cpu_clock=clock, windows=windows
+        pools, block_size, block_hash, enabled=prefix_cache, cpu_clock=clock, windows=windows
     )
     limits = Limits(seqs, batch_tokens, 2 * seqs, max_waiting)
     state = SchedulerState(prefix, limits, policy)
@@ -343,14 +345,14 @@ def make_engine(
     rates, swaps = Rates(), None
     if host_blocks:
         hosts = {a: HostPool(a, host_blocks * (groups if shared else 1)) for a in arenas}
-        tier = Tier(
+        host_cache = HostCache(
             state,
             [hosts[pool] for pool in pools],
             runner,
             arena_bytes=[10] * len(arenas),
             step_bytes=10 * host_step_blocks,
         )
-        swaps = Swaps(tier, rates, preemption)
+        swaps = Swaps(host_cache, rates, preemption)
     scheduler = Scheduler(state, speculation, swaps)
     engine = Engine(
         scheduler,
@@ -380,7 +382,7 @@ def make_request(name: str, prompt: Seq[int], count: int, **fields) -> Request: 
 
 
 def transfers_of(scheduler: Scheduler) -> Transfers:
-    return Transfers(scheduler.state, scheduler.tier, TransferStats())
+    return Transfers(scheduler.state, scheduler.host_cache, TransferStats())
 
 
 def random_prompt(rng: random.Random, most: int = 20) -> list[int]:
@@ -393,8 +395,8 @@ def check(engine: Engine) -> None:
     for pool in engine.scheduler.pools:
         problems = audit.check(pool, tables)
         assert not problems, problems
-    tier = engine.scheduler.tier
-    for host in tier.arenas if tier is not None else ():
+    host_cache = engine.scheduler.host_cache
+    for host in host_cache.arenas if host_cache is not None else ():
         problems = host.check()
         assert not problems, problems
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from context_parallel.group import Meeting
+from context_parallel.group import Rendezvous
 from tests.context_parallel import ranks as processes
 from tests.worker.gangs import InTurn, fresh_pages, leader, widened
 from tests.worker.served import Models
-from worker.gang.runner import Ends
+from worker.gang.runner import GangComm
 from worker.startup.build import build_follower
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from context_parallel.group import Address
     from worker.engine.engine import Engine
     from worker.execution.model import PagedModel
-    from worker.startup.start import Launch
+    from worker.startup.start import EngineSpec
 
 TIMEOUT_S = 60.0
 EPOCH = 7
@@ -43,11 +43,11 @@ class Job:
     chunk: int
     depth: int
 
-    def launch(self, models: Models, ranks: int) -> tuple[Launch, PagedModel]:
-        launch, model = models.load(self.family, self.block_size, dtype=self.dtype)
-        launch = replace(launch, limits=replace(launch.limits, max_batch_tokens=self.chunk))
-        launch = widened(launch, ranks)
-        return launch, fresh_pages(launch, model.hf)
+    def launch(self, models: Models, ranks: int) -> tuple[EngineSpec, PagedModel]:
+        spec, model = models.load(self.family, self.block_size, dtype=self.dtype)
+        spec = replace(spec, limits=replace(spec.limits, max_batch_tokens=self.chunk))
+        spec = widened(spec, ranks)
+        return spec, fresh_pages(spec, model.hf)
 
 
 class ProcessGang:
@@ -55,7 +55,7 @@ class ProcessGang:
 
     def __init__(self, models: Models, ranks: int) -> None:
         self.models, self.ranks = models, ranks
-        meeting = Meeting.open(processes.HOST, EPOCH, ranks, processes.deadline())
+        meeting = Rendezvous.open(processes.HOST, EPOCH, ranks, processes.deadline())
         self._pipes: list[Any] = []
         self._processes = []
         for rank in range(1, ranks):
@@ -68,15 +68,15 @@ class ProcessGang:
         self.gang = _connected(meeting)
 
     @contextmanager
-    def engine(self, job: Job, *, sharded_from: int) -> Iterator[tuple[Engine, Ends]]:
+    def engine(self, job: Job, *, sharded_from: int) -> Iterator[tuple[Engine, GangComm]]:
         """An engine whose other ranks serve it until the block ends."""
-        launch, model = job.launch(self.models, self.ranks)
+        spec, model = job.launch(self.models, self.ranks)
         for pipe in self._pipes:
             pipe.send(job)
         for pipe in self._pipes:
             assert self._heard(pipe) == "ready"
         policy = InTurn(self.ranks, shard_from_tokens=sharded_from, hit_tokens=1 << 20)
-        engine = leader(launch, model, self.gang, job.depth, policy)
+        engine = leader(spec, model, self.gang, job.depth, policy)
         before = self.gang.exchange.calls
         yield engine, self.gang
         engine.runner.stop()
@@ -93,20 +93,20 @@ class ProcessGang:
             process.join()
 
 
-def _connected(meeting: Meeting) -> Ends:
+def _connected(meeting: Rendezvous) -> GangComm:
     channel = processes.channel(meeting, TIMEOUT_S)
-    return Ends(processes.exchange(meeting, TIMEOUT_S), channel, EPOCH)
+    return GangComm(processes.exchange(meeting, TIMEOUT_S), channel, EPOCH)
 
 
 def _serve(pipe: Connection, home: Path, address: Address, rank: int, ranks: int) -> None:
     """A rank's process: one follower after another. Says how many exchanges each made."""
     torch.set_num_threads(1)
-    gang = _connected(Meeting.join(address, rank, ranks, processes.deadline()))
+    gang = _connected(Rendezvous.join(address, rank, ranks, processes.deadline()))
     models = Models(home)
     while True:
         job: Job = pipe.recv()
-        launch, model = job.launch(models, ranks)
-        follower = build_follower(launch, model, gang, time.perf_counter)
+        spec, model = job.launch(models, ranks)
+        follower = build_follower(spec, model, gang, time.perf_counter)
         follower.depth = job.depth
         before = gang.exchange.calls
         pipe.send("ready")

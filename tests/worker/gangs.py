@@ -16,7 +16,7 @@ from kvpaging.store import BlockStore
 from tests.context_parallel.channels import channels
 from tests.worker.served import fill, twin
 from worker.execution.model import PagedModel
-from worker.gang.runner import Ends
+from worker.gang.runner import GangComm
 from worker.startup.build import build_engine, build_follower
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from worker.engine.engine import Engine
     from worker.gang.runner import Follower
-    from worker.startup.start import Launch
+    from worker.startup.start import EngineSpec
 
 TIMEOUT_S = 60.0
 
@@ -43,7 +43,7 @@ class InTurn(ShardPolicy):
 class Ranks:
     """The followers of a gang in threads, and how each of them ended."""
 
-    def __init__(self, gangs: list[Ends]) -> None:
+    def __init__(self, gangs: list[GangComm]) -> None:
         self.gangs = gangs
         self.followers: list[Follower] = []
         self.ends: dict[int, Exception | None] = {}
@@ -69,10 +69,10 @@ class Ranks:
             self.ends[follower.gang.rank] = None
 
 
-def gangs(ranks: int, *, epoch: int = 1, timeout_s: float = TIMEOUT_S) -> list[Ends]:
+def gangs(ranks: int, *, epoch: int = 1, timeout_s: float = TIMEOUT_S) -> list[GangComm]:
     """The ends of all ranks of a gang."""
     pairs = zip(loopback(ranks, timeout_s), channels(ranks, timeout_s), strict=True)
-    return [Ends(exchange, channel, epoch) for exchange, channel in pairs]
+    return [GangComm(exchange, channel, epoch) for exchange, channel in pairs]
 
 
 _twins: WeakKeyDictionary[PreTrainedModel, list[PreTrainedModel]] = WeakKeyDictionary()
@@ -85,32 +85,32 @@ def twins(hf: PreTrainedModel, ranks: int) -> list[PreTrainedModel]:
     return made[:ranks]
 
 
-def widened(launch: Launch, ranks: int) -> Launch:
+def widened(spec: EngineSpec, ranks: int) -> EngineSpec:
     """The launch of one worker as that of a gang."""
-    tokens = launch.memory.slices * launch.layout.block_size * ranks
-    return replace(launch, memory=replace(launch.memory, ranks=ranks, tokens=tokens))
+    tokens = spec.memory.slices * spec.layout.block_size * ranks
+    return replace(spec, memory=replace(spec.memory, ranks=ranks, tokens=tokens))
 
 
-def fresh_pages(launch: Launch, hf: PreTrainedModel) -> PagedModel:
+def fresh_pages(spec: EngineSpec, hf: PreTrainedModel) -> PagedModel:
     """The model over pages of its own, full of what a finished request might have left there, loud
     enough to be heard if it is ever read."""
-    store = BlockStore(launch.layout, launch.memory.slices, launch.page_dtype, launch.device)
+    store = BlockStore(spec.layout, spec.memory.slices, spec.page_dtype, spec.device)
     fill(store)
     return PagedModel(hf, store)
 
 
 def leader(
-    launch: Launch, model: PagedModel, gang: Ends, depth: int, policy: ShardPolicy
+    spec: EngineSpec, model: PagedModel, gang: GangComm, depth: int, policy: ShardPolicy
 ) -> Engine:
     """Rank 0's engine."""
-    engine = build_engine(launch, model, lambda: 0.0, gang=gang, policy=policy)
+    engine = build_engine(spec, model, lambda: 0.0, gang=gang, policy=policy)
     engine.depth = engine.runner.depth = depth
     return engine
 
 
 @contextmanager
 def gang_engine(
-    launch: Launch,
+    spec: EngineSpec,
     model: PagedModel,
     ranks: int,
     *,
@@ -125,13 +125,13 @@ def gang_engine(
 
     All ranks have the weights of `model` and pages of their own.
     """
-    launch = widened(launch, ranks)
+    spec = widened(spec, ranks)
     members = Ranks(gangs(ranks, timeout_s=timeout_s))
-    paged = [fresh_pages(launch, one) for one in twins(model.hf, ranks)]
+    paged = [fresh_pages(spec, one) for one in twins(model.hf, ranks)]
     policy = InTurn(ranks, shard_from_tokens=sharded_from, hit_tokens=hit_tokens)
-    engine = leader(launch, paged[0], members.gangs[0], depth, policy)
+    engine = leader(spec, paged[0], members.gangs[0], depth, policy)
     for one, gang in zip(paged[1:], members.gangs[1:], strict=True):
-        follower = build_follower(launch, one, gang, lambda: 0.0)
+        follower = build_follower(spec, one, gang, lambda: 0.0)
         follower.depth = depth
         members.followers.append(follower)
     members.start()

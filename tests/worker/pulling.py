@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpaging.windows import GONE
+from kvpaging.windows import NULL_BLOCK
 from tests.worker.fake import check, make_engine, make_request, transfers_of
 from worker.blocks.pull import Puller
 from worker.engine.engine import Engine
@@ -33,7 +33,7 @@ class FakePages:
             (group, block, offset)
             for row in zip(*blocks, strict=True)
             for group, block in enumerate(row)
-            if block != GONE
+            if block != NULL_BLOCK
             for offset in range(self.size)
         ]
 
@@ -101,9 +101,9 @@ class Side:
         self.clock_s += 0.5
         return self.clock_s
 
-    async def _fetch(self, gang: str, chains: list[bytes], timeout_s: float) -> Any:
-        self.calls.append((gang, len(chains[0]) // 16))
-        return await self.fetch(gang, chains, timeout_s)
+    async def _fetch(self, gang: str, group_hashes: list[bytes], timeout_s: float) -> Any:
+        self.calls.append((gang, len(group_hashes[0]) // 16))
+        return await self.fetch(gang, group_hashes, timeout_s)
 
     def _in_thread(self, work: Callable[[], Any]) -> asyncio.Future[Any]:
         async def later() -> Any:
@@ -141,7 +141,7 @@ class Side:
         check(self.engine)
         for pool in self.engine.scheduler.pools:
             counts = pool.counts()
-            assert (counts.quarantined, counts.owned, counts.leased) == (0, 0, 0)
+            assert (counts.quarantined, counts.active, counts.pinned) == (0, 0, 0)
             assert not any(pool.holds(block) for block in range(pool.blocks))
         assert not self.puller.transfers.incoming.coming
         assert self.stats.pulling == 0

@@ -112,9 +112,9 @@ def batch(vocab: int, dtype: torch.dtype) -> tuple[Tensor, list[SampleRow]]:
     return logits, [SampleRow(i, p, pick.randrange(5), i % 3) for i, p in enumerate(params)]
 
 
-def seated(sampler: Sampler) -> Sampler:
+def slot_filled(sampler: Sampler) -> Sampler:
     for slot in range(64):
-        sampler.state.seat(slot, [slot, 7, 8], [9] * (slot % 5))
+        sampler.state.fill_slot(slot, [slot, 7, 8], [9] * (slot % 5))
         sampler.state.counted[slot] = 99  # tokens counted already, whatever the position
     return sampler
 

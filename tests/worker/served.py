@@ -15,7 +15,7 @@ from worker.execution.model import PagedModel
 from worker.messages import Delta, Finish
 from worker.params import SamplingParams
 from worker.request import Request
-from worker.startup.start import Launch, build_engine, resolve, start
+from worker.startup.start import EngineSpec, build_engine, resolve, start
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -48,7 +48,7 @@ class Models:
     def __init__(self, home: Path) -> None:
         self.home = home
         self._weights: dict[tuple[str, str, int], PreTrainedModel] = {}
-        self._loaded: dict[tuple[str, int, int, str, str], tuple[Launch, PagedModel]] = {}
+        self._loaded: dict[tuple[str, int, int, str, str], tuple[EngineSpec, PagedModel]] = {}
 
     def directory(self, name: str) -> Path:
         path = self.home / name
@@ -64,7 +64,7 @@ class Models:
         tokens: int = 512,
         dtype: str = "float64",
         kv_dtype: str = "auto",
-    ) -> tuple[Launch, PagedModel]:
+    ) -> tuple[EngineSpec, PagedModel]:
         """What a server decides and loads; pages hold `tokens` tokens."""
         key = (name, block_size, tokens, dtype, kv_dtype)
         if key not in self._loaded:
@@ -79,17 +79,15 @@ class Models:
                 "scheduler.max_num_seqs": MAX_NUM_SEQS,
             }
             config = load(None, [f"{name}={value}" for name, value in settings.items()])
-            launch = resolve(config, self.directory(name), free_bytes=FREE_BYTES)
-            same = (name, dtype, launch.memory.max_model_len)
+            spec = resolve(config, self.directory(name), free_bytes=FREE_BYTES)
+            same = (name, dtype, spec.memory.max_model_len)
             if same in self._weights and kv_dtype == "auto":
-                store = BlockStore(
-                    launch.layout, launch.memory.slices, launch.page_dtype, launch.device
-                )
+                store = BlockStore(spec.layout, spec.memory.slices, spec.page_dtype, spec.device)
                 model = PagedModel(twin(self._weights[same]), store)
             else:
-                model = start(launch, clock=lambda: 0.0).runner.model
+                model = start(spec, clock=lambda: 0.0).runner.model
                 self._weights.setdefault(same, model.hf)
-            self._loaded[key] = launch, model
+            self._loaded[key] = spec, model
         return self._loaded[key]
 
     def engine(
@@ -104,12 +102,12 @@ class Models:
     ) -> Engine:
         """A new engine whose steps compute at most `chunk` tokens. Its pages are full of what a
         finished request might have left there, loud enough to be heard if it is ever read."""
-        launch, model = self.load(name, block_size, **options)  # type: ignore[arg-type]
+        spec, model = self.load(name, block_size, **options)  # type: ignore[arg-type]
         fill(model.store)
-        limits = replace(launch.limits, max_batch_tokens=chunk)
-        config = replace(launch.config, kv=replace(launch.config.kv, prefix_cache=cache))
-        launch = replace(launch, limits=limits, config=config)
-        engine = build_engine(launch, model, lambda: 0.0)
+        limits = replace(spec.limits, max_batch_tokens=chunk)
+        config = replace(spec.config, kv=replace(spec.config.kv, prefix_cache=cache))
+        spec = replace(spec, limits=limits, config=config)
+        engine = build_engine(spec, model, lambda: 0.0)
         engine.depth = depth
         return engine
 
@@ -163,7 +161,7 @@ def answer(
             prove_sound(engine)
     for pool in engine.scheduler.pools:
         counts = pool.counts()
-        assert (counts.quarantined, counts.owned, counts.leased) == (0, 0, 0)
+        assert (counts.quarantined, counts.active, counts.pinned) == (0, 0, 0)
     return [[tuple(tokens) for tokens in outputs[r.id]] for r in requests]
 
 

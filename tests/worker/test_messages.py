@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from worker import messages
 from worker.params import SamplingParams
 
-SUBMIT = messages.Submit(
+SUBMIT = messages.GenerateRequest(
     id="cmpl-1",
     model="m",
     prompt=[1, 2, 3],
@@ -33,7 +33,7 @@ MESSAGES = [
     messages.Finish(0, "stop", 3, 2, 5, stop_token=9, tokens=[9], logprobs=[]),
     messages.Finish(0, "stop", 3, 2, 5, stop_token=9, tokens=[9], score=-1.5),
     messages.Error("engine_failed", "the step failed twice", 500),
-    messages.Mark(),
+    messages.KeepAlive(),
 ]
 
 
@@ -57,7 +57,7 @@ def test_numbers_come_back_exactly(
 
 def test_a_whole_number_may_travel_for_a_float() -> None:
     data = messages.encode(replace(SUBMIT, deadline_s=600))
-    assert type(messages.decode_as(messages.Submit, data).deadline_s) is float
+    assert type(messages.decode_as(messages.GenerateRequest, data).deadline_s) is float
 
 
 def packed(message: messages.Message, **changes: Any) -> bytes:
@@ -71,14 +71,17 @@ def packed(message: messages.Message, **changes: Any) -> bytes:
     [
         (b"", "not a msgpack message"),
         (b"\xc1", "not a msgpack message"),
-        (messages.encode(messages.Mark())[:-1], "not a msgpack message"),
-        (messages.encode(messages.Mark()) + b"\x01", "not a msgpack message"),
+        (messages.encode(messages.KeepAlive())[:-1], "not a msgpack message"),
+        (messages.encode(messages.KeepAlive()) + b"\x01", "not a msgpack message"),
         (msgpack.packb([1]), "a message is a map, not list"),
-        (packed(messages.Mark(), v=2), "message version 2, this side speaks 1"),
-        (packed(messages.Mark(), v=...), "message version None"),
-        (packed(messages.Mark(), kind="hello"), "unknown kind 'hello'"),
-        (packed(messages.Mark(), kind=["mark"]), "unknown kind"),
-        (packed(messages.Mark(), extra=1), "mark: missing fields: none; unknown fields: extra"),
+        (packed(messages.KeepAlive(), v=2), "message version 2, this side speaks 1"),
+        (packed(messages.KeepAlive(), v=...), "message version None"),
+        (packed(messages.KeepAlive(), kind="hello"), "unknown kind 'hello'"),
+        (packed(messages.KeepAlive(), kind=["mark"]), "unknown kind"),
+        (
+            packed(messages.KeepAlive(), extra=1),
+            "mark: missing fields: none; unknown fields: extra",
+        ),
         (packed(messages.Delta(0, []), tokens=...), "delta: missing fields: tokens"),
         (packed(messages.Delta(0, []), tokens=[1, True]), "delta.tokens must be a list of ints"),
         (packed(messages.Delta(0, []), tokens=[1.0]), "delta.tokens must be a list of ints"),
@@ -106,4 +109,4 @@ def test_a_complaint_about_a_long_value_stays_short() -> None:
 
 def test_another_message_than_expected_is_refused() -> None:
     with pytest.raises(messages.WireError, match="expected submit, got mark"):
-        messages.decode_as(messages.Submit, messages.encode(messages.Mark()))
+        messages.decode_as(messages.GenerateRequest, messages.encode(messages.KeepAlive()))

@@ -114,7 +114,7 @@ async def test_a_prompt_comes_back_from_the_host(directory: Path) -> None:
         first = await ask(running, max_tokens=4, temperature=0)
         await ask(running, prompt="another text that needs all the pages, " * 2, max_tokens=1)
         shown = await pages(running)
-        assert shown["host_slots"] == shown["host_free"] + shown["host_idle"] > 12
+        assert shown["host_blocks"] == shown["host_free"] + shown["host_cached"] > 12
         again = await ask(running, max_tokens=4, temperature=0)
         assert again["choices"] == first["choices"]
         assert cached(again) == len(ids_of(PROMPT)) // BLOCK * BLOCK
@@ -123,7 +123,7 @@ async def test_a_prompt_comes_back_from_the_host(directory: Path) -> None:
         assert any('tier="host"' in line and float(line.split()[-1]) > 0 for line in hits)
         await running.post("/debug/flush")
         shown = await pages(running)
-        assert (shown["host_idle"], shown["idle"]) == (0, 0)
+        assert (shown["host_cached"], shown["idle"]) == (0, 0)
         assert cached(await ask(running, max_tokens=4)) == 0
 
 
@@ -175,8 +175,8 @@ async def test_what_running_samples_share_can_be_seen(directory: Path) -> None:
             rank = await pages(running)
             shared = len(PROMPT) // BLOCK
             assert rank["saved_blocks"] >= 3 * shared
-            assert rank["saved_blocks"] + rank["owned"] > 0
-            ratio = rank["saved_blocks"] / (rank["saved_blocks"] + rank["owned"])
+            assert rank["saved_blocks"] + rank["active"] > 0
+            ratio = rank["saved_blocks"] / (rank["saved_blocks"] + rank["active"])
             assert rank["saved_ratio"] == pytest.approx(ratio)
             assert rank["copies"] >= 3  # the prompt ends inside a block
             assert rank["hit_tokens"] == 3 * (len(PROMPT) - 1)
@@ -185,7 +185,7 @@ async def test_what_running_samples_share_can_be_seen(directory: Path) -> None:
         labels = '{engine="gang-1",model_name="fake"}'
         assert float(samples[f"kvatlas:kv_saved_blocks{labels}"]) >= 3 * shared
         assert float(samples[f"vllm:prefix_cache_hits_total{labels}"]) == rank["hit_tokens"]
-        while (rank := await pages(running))["owned"]:
+        while (rank := await pages(running))["active"]:
             pass  # the stream was closed: its blocks come back
         assert (rank["saved_blocks"], rank["saved_ratio"]) == (0, 0.0)
 
@@ -228,7 +228,7 @@ async def test_beams_have_the_scores_of_their_tokens(directory: Path) -> None:
         answer = await running.post(TEXT, {"prompt": PROMPT, **asked, "n": 8, "max_tokens": 4000})
         assert answer.status_code == 400
         assert "kv.memory" in answer.text
-        assert (await pages(running))["owned"] == 0
+        assert (await pages(running))["active"] == 0
 
 
 async def test_prompt_log_probabilities_are_right_whether_or_not_it_is_cached(
@@ -261,7 +261,7 @@ FULL = len(IDS) // BLOCK
 async def said(worker: replica.GPUWorker, pull: messages.Pull | None) -> messages.Finish:
     """The end of an answer, with all its tokens."""
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-    submit = messages.Submit("r", MODEL, IDS, params, 60.0, pull=pull)
+    submit = messages.GenerateRequest("r", MODEL, IDS, params, 60.0, pull=pull)
     tokens: list[int] = []
     async for data in worker.generate(messages.encode(submit)):
         event = messages.decode(data)
@@ -276,9 +276,9 @@ async def test_a_request_finds_what_another_worker_with_the_same_secret_has(
 ) -> None:
     owner = make(directory, "owner", key=b"same")
 
-    async def fetch(gang: str, chains: list[bytes], timeout_s: float) -> Any:
+    async def fetch(gang: str, group_hashes: list[bytes], timeout_s: float) -> Any:
         assert (gang, timeout_s) == ("owner", 5.0)
-        return await owner.export(chains)
+        return await owner.export(group_hashes)
 
     puller = make(directory, "puller", key=key, fetch=fetch)
     try:
@@ -293,7 +293,7 @@ async def test_a_request_finds_what_another_worker_with_the_same_secret_has(
             rates = stats["links"]["owner"]
             size = puller.launch.layout.bytes_per_token
             assert rates["bytes_per_s"] == pytest.approx(size * rates["tokens_per_s"])
-        assert (await puller.stats())["blocks"]["leased"] == 0
+        assert (await puller.stats())["blocks"]["pinned"] == 0
         # A gang that pulls from itself, or knows no other, computes.
         await owner.flush()
         assert (await said(owner, messages.Pull("owner", FULL))).cached_tokens == 0

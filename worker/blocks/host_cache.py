@@ -4,7 +4,7 @@ It takes a scheduler's state and one `HostPool` below each pool, which keeps the
 a mover, the runner, moves the bytes. What a plan evicts is kept in a slot and
 copied out between planning and launching the step that overwrites it (`keep`, `issue`). A waiting
 sequence whose next blocks are only here is told to wait (`brings`); they come in as
-`worker.blocks.incoming` says, others pass it meanwhile, and `land` publishes them. It promises that
+`worker.blocks.incoming` says, others pass it meanwhile, and `land` registers them. It promises that
 a copy that fails costs nothing but the time to compute its blocks again.
 
 Words: an *arena* is the memory that a pool of pages numbers, a *slot* a place for one of its blocks
@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kvpaging.host_pool import HostPool, Move, Moves, Union, below
-from kvpaging.pool import IDLE, STATES
-from kvpaging.windows import GONE
-from worker.blocks.incoming import Incoming, IncomingBlocks, Piece
+from kvpaging.pool import CACHED, STATES
+from kvpaging.windows import NULL_BLOCK
+from worker.blocks.incoming import Chunk, Incoming, IncomingBlocks
 from worker.engine.stats import Rate
 from worker.scheduling.prefix import Matcher
 
@@ -54,17 +54,17 @@ class Copying(Protocol):
 
 
 @dataclass(slots=True)
-class TierStats:
+class HostCacheStats:
     """Counters since start. Blocks are of all layer groups, seconds of rank 0 in a gang;
     requests that start find `hit_tokens` that came back for them, and `gpu_hit_tokens` that did not
     have to; `dropped_blocks` were evicted without a place or time on the host."""
 
-    out_blocks: int = 0
-    out_bytes: int = 0
-    out_s: float = 0.0
-    back_blocks: int = 0
-    back_bytes: int = 0
-    back_s: float = 0.0
+    offloaded_blocks: int = 0
+    offloaded_bytes: int = 0
+    offload_s: float = 0.0
+    loaded_blocks: int = 0
+    loaded_bytes: int = 0
+    load_s: float = 0.0
     hit_tokens: int = 0
     gpu_hit_tokens: int = 0
     dropped_blocks: int = 0
@@ -89,8 +89,8 @@ class HostLoad(Incoming):
     copying: Copying | None = None
 
 
-class Tier:
-    """The host tier of one engine; `hosts[g]` serves layer group g, `step_bytes` bounds what is
+class HostCache:
+    """The host cache of one engine; `hosts[g]` serves layer group g, `step_bytes` bounds what is
     copied in each direction between two steps, `arena_bytes` are those of a block."""
 
     def __init__(
@@ -106,8 +106,8 @@ class Tier:
         self.arenas = list(dict.fromkeys(hosts))  # in the order of the layout's
         self.block_bytes = dict(zip(self.arenas, arena_bytes, strict=True))
         self.step_bytes = step_bytes = max(step_bytes, self.slice_bytes)
-        self.stats = TierStats()
-        self.out_rate, self.back_rate = Rate(), Rate()
+        self.stats = HostCacheStats()
+        self.offload_rate, self.load_rate = Rate(), Rate()
         self._mover = mover
         self._out: list[Move] = []
         self._back: list[Move] = []
@@ -131,19 +131,19 @@ class Tier:
         return sum(self.block_bytes[host] for host in self.hosts)
 
     @property
-    def back_tokens_per_s(self) -> float:
+    def load_tokens_per_s(self) -> float:
         """How fast tokens come back; 0 where that was not measured yet."""
-        return self.back_rate.per_s * self.state.block_size / self.slice_bytes
+        return self.load_rate.per_s * self.state.block_size / self.slice_bytes
 
-    def shown(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Counters, slots by state, and measured rates in bytes per second."""
         counts = [host.counts() for host in self.arenas]
         return {
             **asdict(self.stats),
             "blocks": {name: sum(getattr(c, name) for c in counts) for name in counts[0]._fields},
             "evictions": sum(host.evictions for host in self.arenas),
-            "out_bytes_per_s": self.out_rate.per_s,
-            "back_bytes_per_s": self.back_rate.per_s,
+            "offload_bytes_per_s": self.offload_rate.per_s,
+            "load_bytes_per_s": self.load_rate.per_s,
         }
 
     def flush(self) -> int:
@@ -153,12 +153,12 @@ class Tier:
     def _evicts(self, host: HostPool) -> Callable[[int], None]:
         def evicted(block: int) -> None:
             """Keep a block and all that goes with it, where the step has time for it."""
-            for each, identity, parent in below(host.pool, block):
-                astray = host.astray(identity, host.pool.rank_of(each))
+            for each, block_hash, parent in below(host.pool, block):
+                on_other_rank = host.on_other_rank(block_hash, host.pool.rank_of(each))
                 passed = each in host.pool.passed
-                if not astray and host.touch(identity, first=passed):
+                if not on_other_rank and host.touch(block_hash, first=passed):
                     continue
-                if not self.keep(host, each, identity, parent, first=passed):
+                if not self.keep(host, each, block_hash, parent, first=passed):
                     self.stats.dropped_blocks += 1
 
         return evicted
@@ -167,7 +167,7 @@ class Tier:
         self,
         host: HostPool,
         block: int,
-        identity: bytes,
+        block_hash: bytes,
         parent: bytes | None,
         *,
         first: bool = False,
@@ -178,9 +178,9 @@ class Tier:
         if not self.time_for(self.block_bytes[host]):
             return False
         rank = host.pool.rank_of(block)
-        if host.astray(identity, rank):
-            host.forget(identity)
-        slot = host.keep(identity, parent, rank, first=first)
+        if host.on_other_rank(block_hash, rank):
+            host.forget(block_hash)
+        slot = host.keep(block_hash, parent, rank, first=first)
         if slot is None:
             return False
         self._room["out"] -= self.block_bytes[host]
@@ -217,7 +217,7 @@ class Tier:
         if len(found[0]) <= len(hit[0]):
             return False
         wanted, kept = self.parts(found)
-        coming = self.incoming.find(self.hosts[g].identity(slot) for g, slot, _ in wanted)
+        coming = self.incoming.find(self.hosts[g].block_hash(slot) for g, slot, _ in wanted)
         if coming is not None:
             sequence.awaited = coming.arrival
             return True
@@ -241,7 +241,7 @@ class Tier:
                 slot = self.unions[group].slot(number)
                 if slot is not None:
                     slots.append(Place(group, slot, index))
-                elif number != GONE:
+                elif number != NULL_BLOCK:
                     blocks.append(Place(group, number, index))
         return slots, blocks
 
@@ -257,7 +257,7 @@ class Tier:
 
     def _fits(self, wanted: Sequence[Place], kept: Sequence[Place]) -> bool:
         """Whether each rank has the blocks now, beside those that are kept."""
-        hosts, idle = self.hosts, STATES[IDLE]
+        hosts, idle = self.hosts, STATES[CACHED]
         need = Counter((hosts[g].pool, hosts[g].rank_of(slot)) for g, slot, _ in wanted)
         for pool, block in ((hosts[group].pool, block) for group, block, _ in kept):
             need[pool, pool.rank_of(block)] += pool.state(block) == idle
@@ -266,26 +266,26 @@ class Tier:
     def _begin(self, sequence: Served, found: Sequence[list[int]], slots: list[Place]) -> None:
         """Hold what is there, then take blocks for what is not, which may evict others."""
         first, stop = slots[0].at, slots[-1].at + 1
-        chains = self.prefix.chains(sequence)
-        names = [chains[place.group][place.at] for place in slots]
+        group_hashes = self.prefix.block_hashes(sequence)
+        names = [group_hashes[place.group][place.at] for place in slots]
         load = HostLoad(sequence, slots, names=names)
-        load.parents = [chain[first - 1] if first else None for chain in chains]
-        load.wanted = [chain[first:stop] for chain in chains]
+        load.parents = [hashes[first - 1] if first else None for hashes in group_hashes]
+        load.wanted = [hashes[first:stop] for hashes in group_hashes]
         load.kept = [
-            [GONE if union.slot(number) is not None else number for number in column]
+            [NULL_BLOCK if union.slot(number) is not None else number for number in column]
             for union, column in zip(self.unions, found, strict=True)
         ]
         self.incoming.begin(load)
         for group, slot, _ in slots:
-            self.hosts[group].hold(slot)
-        piece = Piece(0, stop - first, blocks=[[GONE] * (stop - first) for _ in self.hosts])
+            self.hosts[group].pin(slot)
+        chunk = Chunk(0, stop - first, blocks=[[NULL_BLOCK] * (stop - first) for _ in self.hosts])
         for group, slot, index in slots:
             host = self.hosts[group]
             block = self.incoming.take(group, host.rank_of(slot))
-            piece.blocks[group][index - first] = block
+            chunk.blocks[group][index - first] = block
             self._room["back"] -= self.block_bytes[host]
             self._back.append(Move(self.arenas.index(host), block, slot))
-        load.pieces.append(piece)
+        load.chunks.append(chunk)
         sequence.awaited = load.arrival
         self._loads.append(load)
 
@@ -308,9 +308,9 @@ class Tier:
             log.error("blocks could not be copied between GPU and host: %s", error)
             for move in moves.out + moves.back:
                 host = self.arenas[move.arena]
-                identity = host.identity(move.slot)
-                if identity is not None:
-                    host.forget(identity)
+                block_hash = host.block_hash(move.slot)
+                if block_hash is not None:
+                    host.forget(block_hash)
             for load in waiting:
                 self._loads.remove(load)
                 self._end(load)
@@ -318,8 +318,8 @@ class Tier:
         for load in waiting:
             load.copying = copying
         self._timed.append((copying, moves))
-        self.stats.out_blocks += len(moves.out)
-        self.stats.back_blocks += len(moves.back)
+        self.stats.offloaded_blocks += len(moves.out)
+        self.stats.loaded_blocks += len(moves.back)
 
     def _bytes(self, moves: Sequence[Move]) -> tuple[int, int]:
         """Of all ranks, and of rank 0, whose seconds are known."""
@@ -331,15 +331,18 @@ class Tier:
         """Publish what has come back; whether anything has."""
         while self._timed and self._timed[0][0].done:
             copying, moves = self._timed.popleft()
-            out_s, back_s = copying.took_s()
-            (out, own_out), (back, own_back) = map(self._bytes, moves)
-            if own_out:
-                self.out_rate.add(own_out, out_s)
-            if own_back:
-                self.back_rate.add(own_back, back_s)
+            offload_s, load_s = copying.took_s()
+            (out, own_offloaded), (back, own_loaded) = map(self._bytes, moves)
+            if own_offloaded:
+                self.offload_rate.add(own_offloaded, offload_s)
+            if own_loaded:
+                self.load_rate.add(own_loaded, load_s)
             stats = self.stats
-            stats.out_bytes, stats.out_s = stats.out_bytes + out, stats.out_s + out_s
-            stats.back_bytes, stats.back_s = stats.back_bytes + back, stats.back_s + back_s
+            stats.offloaded_bytes, stats.offload_s = (
+                stats.offloaded_bytes + out,
+                stats.offload_s + offload_s,
+            )
+            stats.loaded_bytes, stats.load_s = stats.loaded_bytes + back, stats.load_s + load_s
         landed = False
         while self._loads and (begun := self._loads[0].copying) is not None and begun.done:
             self._land(self._loads.popleft())
@@ -348,16 +351,16 @@ class Tier:
 
     def _land(self, load: HostLoad) -> None:
         """Publish what has come, unless it was computed meanwhile."""
-        (piece,) = load.pieces
-        self.incoming.land(load, piece, piece.stop)
+        (chunk,) = load.chunks
+        self.incoming.land(load, chunk, chunk.stop)
         if load.sequence.epoch == 0:
             columns = Counter(place.group for place in load.slots)
-            load.sequence.returned += max(columns.values()) * self.state.block_size
+            load.sequence.loaded_tokens += max(columns.values()) * self.state.block_size
         self._end(load)
 
     def started(self, sequence: Served) -> None:
         """A sequence starts for the first time: count where what it found was."""
-        back = min(sequence.returned, sequence.cached_tokens)
+        back = min(sequence.loaded_tokens, sequence.cached_tokens)
         self.stats.hit_tokens += back
         self.stats.gpu_hit_tokens += sequence.cached_tokens - back
 
@@ -365,15 +368,15 @@ class Tier:
         """Tails first, so that a chain's tail is evicted before its head."""
         self.incoming.end(load)
         for group, slot, _ in reversed(load.slots):
-            self.hosts[group].unhold(slot)
+            self.hosts[group].unpin(slot)
 
 
-def host_slots(tier: Tier | None, rank: int) -> dict[str, int]:
+def host_blocks(host_cache: HostCache | None, rank: int) -> dict[str, int]:
     """One rank's part of `/debug/kv`: slots of all layer groups by state; none without a tier."""
-    if tier is None:
+    if host_cache is None:
         return {}
-    counts = [host.counts(rank) for host in tier.arenas]
+    counts = [host.counts(rank) for host in host_cache.arenas]
     by_state = {
         f"host_{name}": sum(getattr(each, name) for each in counts) for name in counts[0]._fields
     }
-    return {"host_slots": sum(host.per_rank for host in tier.arenas), **by_state}
+    return {"host_blocks": sum(host.per_rank for host in host_cache.arenas), **by_state}

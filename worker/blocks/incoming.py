@@ -1,7 +1,7 @@
 """Blocks on their way into the pools, from another worker or from the host: one way for both.
 
 An `Incoming` holds the blocks that what comes will follow (`begin`). Blocks to be filled are taken
-and held, a `Piece` at a time. Once the bytes of a piece are there its blocks are published like
+and held, a `Piece` at a time. Once the bytes of a piece are there its blocks are registered like
 blocks computed here, and stay held, so that what comes never evicts what came (`land`). At its end
 all holds end (`end`), and the sequences that awaited its arrival go on: what has not come they
 compute. Others that want a block find by its hash that it is coming (`find`), and wait too.
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from kvpaging.windows import GONE
+from kvpaging.windows import NULL_BLOCK
 from worker.request import Arrival
 
 if TYPE_CHECKING:
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False)
-class Piece:
+class Chunk:
     """Logical blocks `start` to `stop` of what is coming, which are filled together; `blocks[g]`
-    are those of group g, GONE where none is. While `writing`, somebody may still write to them, and
-    only his word ends the holds. Those of an `early` one come before, and are found after, all that
-    precede it."""
+    are those of group g, NULL_BLOCK where none is. While `writing`, somebody may still write to
+    them, and only his word ends the holds. Those of an `early` one come before, and are found
+    after, all that precede it."""
 
     start: int
     stop: int
@@ -44,16 +44,16 @@ class Piece:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Incoming:
-    """What comes for one sequence. `wanted[g]` are identities of group g, the first of which follow
-    `parents`; `kept[g]` the blocks before and those that came, all held. `names` are identities by
-    which others find it."""
+    """What comes for one sequence. `wanted[g]` are block hashes of group g, the first of which
+    follow `parents`; `kept[g]` the blocks before and those that came, all held. `names` are block
+    hashes by which others find it."""
 
     arrival: Arrival = field(default_factory=Arrival)
     parents: Seq[bytes | None] = ()
     wanted: Seq[Seq[bytes]] = ()
     names: Seq[bytes] = ()
     kept: list[list[int]] = field(default_factory=list)
-    pieces: list[Piece] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
 
 
 Coming = TypeVar("Coming", bound=Incoming)
@@ -72,50 +72,52 @@ class IncomingBlocks(Generic[Coming]):
 
     def begin(self, incoming: Coming) -> None:
         """Hold what it builds on; from now on it can be found."""
-        self.hold(incoming.kept)
+        self.pin(incoming.kept)
         self.coming.update(dict.fromkeys(incoming.names, incoming))
 
     def take(self, group: int, rank: int) -> int:
         """A block to be filled, held. Raises OutOfBlocks."""
         pool = self.pools[group]
         (block,) = pool.allocate(1, rank)
-        pool.hold(block)
+        pool.pin(block)
         pool.unref(block)
         return block
 
-    def land(self, incoming: Coming, piece: Piece, count: int) -> int:
+    def land(self, incoming: Coming, chunk: Chunk, count: int) -> int:
         """The first `count` logical blocks of a piece are filled: they can be found from now on.
         Returns how many blocks of all groups these are."""
         landed = 0
         for index in range(count):
-            at, blocks = piece.start + index, [column[index] for column in piece.blocks]
+            at, blocks = chunk.start + index, [column[index] for column in chunk.blocks]
             parents = [c[at - 1] for c in incoming.wanted] if at else incoming.parents
-            found = self.prefix.name(blocks, [chain[at] for chain in incoming.wanted], parents)
+            found = self.prefix.register_blocks(
+                blocks, [hashes[at] for hashes in incoming.wanted], parents
+            )
             for pool, column, block, twin in zip(
                 self.pools, incoming.kept, blocks, found, strict=True
             ):
                 if twin != block:  # computed here meanwhile
-                    pool.hold(twin)
-                    pool.unhold(block)
+                    pool.pin(twin)
+                    pool.unpin(block)
                 column.append(twin)
             landed += counted([found])
-        piece.blocks = [column[count:] for column in piece.blocks]
+        chunk.blocks = [column[count:] for column in chunk.blocks]
         return landed
 
-    def drop(self, piece: Piece) -> None:
+    def drop(self, chunk: Chunk) -> None:
         """Nobody writes to its blocks, and they were not found."""
-        self.unhold(piece.blocks)
-        piece.blocks = []
+        self.unpin(chunk.blocks)
+        chunk.blocks = []
 
     def forget(self, incoming: Coming) -> None:
         """It is not found any more and holds nothing, but blocks that are still written to."""
-        for piece in incoming.pieces:
-            if not piece.writing:
-                self.drop(piece)
+        for chunk in incoming.chunks:
+            if not chunk.writing:
+                self.drop(chunk)
         for name in incoming.names:
             if self.coming.get(name) is incoming:
                 del self.coming[name]
-        self.unhold(incoming.kept)
+        self.unpin(incoming.kept)
         incoming.wanted, incoming.names, incoming.kept = (), (), []
 
     def end(self, incoming: Coming) -> None:
@@ -126,20 +128,20 @@ class IncomingBlocks(Generic[Coming]):
     def each(self, blocks: Seq[Seq[int]]) -> Iterator[tuple[BlockPool, int]]:
         """All blocks, with their pools, the last first: a chain's tail is evicted before its head,
         and all groups of a logical block before any of the one before it."""
-        for row in reversed([*zip_longest(*blocks, fillvalue=GONE)]):
+        for row in reversed([*zip_longest(*blocks, fillvalue=NULL_BLOCK)]):
             for pool, block in zip(self.pools, row, strict=True):
-                if block != GONE:
+                if block != NULL_BLOCK:
                     yield pool, block
 
-    def hold(self, blocks: Seq[Seq[int]]) -> None:
+    def pin(self, blocks: Seq[Seq[int]]) -> None:
         for pool, block in self.each(blocks):
-            pool.hold(block)
+            pool.pin(block)
 
-    def unhold(self, blocks: Seq[Seq[int]]) -> None:
+    def unpin(self, blocks: Seq[Seq[int]]) -> None:
         for pool, block in self.each(blocks):
-            pool.unhold(block)
+            pool.unpin(block)
 
 
 def counted(blocks: Seq[Seq[int]]) -> int:
     """How many blocks there are, of all groups."""
-    return sum(block != GONE for column in blocks for block in column)
+    return sum(block != NULL_BLOCK for column in blocks for block in column)

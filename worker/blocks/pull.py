@@ -13,10 +13,10 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from kvpaging.hashing import IDENTITY_BYTES
+from kvpaging.hashing import BLOCK_HASH_BYTES
 from worker import messages
-from worker.blocks.incoming import Piece, counted
-from worker.blocks.transfer import Loan, Pull, PullFailed, Transfers, TransferStats
+from worker.blocks.incoming import Chunk, counted
+from worker.blocks.transfer import ExportPin, Pull, PullFailed, Transfers, TransferStats
 from worker.request import Request
 
 log = logging.getLogger("kvatlas.worker")
@@ -29,12 +29,12 @@ Answer = tuple[int, Any]
 """How many leading blocks the owner had, and their bytes: any object with a buffer."""
 
 Fetch = Callable[[str, list[bytes], float], Awaitable[Answer]]
-"""Ask a gang, within seconds, for blocks: identities end to end, of each group, zeros for a block
+"""Ask a gang, within seconds, for blocks: block hashes end to end, of each group, zeros for a block
 that is not wanted. When it has returned or raised, nobody uses the bytes any more. Raises
 PullFailed."""
 
 
-async def no_peers(gang: str, chains: list[bytes], timeout_s: float) -> Answer:
+async def no_peers(gang: str, group_hashes: list[bytes], timeout_s: float) -> Answer:
     """The `Fetch` of a worker that knows no others. Raises PullFailed."""
     raise PullFailed("unknown", f"{gang} is not known here")
 
@@ -90,22 +90,24 @@ class Puller:
     def stats(self) -> TransferStats:
         return self.transfers.stats
 
-    async def export(self, chains: Sequence[bytes]) -> Answer:
+    async def export(self, group_hashes: Sequence[bytes]) -> Answer:
         """What a peer's `Fetch` asks for. Raises ValueError for more than one call may carry."""
-        width = IDENTITY_BYTES
-        asked = [[c[at : at + width] for at in range(0, len(c), width)] for c in chains]
+        width = BLOCK_HASH_BYTES
+        asked = [[c[at : at + width] for at in range(0, len(c), width)] for c in group_hashes]
         groups, most = len(self.transfers.pools), self.piece_blocks
         if len(asked) != groups or not all(len(ids) == len(asked[0]) <= most for ids in asked):
-            raise ValueError(f"{groups} lists of up to {most} identities can be asked for")
+            raise ValueError(f"{groups} lists of up to {most} block hashes can be asked for")
         async with self._outgoing:
-            loan, copying = Loan(), None
+            export_pin, copying = ExportPin(), None
             try:
-                await self.engine.call(lambda: self.transfers.lend(loan, asked), self.timeout_s)
-                blocks = loan.blocks
+                await self.engine.call(
+                    lambda: self.transfers.lend(export_pin, asked), self.timeout_s
+                )
+                blocks = export_pin.blocks
                 copying = self.in_thread(lambda: self.pages.export(blocks))
                 data = await asyncio.shield(copying)
             finally:
-                self._after(copying, lambda: self.transfers.returned(loan))
+                self._after(copying, lambda: self.transfers.returned(export_pin))
         self.stats.exports += 1
         self.stats.exported_blocks += counted(blocks)
         self.stats.exported_bytes += memoryview(data).nbytes
@@ -149,84 +151,84 @@ class Puller:
                 raise PullFailed(other.failure, "they did not come for another request either")
         size, needed = self.piece_blocks, self.transfers.needs_from(pull)
         starts = range(0, pull.count, size)
-        pieces = [
-            Piece(at, min(at + size, pull.count), size <= needed < at + size) for at in starts
+        chunks = [
+            Chunk(at, min(at + size, pull.count), size <= needed < at + size) for at in starts
         ]
-        early = [piece for piece in pieces if piece.early]
+        early = [chunk for chunk in chunks if chunk.early]
         started_s = self.now()
         try:
             await self._bring_all(pull, early)
-            await self._bring_all(pull, [piece for piece in pieces if not piece.early])
-            for piece in early:
-                await self._found(pull, piece, piece.stop - piece.start)
+            await self._bring_all(pull, [chunk for chunk in chunks if not chunk.early])
+            for chunk in early:
+                await self._found(pull, chunk, chunk.stop - chunk.start)
         finally:
             if pull.bytes:
                 self.stats.link(pull.gang).add(pull.bytes, self.now() - started_s)
 
-    async def _bring_all(self, pull: Pull, pieces: Sequence[Piece]) -> None:
+    async def _bring_all(self, pull: Pull, chunks: Sequence[Chunk]) -> None:
         """These pieces, several at once. Raises what the first that failed does."""
         try:
             async with asyncio.TaskGroup() as group:
                 before = asyncio.Event()
                 before.set()
-                for piece in pieces:
-                    group.create_task(self._bring(pull, piece, before))
-                    before = piece.landed
+                for chunk in chunks:
+                    group.create_task(self._bring(pull, chunk, before))
+                    before = chunk.landed
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
     def _in_engine(self, work: Callable[[], _T]) -> Awaitable[_T]:
         return self.engine.call(work, self.timeout_s)
 
-    async def _bring(self, pull: Pull, piece: Piece, before: asyncio.Event) -> None:
+    async def _bring(self, pull: Pull, chunk: Chunk, before: asyncio.Event) -> None:
         """One piece, after those before it have landed; so do they when it fails."""
         async with self._incoming:
             try:
-                count, data = await self._ask(pull, piece)
+                count, data = await self._ask(pull, chunk)
             except Exception:
                 await before.wait()
                 raise
             await before.wait()
-            await self._land(pull, piece, count, data)
-        piece.landed.set()
-        if count < piece.stop - piece.start:
-            raise PullFailed("gone", f"it has {piece.start + count} of {pull.count} blocks now")
+            await self._land(pull, chunk, count, data)
+        chunk.landed.set()
+        if count < chunk.stop - chunk.start:
+            raise PullFailed("gone", f"it has {chunk.start + count} of {pull.count} blocks now")
 
-    async def _ask(self, pull: Pull, piece: Piece) -> Answer:
-        await self._in_engine(lambda: self.transfers.reserve(pull, piece))
-        ids = [b"".join(chain[piece.start : piece.stop]) for chain in pull.wanted]
+    async def _ask(self, pull: Pull, chunk: Chunk) -> Answer:
+        await self._in_engine(lambda: self.transfers.reserve(pull, chunk))
+        ids = [b"".join(hashes[chunk.start : chunk.stop]) for hashes in pull.wanted]
         async with asyncio.timeout(self.timeout_s):
             return await self.fetch(pull.gang, ids, self.timeout_s)
 
-    async def _land(self, pull: Pull, piece: Piece, count: int, data: Any) -> None:
+    async def _land(self, pull: Pull, chunk: Chunk, count: int, data: Any) -> None:
         size = memoryview(data).nbytes
-        blocks = [column[: max(0, count)] for column in piece.blocks]
-        if not 0 <= count <= piece.stop - piece.start or size != self.pages.bytes_of(blocks):
+        blocks = [column[: max(0, count)] for column in chunk.blocks]
+        if not 0 <= count <= chunk.stop - chunk.start or size != self.pages.bytes_of(blocks):
             raise PullFailed("wrong_size", f"{size} bytes came for {count} blocks")
         writing = self.in_thread(lambda: self.pages.import_(blocks, data))
-        piece.writing = True
+        chunk.writing = True
         try:
             async with asyncio.timeout(self.timeout_s):
                 await asyncio.shield(writing)
-            piece.writing = False
+            chunk.writing = False
         finally:
-            if piece.writing:
-                self._after(writing, lambda: self.transfers.confirmed(piece))
-                self._expect(writing, piece)
-        if not piece.early:
-            await self._found(pull, piece, count)
+            if chunk.writing:
+                self._after(writing, lambda: self.transfers.confirmed(chunk))
+                self._expect(writing, chunk)
+        if not chunk.early:
+            await self._found(pull, chunk, count)
         self.stats.pulled_bytes += size
         pull.bytes += size
 
-    def _found(self, pull: Pull, piece: Piece, count: int) -> Awaitable[None]:
-        return self._in_engine(lambda: self.transfers.land(pull, piece, count))
+    def _found(self, pull: Pull, chunk: Chunk, count: int) -> Awaitable[None]:
+        return self._in_engine(lambda: self.transfers.land(pull, chunk, count))
 
-    def _expect(self, writing: asyncio.Future[Any], piece: Piece) -> None:
+    def _expect(self, writing: asyncio.Future[Any], chunk: Chunk) -> None:
         """Quarantine what a copy that should have ended still writes to."""
 
         def overdue() -> None:
             if not writing.done():
-                self.engine.post(lambda: self.transfers.quarantine(piece))
+                self.engine.post(lambda: self.transfers.quarantine(chunk))
 
         asyncio.get_running_loop().call_later(self.timeout_s, overdue)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvpaging.host_pool import HostPool
-    from worker.blocks.host_cache import Place, Tier
+    from worker.blocks.host_cache import HostCache, Place
     from worker.engine.stats import Rates
     from worker.request import Sequence as Served
 
@@ -38,26 +38,28 @@ class SwapStats:
 class Swaps:
     """The choice for each preempted sequence. `preemption` is `auto`, `recompute` or `swap`."""
 
-    def __init__(self, tier: Tier, rates: Rates, preemption: str) -> None:
-        self.tier, self.rates, self.preemption = tier, rates, preemption
+    def __init__(self, host_cache: HostCache, rates: Rates, preemption: str) -> None:
+        self.host_cache, self.rates, self.preemption = host_cache, rates, preemption
         self.stats = SwapStats()
         self._held: dict[Served, list[tuple[HostPool, int]]] = {}
 
-    def shown(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Its counters, with those of the tier."""
         self.stats.swapped_sequences = len(self._held)
-        return {**self.tier.shown(), **asdict(self.stats)}
+        return {**self.host_cache.to_dict(), **asdict(self.stats)}
 
     def preempt(self, sequence: Served) -> None:
         """Called before the sequence gives its blocks back."""
-        tier, tokens = self.tier, sequence.computed
-        found = tier.match(sequence)
-        slots, blocks = tier.parts(found)
+        host_cache, tokens = self.host_cache, sequence.computed
+        found = host_cache.match(sequence)
+        slots, blocks = host_cache.parts(found)
         new = [place for place in blocks if self._slot(place.group, place.number) is None]
-        out = sum(tier.block_bytes[tier.hosts[group]] for group, _, _ in new)
-        back = sum(tier.block_bytes[tier.hosts[group]] for group, _, _ in (*slots, *blocks))
+        out = sum(host_cache.block_bytes[host_cache.hosts[group]] for group, _, _ in new)
+        back = sum(
+            host_cache.block_bytes[host_cache.hosts[group]] for group, _, _ in (*slots, *blocks)
+        )
         again_s = tokens * self.rates.token_s
-        rest = max(0, tokens - len(found[0]) * tier.state.block_size)
+        rest = max(0, tokens - len(found[0]) * host_cache.state.block_size)
         swap_s = self._copy_s(out, back)
         if swap_s is not None:
             swap_s += rest * self.rates.token_s
@@ -82,7 +84,7 @@ class Swaps:
 
     def _copy_s(self, out: int, back: int) -> float | None:
         """Seconds there and back; None where a rate was not measured yet."""
-        rates = self.tier.out_rate.per_s, self.tier.back_rate.per_s
+        rates = self.host_cache.offload_rate.per_s, self.host_cache.load_rate.per_s
         if not all(rates):
             return None
         return out / rates[0] + back / rates[1]
@@ -93,7 +95,7 @@ class Swaps:
             return "scheduler.preemption=recompute"
         if not back:
             return "no full block"
-        if not self.tier.time_for(out):
+        if not self.host_cache.time_for(out):
             return "more than kv.host_step_gib allows"
         if self.preemption == SWAP:
             return ""
@@ -104,29 +106,31 @@ class Swaps:
     def _hold(self, sequence: Served, found: Sequence[Sequence[int]], new: Sequence[Place]) -> bool:
         """Hold on the host all that a match has `found`, or none where there is no room for what is
         `new` there."""
-        tier = self.tier
+        host_cache = self.host_cache
         held = [
-            (tier.hosts[group], slot)
+            (host_cache.hosts[group], slot)
             for group, column in enumerate(found)
             for number in column
             if (slot := self._slot(group, number)) is not None
         ]
         for host, slot in held:
-            host.hold(slot)
-        need = Counter((tier.hosts[g], tier.hosts[g].pool.rank_of(block)) for g, block, _ in new)
+            host.pin(slot)
+        need = Counter(
+            (host_cache.hosts[g], host_cache.hosts[g].pool.rank_of(block)) for g, block, _ in new
+        )
         counts = {place: place[0].counts(place[1]) for place in need}
-        if any(n > counts[place].free + counts[place].idle for place, n in need.items()):
+        if any(n > counts[place].free + counts[place].cached for place, n in need.items()):
             self._unhold(held)
             return False
         for group, block, _ in new:
-            host, pool = tier.hosts[group], tier.hosts[group].pool
-            identity = pool.identity(block)
-            assert identity is not None
-            kept = tier.keep(host, block, identity, pool.parent(block))
-            slot_ = host.lookup(identity)
+            host, pool = host_cache.hosts[group], host_cache.hosts[group].pool
+            block_hash = pool.block_hash(block)
+            assert block_hash is not None
+            kept = host_cache.keep(host, block, block_hash, pool.parent(block))
+            slot_ = host.lookup(block_hash)
             assert kept, "there was time"
             assert slot_ is not None, "there was room"
-            host.hold(slot_)
+            host.pin(slot_)
             held.append((host, slot_))
         self._held[sequence] = held
         return True
@@ -134,12 +138,14 @@ class Swaps:
     def _slot(self, group: int, number: int) -> int | None:
         """Where the host has what a match has found as `number`; None where it does not, or only
         on another rank, where it can give way."""
-        host = self.tier.hosts[group]
-        slot = self.tier.unions[group].slot(number)
+        host = self.host_cache.hosts[group]
+        slot = self.host_cache.unions[group].slot(number)
         if slot is None and number >= 0:
-            identity = host.pool.identity(number)
-            if identity is not None and not host.astray(identity, host.pool.rank_of(number)):
-                slot = host.lookup(identity)
+            block_hash = host.pool.block_hash(number)
+            if block_hash is not None and not host.on_other_rank(
+                block_hash, host.pool.rank_of(number)
+            ):
+                slot = host.lookup(block_hash)
         return slot
 
     def release(self, sequence: Served) -> None:
@@ -149,4 +155,4 @@ class Swaps:
     def _unhold(self, held: list[tuple[HostPool, int]]) -> None:
         """Tail first, so that a chain's tail is evicted before its head."""
         for host, slot in reversed(held):
-            host.unhold(slot)
+            host.unpin(slot)

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from kvpaging.pool import BlockPool, OutOfBlocks
 from kvpaging.table import BlockTable
-from kvpaging.windows import GONE
-from worker.blocks.incoming import Incoming, IncomingBlocks, Piece, counted
+from kvpaging.windows import NULL_BLOCK
+from worker.blocks.incoming import Chunk, Incoming, IncomingBlocks, counted
 from worker.engine.stats import Rate
 from worker.scheduling.prefix import UNWANTED
 
 if TYPE_CHECKING:
-    from worker.blocks.host_cache import Tier
+    from worker.blocks.host_cache import HostCache
     from worker.request import Request
     from worker.scheduling.state import SchedulerState
 
@@ -58,7 +58,7 @@ class TransferStats:
         self.links[gang] = rate
         return rate
 
-    def shown(self, bytes_per_token: int) -> dict[str, Any]:
+    def to_dict(self, bytes_per_token: int) -> dict[str, Any]:
         """All of them, rates of links in tokens too."""
         links = {
             gang: {"bytes_per_s": rate.per_s, "tokens_per_s": rate.per_s / bytes_per_token}
@@ -71,7 +71,7 @@ class TransferStats:
 
 
 @dataclass(slots=True, eq=False)
-class Loan:
+class ExportPin:
     """Blocks of each group that are held while they are copied out."""
 
     blocks: list[list[int]] = field(default_factory=list)
@@ -80,7 +80,7 @@ class Loan:
 @dataclass(slots=True, eq=False)
 class Pull(Incoming):
     """One request's pull. What is `wanted` is not here. Blocks that a window would hide are
-    UNWANTED, and GONE; `names` are identities of one group that are never so."""
+    UNWANTED, and NULL_BLOCK; `names` are block hashes of one group that are never so."""
 
     request: Request
     gang: str
@@ -101,20 +101,27 @@ class Pull(Incoming):
 class Transfers:
     """Loans and pulls over a scheduler's pools. Raises nothing but PullFailed, from `reserve`."""
 
-    def __init__(self, state: SchedulerState, tier: Tier | None, stats: TransferStats) -> None:
-        self.state, self.prefix, self.tier, self.stats = state, state.prefix, tier, stats
+    def __init__(
+        self, state: SchedulerState, host_cache: HostCache | None, stats: TransferStats
+    ) -> None:
+        self.state, self.prefix, self.host_cache, self.stats = (
+            state,
+            state.prefix,
+            host_cache,
+            stats,
+        )
         self.pools = state.pools
         self.incoming = IncomingBlocks[Pull](self.prefix)
 
-    def lend(self, loan: Loan, chains: Seq[Seq[bytes]]) -> None:
-        """Hold the longest run of leading identities that all groups have, each on one rank."""
-        loan.blocks = self.prefix.here.find(chains)
-        self.incoming.hold(loan.blocks)
+    def lend(self, export_pin: ExportPin, group_hashes: Seq[Seq[bytes]]) -> None:
+        """Hold the longest run of leading block hashes that all groups have, each on one rank."""
+        export_pin.blocks = self.prefix.here.find(group_hashes)
+        self.incoming.pin(export_pin.blocks)
 
-    def returned(self, loan: Loan) -> None:
+    def returned(self, export_pin: ExportPin) -> None:
         """Nobody reads them for the loan any more."""
-        self.incoming.unhold(loan.blocks)
-        loan.blocks = []
+        self.incoming.unpin(export_pin.blocks)
+        export_pin.blocks = []
 
     def begin(self, pull: Pull, most: int) -> Pull | None:
         """Find which of the request's first `most` blocks are not here, and keep those that are.
@@ -127,23 +134,23 @@ class Transfers:
         open_ = [s for s in pull.request.sequences if s.finish_reason is None]
         if not open_ or not prefix.enabled:
             return None
-        chains = prefix.chains(open_[0])
+        group_hashes = prefix.block_hashes(open_[0])
         found = prefix.match(open_[0], most)
-        here, end = len(found[0]), min(most, len(chains[0]))
+        here, end = len(found[0]), min(most, len(group_hashes[0]))
         if here >= end or prefix.being_computed(open_[0], here):
             return None
-        names = chains[prefix.indexed or 0][here:end]
-        if self.tier is not None and self.tier.depth(open_[0]) >= end:
+        names = group_hashes[prefix.indexed or 0][here:end]
+        if self.host_cache is not None and self.host_cache.depth(open_[0]) >= end:
             return None
         other = self.incoming.find(names[:1])
         if other is not None:
             return other
         pull.kept, pull.names = found, names
-        pull.parents = [chain[here - 1] if here else None for chain in chains]
+        pull.parents = [hashes[here - 1] if here else None for hashes in group_hashes]
         since = prefix.here.needed_from(open_[0].resumes_at(end * self.state.block_size))
         pull.wanted = [
-            [UNWANTED] * (max(here, first) - here) + chain[max(here, first) : end]
-            for chain, first in zip(chains, since, strict=True)
+            [UNWANTED] * (max(here, first) - here) + hashes[max(here, first) : end]
+            for hashes, first in zip(group_hashes, since, strict=True)
         ]
         self.incoming.begin(pull)
         return None
@@ -153,16 +160,16 @@ class Transfers:
         pairs = zip(pull.wanted, self.prefix.windows, strict=False)
         return min(([*c].count(UNWANTED) for c, window in pairs if window is not None), default=0)
 
-    def reserve(self, pull: Pull, piece: Piece) -> None:
+    def reserve(self, pull: Pull, chunk: Chunk) -> None:
         """Take blocks for a piece, in all groups or none, and none that running ones will need.
 
         Raises PullFailed where there is no room: nobody is preempted for a pull.
         """
-        n, size = piece.stop - piece.start, self.state.block_size
+        n, size = chunk.stop - chunk.start, self.state.block_size
         pull.ranks = pull.ranks or self._ranks(pull)
-        at = piece.start % len(pull.ranks)  # pieces go on where those before end
+        at = chunk.start % len(pull.ranks)  # pieces go on where those before end
         ranks = pull.ranks[at:] + pull.ranks[:at]
-        wanted = [[name != UNWANTED for name in c[piece.start : piece.stop]] for c in pull.wanted]
+        wanted = [[name != UNWANTED for name in c[chunk.start : chunk.stop]] for c in pull.wanted]
         whole = [group for group, some in enumerate(wanted) if all(some)]
         groups = whole or [*range(len(wanted))]
         table = BlockTable([self.pools[group] for group in groups], size, ranks)
@@ -174,11 +181,11 @@ class Transfers:
             blocks = dict(zip(groups, table.blocks, strict=True))
             for group in set(range(len(wanted))).difference(groups):
                 blocks[group] = self._beside(table, group, wanted[group], loose)
-            piece.blocks = [
-                [block if some else GONE for block, some in zip(blocks[g], one, strict=True)]
+            chunk.blocks = [
+                [block if some else NULL_BLOCK for block, some in zip(blocks[g], one, strict=True)]
                 for g, one in enumerate(wanted)
             ]
-            self.incoming.hold(piece.blocks)
+            self.incoming.pin(chunk.blocks)
         except OutOfBlocks as lack:
             message = f"{n} blocks asked, {lack.available} available"
             raise PullFailed("no_room", message) from None
@@ -186,9 +193,9 @@ class Transfers:
             table.release()
             for pool, block in loose:
                 pool.unref(block)
-        pull.pieces.append(piece)
-        if self.tier is not None:  # what this evicts leaves before bytes arrive
-            self.tier.issue()
+        pull.chunks.append(chunk)
+        if self.host_cache is not None:  # what this evicts leaves before bytes arrive
+            self.host_cache.issue()
 
     def _beside(
         self,
@@ -199,7 +206,7 @@ class Transfers:
     ) -> list[int]:
         """A block of another group for each wanted one of a table, on the same rank, noted in
         `loose` too. Raises OutOfBlocks."""
-        pool, blocks = self.pools[group], [GONE] * len(wanted)
+        pool, blocks = self.pools[group], [NULL_BLOCK] * len(wanted)
         for index in (index for index, some in enumerate(wanted) if some):
             [blocks[index]] = pool.allocate(1, table.rank_at(index) or 0)
             loose.append((pool, blocks[index]))
@@ -217,27 +224,27 @@ class Transfers:
             return policy.wide((here[-1] + 1) % policy.ranks if here else 0)
         return (here[-1] if here else max(range(policy.ranks), key=pool.available_on),)
 
-    def land(self, pull: Pull, piece: Piece, count: int) -> None:
+    def land(self, pull: Pull, chunk: Chunk, count: int) -> None:
         """The first `count` blocks of a piece are filled: they can be found from now on."""
-        self.stats.pulled_blocks += self.incoming.land(pull, piece, count)
+        self.stats.pulled_blocks += self.incoming.land(pull, chunk, count)
 
-    def quarantine(self, piece: Piece) -> None:
+    def quarantine(self, chunk: Chunk) -> None:
         """The end of a copy into these blocks is overdue: nobody gets them until it is known."""
-        if not piece.writing:
+        if not chunk.writing:
             return
-        piece.overdue = True
-        self.stats.unconfirmed_blocks += counted(piece.blocks)
-        for pool, block in self.incoming.each(piece.blocks):
+        chunk.overdue = True
+        self.stats.unconfirmed_blocks += counted(chunk.blocks)
+        for pool, block in self.incoming.each(chunk.blocks):
             pool.quarantine(block, "a copy into it has not ended")
 
-    def confirmed(self, piece: Piece) -> None:
+    def confirmed(self, chunk: Chunk) -> None:
         """Nobody writes to these blocks any more."""
-        if piece.overdue:
-            self.stats.unconfirmed_blocks -= counted(piece.blocks)
-            for pool, block in self.incoming.each(piece.blocks):
+        if chunk.overdue:
+            self.stats.unconfirmed_blocks -= counted(chunk.blocks)
+            for pool, block in self.incoming.each(chunk.blocks):
                 pool.readmit(block)
-        piece.writing = piece.overdue = False
-        self.incoming.drop(piece)
+        chunk.writing = chunk.overdue = False
+        self.incoming.drop(chunk)
 
     def end(self, pull: Pull) -> None:
         """The request may start. Blocks that are still written to stay held until `confirmed`."""

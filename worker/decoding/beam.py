@@ -22,7 +22,7 @@ from worker.params import ParamError
 if TYPE_CHECKING:
     from worker.scheduling.scheduler import Scheduler
     from worker.scheduling.state import SchedulerState
-    from worker.scheduling.step import Offer
+    from worker.scheduling.step import BeamCandidates
 
 
 class Child(NamedTuple):
@@ -66,7 +66,9 @@ class BeamSearch:
         self.logprobs = [0.0]  # of the beams
         self.ended: list[Ended] = []  # at most `width`, best first
 
-    def select(self, offers: Sequence[Offer], said: Callable[[int], Sequence[int]]) -> list[Child]:
+    def select(
+        self, beam_candidates: Sequence[BeamCandidates], verified: Callable[[int], Sequence[int]]
+    ) -> list[Child]:
         """The beams of the next step; none when the search is over and `ended` is its result.
 
         offers: one per beam, in order of places; said(place): what that beam has generated.
@@ -75,7 +77,7 @@ class BeamSearch:
         by_length = self.length >= self.max_tokens
         scale = math.pow(self.length, self.length_penalty)
         children: list[Child] = []
-        for place, child in enumerate(self._best_first(offers)):
+        for place, child in enumerate(self._best_first(beam_candidates)):
             if place >= self.width and (by_length or len(children) == self.width):
                 break
             ends = child.token in self.end_tokens
@@ -84,7 +86,7 @@ class BeamSearch:
                     children.append(child)
             elif place < self.width:
                 stop_token = child.token if ends else None
-                tokens = [*said(child.parent), child.token]
+                tokens = [*verified(child.parent), child.token]
                 self.ended.append(Ended(tokens, child.logprob / scale, stop_token))
         self.ended.sort(key=lambda ended: -ended.score)
         del self.ended[self.width :]
@@ -93,10 +95,12 @@ class BeamSearch:
         self.logprobs = [child.logprob for child in children]
         return children
 
-    def _best_first(self, offers: Sequence[Offer]) -> Iterator[Child]:
+    def _best_first(self, beam_candidates: Sequence[BeamCandidates]) -> Iterator[Child]:
         rows = [
-            map(Child, repeat(parent), offer.tokens, map(logprob.__add__, offer.logprobs))
-            for parent, (logprob, offer) in enumerate(zip(self.logprobs, offers, strict=True))
+            map(Child, repeat(parent), candidates.tokens, map(logprob.__add__, candidates.logprobs))
+            for parent, (logprob, candidates) in enumerate(
+                zip(self.logprobs, beam_candidates, strict=True)
+            )
         ]
         return heapq.merge(*rows, key=itemgetter(2), reverse=True)
 
@@ -156,7 +160,7 @@ def branch(
     """The sequences of the children, in their order. Only tables change, nothing is copied.
 
     The first child of a beam goes on in its place, others start from a fork of its table; a beam
-    without one ends. No step under way may compute any of them.
+    without one ends. No step in flight may compute any of them.
     """
     heirs = {child.parent: child for child in reversed(children)}
     for place, beam in enumerate(beams):
@@ -172,18 +176,18 @@ def branch(
         after.append(beam)
     for beam, child in zip(after, children, strict=True):
         beam.tokens.append(child.token)
-        beam.offer = None
+        beam.candidates = None
     return after
 
 
 def _sprout(scheduler: Scheduler, parent: requests.Sequence, number: int) -> requests.Sequence:
     twin = requests.Sequence(parent.request, number, parent.tokens[parent.prompt_tokens :])
     twin.epoch, twin.cached_tokens = parent.epoch, parent.cached_tokens
-    twin.chains = [chain.copy() for chain in parent.chains]
+    twin.block_hashes = [hashes.copy() for hashes in parent.block_hashes]
     if parent.table is None:  # preempted: it and its children compute their tokens again
         scheduler.wait(twin)
     else:
         twin.computed = twin.stored = parent.computed
-        twin.published = parent.published
+        twin.registered = parent.registered
         scheduler.run(twin, parent.table.fork())
     return twin

@@ -1,7 +1,7 @@
 """A draft model: a small model that says greedily what the large one may say.
 
 It has pages of its own, for as many tokens as those of the model it drafts for, and computes one
-sequence at a time, between two steps. What it guessed wrongly it cuts off its table and computes
+sequence at a time, between two steps. What it drafted wrongly it cuts off its table and computes
 again.
 """
 
@@ -29,7 +29,7 @@ ANY = SamplingParams()
 
 class DraftModel:
     """The model, its pages and a slot for each running sequence. `max_model_len` tokens are the
-    longest it guesses for, `chunk` the most it computes in one call."""
+    longest it draft tokens for, `chunk` the most it computes in one call."""
 
     def __init__(
         self, model: PagedModel, builder: BatchBuilder, *, max_model_len: int, chunk: int
@@ -134,7 +134,7 @@ class Drafter:
         return True
 
     def _corrected(self, tokens: Seq[int]) -> BlockTable:
-        """Cut off what was guessed wrongly; the last token is computed (again) for its logits."""
+        """Cut off what was drafted wrongly; the last token is computed (again) for its logits."""
         table = self.table
         assert table is not None
         most = min(self.computed, len(tokens) - 1)

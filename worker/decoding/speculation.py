@@ -1,11 +1,12 @@
-"""Speculation: tokens are guessed, and one chunk of the model says how far the guesses are right.
+"""Speculation: tokens are drafted, and one chunk of the model says how far the draft tokens are
+right.
 
-A row with `drafts` computes the last known token and the guesses, and is sampled after each of
+A row with `drafts` computes the last known token and the draft tokens, and is sampled after each of
 them with the random number of that place in the output. The output goes on with the sampled tokens
-up to the first that differs from its guess. Such a guess is certain of one token x, and sampling y
-from p takes x with probability p(x), and any other y with p(y): the rule of rejection sampling
-(Leviathan, Kalman, Matias 2023) for that proposal. So the tokens are those without speculation,
-under a seed too, whatever was guessed. No torch, no clock.
+up to the first that differs from its guess. Such a draft token is certain of one token x, and
+sampling y from p takes x with probability p(x), and any other y with p(y): the rule of rejection
+sampling (Leviathan, Kalman, Matias 2023) for that proposal. So the tokens are those without
+speculation, under a seed too, whatever was drafted. No torch, no clock.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from worker.request import Request, Sequence
 
 SIZES = (5, 3)
-"""Tokens that must recur for their continuation to be guessed; the longer is looked for first."""
+"""Tokens that must recur for their continuation to be drafted; the longer is looked for first."""
 
 KNOWN_MAX = 1 << 16
 """Runs that one sequence remembers; with more it forgets all and begins anew."""
@@ -33,22 +34,23 @@ LEARNED_AT_ONCE = 4096
 """Tokens of a sequence that one proposal looks at for the first time."""
 
 LONGEST_PAUSE = 6
-"""After so many misses in a row, and more, nothing is guessed for 2 to this power of tokens."""
+"""After so many misses in a row, and more, nothing is drafted for 2 to this power of tokens."""
 
 
 class Proposer(Protocol):
-    """Guesses what follows the tokens of one sequence, which only ever grow between two calls."""
+    """Draft tokens what follows the tokens of one sequence, which only ever grow between two
+    calls."""
 
     def propose(self, tokens: Seq[int], k: int) -> list[int]:
         """At most `k` token ids, likeliest continuation; none where there is no idea. Raises
-        OutOfBlocks where the sequence should go on without guesses for want of pages."""
+        OutOfBlocks where the sequence should go on without draft tokens for want of pages."""
 
     def close(self) -> None:
         """Give back what is kept for the sequence, which has left its slot; it may return."""
 
 
 class PromptLookup:
-    """Guesses that what followed the last tokens before follows them again."""
+    """Draft tokens that what followed the last tokens before follows them again."""
 
     __slots__ = ("_after", "_learned")
 
@@ -87,7 +89,7 @@ def _copied(tokens: Seq[int], place: int, k: int) -> list[int]:
 
 
 class Speculator:
-    """How many tokens of one sequence to guess, as its guesses have fared.
+    """How many tokens of one sequence to guess, as its draft tokens have fared.
 
     Twice as many after a step that took all, one more than were right after others; where none is
     right several times in a row, a pause, each twice as long as the last; so too where a step was
@@ -103,7 +105,7 @@ class Speculator:
         self._misses = self._resumes_at = 0
 
     def ready(self, length: int) -> bool:
-        """Whether a sequence of so many tokens should be guessed on."""
+        """Whether a sequence of so many tokens should be drafted on."""
         return length >= self._resumes_at
 
     def propose(self, tokens: Seq[int], k: int) -> tuple[int, ...]:
@@ -115,7 +117,7 @@ class Speculator:
         return drafts
 
     def learn(self, guessed: int, right: int, length: int) -> None:
-        """Of `guessed` tokens so many were right, and the sequence has `length` tokens now."""
+        """Of `drafted` tokens so many were right, and the sequence has `length` tokens now."""
         if right:
             self._misses = 0
             self.k = min(self.k_max, 2 * guessed if right == guessed else right + 1)
@@ -127,9 +129,9 @@ class Speculator:
 
 @dataclass(slots=True)
 class SpeculationStats:
-    """Counters since start. `right_at[i]` counts guesses number i of a row that were right;
-    `off` what goes on without guesses, by reason: requests that wanted some and cannot have them,
-    choices whose proposer failed ("error") or had no room for them ("pages")."""
+    """Counters since start. `right_at[i]` counts draft tokens number i of a row that were right;
+    `off` what goes on without draft tokens, by reason: requests that wanted some and cannot have
+    them, choices whose proposer failed ("error") or had no room for them ("pages")."""
 
     drafts: int = 0
     draft_tokens: int = 0
@@ -139,10 +141,10 @@ class SpeculationStats:
 
 
 class Speculation:
-    """What is guessed where a request does not say, and up to which load.
+    """What is drafted where a request does not say, and up to which load.
 
-    A step takes guesses up to `step_tokens` tokens in all: beyond, a token more costs as much as
-    it may save.
+    A step takes draft tokens up to `step_tokens` tokens in all: beyond, a token more costs as much
+    as it may save.
     """
 
     def __init__(
@@ -184,7 +186,7 @@ class Speculation:
                 self.speculators[sequence] = Speculator(make(), params.speculation_k or self.k)
 
     def guesses(self, sequence: Sequence) -> bool:
-        """Whether anything is guessed for a sequence."""
+        """Whether anything is drafted for a sequence."""
         return sequence in self.speculators
 
     def close(self, sequence: Sequence) -> None:
@@ -193,7 +195,7 @@ class Speculation:
             self.speculators[sequence].proposer.close()
 
     def forget(self, sequence: Sequence) -> None:
-        """It is finished, or goes on without guesses."""
+        """It is finished, or goes on without draft tokens."""
         self.speculators.pop(sequence, None)
 
     def guess(self, sequence: Sequence, room: int) -> tuple[int, ...] | None:
@@ -202,7 +204,7 @@ class Speculation:
         speculator = self.speculators[sequence]
         length = len(sequence.tokens) + sequence.pending
         most = min(sequence.request.params.max_tokens + sequence.prompt_tokens, self.max_model_len)
-        # The token that is sampled after the guesses is the last there can be.
+        # The token that is sampled after the draft tokens is the last there can be.
         k = min(speculator.k, room, most - length - 1)
         if k < 1 or not speculator.ready(length):
             return ()
@@ -225,7 +227,7 @@ class Speculation:
         self.stats.off[reason] = self.stats.off.get(reason, 0) + 1
 
     def note(self, sequence: Sequence, guessed: int, right: int) -> None:
-        """A step has said that the first `right` of `guessed` tokens are right."""
+        """A step has said that the first `right` of `drafted` tokens are right."""
         stats = self.stats
         stats.drafts += 1
         stats.draft_tokens += guessed
@@ -236,7 +238,7 @@ class Speculation:
         self.speculators[sequence].learn(guessed, right, len(sequence.tokens))
 
 
-class Said(NamedTuple):
+class VerifiedTokens(NamedTuple):
     """What a row says: tokens with their log-probabilities. `bad`: a logit was not finite."""
 
     tokens: list[int]
@@ -247,15 +249,15 @@ class Said(NamedTuple):
 Sample = tuple[int, bool, "messages.TokenLogprob | None"]
 
 
-def judge(drafts: Seq[int], samples: Seq[Sample], ends: Container[int]) -> Said:
+def verify(drafts: Seq[int], samples: Seq[Sample], ends: Container[int]) -> VerifiedTokens:
     """What a row says that was sampled after its last token and after each of its `drafts`: up to
-    the first sample that is not as guessed, or that ends the sequence."""
-    said = Said([], [], False)
+    the first sample that is not as drafted, or that ends the sequence."""
+    verified = VerifiedTokens([], [], False)
     for place, (token, bad, logprob) in enumerate(samples):
         if bad:
-            return said._replace(bad=True)
-        said.tokens.append(token)
-        said.logprobs.append(logprob)
+            return verified._replace(bad=True)
+        verified.tokens.append(token)
+        verified.logprobs.append(logprob)
         if token in ends or place == len(drafts) or token != drafts[place]:
             break
-    return said
+    return verified

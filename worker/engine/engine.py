@@ -1,6 +1,6 @@
 """The engine: plan a step, run it, commit it, say what came of it. One thread, no clock of its own.
 
-Up to `depth` steps are under way: with 2, step k commits while k + 1 runs, and what a finished
+Up to `depth` steps are in flight: with 2, step k commits while k + 1 runs, and what a finished
 sequence computed too much is dropped. A step that raises commits nothing; its rows are tried again,
 in the end each alone, so that only a request that itself fails is lost.
 """
@@ -14,7 +14,7 @@ from itertools import islice
 
 from worker import messages
 from worker.decoding import beam
-from worker.decoding.speculation import Said, judge
+from worker.decoding.speculation import VerifiedTokens, verify
 from worker.engine.load import blocks_in_use
 from worker.engine.stats import EngineStats, Rates
 from worker.execution.philox import derive
@@ -54,13 +54,15 @@ class Engine:
         self.rates = rates or Rates()
         self.searches: dict[str, beam.BeamSearch] = {}  # by request
         self.on_step_error: Callable[[BaseException, bool], None] = lambda error, retried: None
-        self._flying: deque[InFlight] = deque()
+        self._in_flight: deque[InFlight] = deque()
 
     @property
     def idle(self) -> bool:
-        scheduler, tier = self.scheduler, self.scheduler.tier
-        waits = scheduler.running or scheduler.waiting or (tier is not None and tier.busy)
-        return not waits and not self._flying
+        scheduler, host_cache = self.scheduler, self.scheduler.host_cache
+        waits = (
+            scheduler.running or scheduler.waiting or (host_cache is not None and host_cache.busy)
+        )
+        return not waits and not self._in_flight
 
     def submit(self, request: Request) -> list[messages.Event]:
         """Queue a checked request. The first event is accepted or rejected; a request that needs
@@ -127,40 +129,40 @@ class Engine:
         if plan.rows:
             self._mark_admitted(plan, now)
             try:
-                self._flying.append(self.runner.launch(plan))
+                self._in_flight.append(self.runner.launch(plan))
             except Exception as error:
                 self._note(error)
                 lost = self._roll_back([plan])
-                while self._flying:
+                while self._in_flight:
                     out += self._settle(now)
                 return out + self._recover(lost, now)
-        if self._flying and (len(self._flying) >= self.depth or not plan.rows):
+        if self._in_flight and (len(self._in_flight) >= self.depth or not plan.rows):
             out += self._settle(now)
         return out
 
     def _plan(self, only: Iterable[Sequence] | None = None) -> StepPlan:
         """The next step, after the copies that it and what waits need have begun."""
-        tier, again = self.scheduler.tier, True
-        if tier is not None:
-            tier.land()
+        host_cache, again = self.scheduler.host_cache, True
+        if host_cache is not None:
+            host_cache.land()
         while again:
             started = self.cpu_clock()
             plan = self.scheduler.plan(only)
             self.stats.schedule_s += self.cpu_clock() - started
             again = False
-            if tier is not None:
-                tier.issue()
-                again = only is None and not plan.rows and tier.land()
+            if host_cache is not None:
+                host_cache.issue()
+                again = only is None and not plan.rows and host_cache.land()
         return plan
 
     def _settle(self, now: float) -> list[Output]:
-        flight = self._flying.popleft()
+        flight = self._in_flight.popleft()
         try:
             result = self.runner.collect(flight)
         except Exception as error:
             self._note(error)
-            plans = [*(later.plan for later in reversed(self._flying)), flight.plan]
-            self._flying.clear()
+            plans = [*(later.plan for later in reversed(self._in_flight)), flight.plan]
+            self._in_flight.clear()
             return self._recover(self._roll_back(plans), now)
         return self._commit(flight.plan, result, now)
 
@@ -225,32 +227,32 @@ class Engine:
         stats.saved_reads = self.runner.saved_reads
         out: list[Output] = []
         samples = zip(result.tokens, result.bad, result.logprobs, strict=True)
-        said = {
-            row.slot: judge(row.drafts, [*islice(samples, row.samples)], self._ends(row.params))
+        verified = {
+            row.slot: verify(row.drafts, [*islice(samples, row.samples)], self._ends(row.params))
             for row in plan.rows
             if row.sampled
         }
-        guessed = {row.slot: said[row.slot].tokens for row in plan.rows if row.drafts}
-        scores, offers = iter(result.scores), iter(result.offers)
+        guessed = {row.slot: verified[row.slot].tokens for row in plan.rows if row.drafts}
+        scores, beam_candidates = iter(result.scores), iter(result.beam_candidates)
         for row, sequence in zip(plan.rows, self.scheduler.commit(plan, guessed), strict=True):
             scored = next(scores) if row.scored_from is not None else None
-            offer = next(offers) if row.candidates else None
+            candidates = next(beam_candidates) if row.candidates else None
             if sequence is None or sequence.finish_reason is not None:
                 continue
             request = sequence.request
             if row.scored_from is not None and scored is not None:
                 out += self._report_scores(sequence, row.scored_from, scored)
-            tokens, logprobs, bad = said.get(row.slot, SILENT)
-            if bad or (row.candidates and offer is None):
+            tokens, logprobs, bad = verified.get(row.slot, SILENT)
+            if bad or (row.candidates and candidates is None):
                 out += self._fail(request, ArithmeticError(BAD_LOGITS))
             elif tokens:
                 event = self._append(sequence, tokens, logprobs)
                 if self._mark_first_token(request, now):
                     event = replace(event, started=started(sequence))
                 out.append((request, event))
-            elif offer is not None:
+            elif candidates is not None:
                 self._mark_first_token(request, now)
-                sequence.offer = offer
+                sequence.candidates = candidates
                 out += self._search(request)
             elif request.params.max_tokens == 0 and sequence.computed >= sequence.target:
                 out += self._close(request.sequences, "length")  # one scores the prompt for all
@@ -267,10 +269,12 @@ class Engine:
     def _search(self, request: Request) -> list[Output]:
         """Take a step of a beam search when all its beams have said what may follow."""
         search, beams = self.searches[request.id], request.sequences
-        offers = [beam.offer for beam in beams if beam.offer is not None]
-        if len(offers) < len(beams):
+        beam_candidates = [beam.candidates for beam in beams if beam.candidates is not None]
+        if len(beam_candidates) < len(beams):
             return []
-        children = search.select(offers, lambda place: beams[place].tokens[len(request.prompt) :])
+        children = search.select(
+            beam_candidates, lambda place: beams[place].tokens[len(request.prompt) :]
+        )
         if children:
             request.sequences = beam.branch(self.scheduler, beams, children)
             return []
@@ -298,7 +302,7 @@ class Engine:
     def _append(
         self, sequence: Sequence, tokens: list[int], entries: list[messages.TokenLogprob | None]
     ) -> messages.Delta | messages.Finish:
-        """The last of `tokens` is new; those before it were guessed and are appended already."""
+        """The last of `tokens` is new; those before it were drafted and are appended already."""
         request, params, token = sequence.request, sequence.request.params, tokens[-1]
         sequence.tokens.append(token)
         self.stats.generated_tokens += len(tokens)
@@ -385,7 +389,7 @@ class Engine:
 
 
 BAD_LOGITS = "its logits are not finite numbers; model.dtype=float32 has the widest range"
-SILENT = Said([], [], False)
+SILENT = VerifiedTokens([], [], False)
 
 
 def ending(

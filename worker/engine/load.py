@@ -46,7 +46,9 @@ def load_of(scheduler: Scheduler, rates: Rates, *, link_tokens_per_s: float = 0.
         step_s=rates.step_s,
         block_s=rates.block_s,
         link_tokens_per_s=link_tokens_per_s,
-        host_tokens_per_s=0.0 if scheduler.tier is None else scheduler.tier.back_tokens_per_s,
+        host_tokens_per_s=0.0
+        if scheduler.host_cache is None
+        else scheduler.host_cache.load_tokens_per_s,
     )
 
 
@@ -58,5 +60,5 @@ def pressure_of(scheduler: Scheduler, load: Load, now: float) -> Pressure:
     # Prefill is not all: a seat or a block may be free only when an answer has come to its end.
     waiting = (s.request for s in scheduler.waiting if s.request.admitted_s is None)
     waited_s = max((now - request.arrival_s for request in waiting), default=0.0)
-    seats = (load.running + load.waiting) / scheduler.limits.max_num_seqs
-    return Pressure(max(work_s, waited_s), max(seats, load.committed_blocks / load.blocks))
+    slots = (load.running + load.waiting) / scheduler.limits.max_num_seqs
+    return Pressure(max(work_s, waited_s), max(slots, load.committed_blocks / load.blocks))

@@ -25,7 +25,7 @@ from worker.request import Request
 
 log = logging.getLogger("kvatlas.worker")
 
-MARK_S = 2.0
+KEEP_ALIVE_S = 2.0
 AUDIT_STEPS = 1024
 IDLE_RETRY_S = 0.01
 _T = TypeVar("_T")
@@ -129,7 +129,7 @@ class EngineLoop:
 
     @property
     def step_age_s(self) -> float:
-        """How long the step under way has been running; 0 when idle."""
+        """How long the step in flight has been running; 0 when idle."""
         since = self.busy_since_s
         return 0.0 if since is None else self.now() - since
 
@@ -180,7 +180,7 @@ class EngineLoop:
             sent_at_s = self.now()
             while choices_open:
                 if not await self._ready(box, request.stream, sent_at_s):
-                    yield messages.Mark()
+                    yield messages.KeepAlive()
                     continue
                 sent_at_s = self.now()
                 for event in box.take(fine=request.stream):
@@ -195,7 +195,7 @@ class EngineLoop:
     async def _ready(self, box: Outbox, fine: bool, sent_at_s: float) -> bool:
         """Wait until a message is due: something to say, and the pace allows it or it is urgent."""
         try:
-            async with asyncio.timeout(MARK_S):
+            async with asyncio.timeout(KEEP_ALIVE_S):
                 await (box.any if fine else box.urgent).wait()
         except TimeoutError:
             return box.any.is_set() and fine
@@ -262,7 +262,7 @@ class EngineLoop:
         """Let the other ranks know that this one is alive, where no step has done so for long."""
         if self._beat_s is not None and self.now() - self._said_s >= self._beat_s:
             self._said_s = self.now()
-            self.engine.runner.beat()
+            self.engine.runner.heartbeat()
 
     def _turn(self) -> bool:
         with self._wake:
@@ -315,7 +315,9 @@ class EngineLoop:
 
 
 def _log_guess_error(error: Exception) -> None:
-    log.error("a proposer failed, its sequence goes on without guesses: %s", error, exc_info=error)
+    log.error(
+        "a proposer failed, its sequence goes on without draft tokens: %s", error, exc_info=error
+    )
 
 
 def _log_step_error(error: BaseException, retried: bool) -> None:

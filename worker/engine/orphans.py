@@ -17,7 +17,7 @@ SILENCE_S = 10.0
 """An ingress that says nothing for this long is gone, and so are its requests."""
 
 
-class LiveLists:
+class OrphanTracker:
     """The requests of a worker by the ingress that sent them."""
 
     def __init__(self) -> None:

@@ -10,18 +10,18 @@ from typing import Any
 
 from context_parallel.shard import ShardMap
 from kvpaging.table import BlockTable
-from kvpaging.windows import GONE
+from kvpaging.windows import NULL_BLOCK
 from worker.engine.engine import Engine
-from worker.gang.member import Facts, arenas
+from worker.gang.member import RankInfo, arenas
 from worker.request import Request, Sequence
-from worker.startup.start import Launch
+from worker.startup.start import EngineSpec
 
 
 class Pages:
     """The pages of a gang, or of one worker. `ranks` are the facts of each rank."""
 
     def __init__(
-        self, engine: Engine, launch: Launch, gang: str, epoch: int, ranks: list[Facts]
+        self, engine: Engine, launch: EngineSpec, gang: str, epoch: int, ranks: list[RankInfo]
     ) -> None:
         self._engine, self._launch = engine, launch
         self._gang, self._epoch, self._ranks = gang, epoch, ranks
@@ -46,7 +46,7 @@ class Pages:
         layout = self._launch.layout
         table = sequence.table
         places = [self._place(table, token, group) for group in range(len(table.pools))]
-        kept = [place for place in places if "given_back" not in place]
+        kept = [place for place in places if "out_of_window" not in place]
         if not kept:
             widest = max(group.shape.window or 0 for group in layout.groups)
             raise ValueError(
@@ -103,8 +103,8 @@ class Pages:
 
     def _place(self, table: BlockTable, token: int, group: int) -> dict[str, Any]:
         size, own = self._launch.layout.block_size, self._per_rank(group)
-        if table.blocks[group][token // size] == GONE:
-            return {"group": group, "window": table.windows[group], "given_back": True}
+        if table.blocks[group][token // size] == NULL_BLOCK:
+            return {"group": group, "window": table.windows[group], "out_of_window": True}
         blocks = [*table.blocks[group]]
         for index in reversed(range(table.first[group])):  # counted as in the tables of the ranks
             rank = table.rank_at(index)

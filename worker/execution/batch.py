@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from context_parallel.attention import ShardedBatch
-from kvpaging.attention.inputs import Rows, Run
+from kvpaging.attention.inputs import Rows, SharedPrefix
 from kvpaging.attention.shared_prefix import find
 from kvpaging.store import Layout
 from worker.scheduling.step import Row, StepPlan
@@ -196,7 +196,7 @@ class BatchBuilder:
             sharded=sharded,
         )
 
-    def _shared(self, part: _Part, group: int) -> tuple[Run, ...]:
+    def _shared(self, part: _Part, group: int) -> tuple[SharedPrefix, ...]:
         """The keys that rows of a part share in a layer group."""
         window, full = self.layout.groups[group].shape.window, self.layout.indexed
         searched = None if window is None or full is None else self.host[full]
@@ -237,7 +237,7 @@ class BatchBuilder:
 
 def tokens_of(row: Row) -> Sequence[int]:
     """The input of a row: token ids, the last one -1 - slot where the host does not know it yet,
-    then its guesses."""
+    then its draft tokens."""
     if len(row.tokens) == row.count:
         return row.tokens
     unknown = (-1 - row.slot,) if len(row.tokens) < row.known else ()

@@ -1,6 +1,6 @@
 """Random numbers without state: Philox4x32-10 of (seed, choice, position, purpose).
 
-Formula: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011), with the published
+Formula: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011), with the registered
 known-answer vectors in the tests. Everything is exact integer arithmetic, so a number is the same
 on every device and in every batch.
 """

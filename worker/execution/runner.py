@@ -25,7 +25,7 @@ from worker.execution.logits import (
 )
 from worker.execution.model import PagedModel
 from worker.execution.sampler import Sampled, Sampler, SampleRow
-from worker.scheduling.step import Offer, Row, StepPlan
+from worker.scheduling.step import BeamCandidates, Row, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class InFlight:
     plan: StepPlan
     sampled: Sampled | None
     scores: PromptLogprobs | None
-    offers: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+    beam_candidates: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
     rows: tuple[Row, ...] = ()
 
 
@@ -49,7 +49,7 @@ class StepResult:
     bad: list[bool]
     logprobs: list[messages.TokenLogprob | None]
     scores: list[list[messages.PromptLogprob]]
-    offers: list[Offer | None] = field(default_factory=list)
+    beam_candidates: list[BeamCandidates | None] = field(default_factory=list)
 
 
 class EngineDead(RuntimeError):
@@ -119,7 +119,7 @@ class Runner:
         sampled_rows = [row for row in plan.rows if row.sampled]
         for row in sampled_rows:
             if row.history is not None:
-                self.sampler.state.seat(row.slot, *row.history)
+                self.sampler.state.fill_slot(row.slot, *row.history)
         samples = [one for row in sampled_rows for one in _sample_rows(row)]
         sample_plan = self.sampler.plan(samples)
         self.build_s += self.cpu_clock() - cpu_started
@@ -128,10 +128,16 @@ class Runner:
         if sampled_rows:
             end = batch.scored + len(samples)
             sampled = self.sampler.sample(logits[batch.scored : end], sample_plan)
-            # After a row with guesses the host knows which of its tokens is the last.
+            # After a row with draft tokens the host knows which of its tokens is the last.
             self.last_token[batch.slots] = sampled.tokens
-        offers = self._offers(plan, logits[batch.scored + len(samples) :])
-        return InFlight(plan=plan, sampled=sampled, scores=scores, offers=offers, rows=plan.rows)
+        beam_candidates = self._offers(plan, logits[batch.scored + len(samples) :])
+        return InFlight(
+            plan=plan,
+            sampled=sampled,
+            scores=scores,
+            beam_candidates=beam_candidates,
+            rows=plan.rows,
+        )
 
     def collect(self, flight: InFlight) -> StepResult:
         """Wait for the step and bring its results to the host."""
@@ -143,16 +149,24 @@ class Runner:
         if flight.sampled is not None:
             tokens, bad = flight.sampled.tokens.tolist(), flight.sampled.bad.tolist()
             logprobs = _host_logprobs(flight)
-        offers = [offer for part in flight.offers for offer in _host_offers(part)]
+        beam_candidates = [
+            candidates for part in flight.beam_candidates for candidates in _host_candidates(part)
+        ]
         self.execute_s += self.clock() - started
-        return StepResult(tokens=tokens, bad=bad, logprobs=logprobs, scores=scores, offers=offers)
+        return StepResult(
+            tokens=tokens,
+            bad=bad,
+            logprobs=logprobs,
+            scores=scores,
+            beam_candidates=beam_candidates,
+        )
 
     def exchanged(self) -> dict[str, int]:
         """Calls and bytes that the ranks of a gang have sent each other inside steps, summed over
         ranks."""
         return {"exchange_calls": 0, "exchange_bytes": 0}
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """A heartbeat to other ranks: there are none."""
 
     def stop(self) -> None:
@@ -211,9 +225,9 @@ def _sample_rows(row: Row) -> list[SampleRow]:
     return [SampleRow(row.slot, row.params, first + i) for i in range(row.samples)]
 
 
-def _host_offers(part: tuple[Tensor, Tensor, Tensor]) -> list[Offer | None]:
+def _host_candidates(part: tuple[Tensor, Tensor, Tensor]) -> list[BeamCandidates | None]:
     rows = zip(*(column.tolist() for column in part), strict=True)
-    return [None if bad else Offer(ids, logprobs) for ids, logprobs, bad in rows]
+    return [None if bad else BeamCandidates(ids, logprobs) for ids, logprobs, bad in rows]
 
 
 def _host_logprobs(flight: InFlight) -> list[messages.TokenLogprob | None]:

@@ -88,7 +88,7 @@ class SamplerState:
         self.counted = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.last = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
 
-    def seat(self, slot: int, prompt_ids: Sequence[int], generated_ids: Sequence[int]) -> None:
+    def fill_slot(self, slot: int, prompt_ids: Sequence[int], generated_ids: Sequence[int]) -> None:
         """Fill a slot when a sequence with penalties starts or starts again."""
         row = self.seen[slot].zero_()
         for start in range(0, len(prompt_ids), _SEATING):

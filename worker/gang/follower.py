@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from configs.schema import Config
-from worker.gang.member import Seat, facts_of, launched, told
+from worker.gang.member import GangMember, facts_of, launched, told
 from worker.gang.pages import serve_pages
 from worker.gang.runner import Follower
 from worker.startup.device import keep_freed_memory
@@ -72,28 +72,29 @@ class GPUFollower:
     """The Ray Serve deployment class of such a rank: no requests come here. The constructor returns
     when all ranks of the gang are ready."""
 
-    def __init__(self, config: Config, directory: str, replica: str, seat: Seat) -> None:
+    def __init__(self, config: Config, directory: str, replica: str, member: GangMember) -> None:
         logging.getLogger("kvatlas").setLevel(config.server.log_level.upper())
         keep_freed_memory()
-        self.gang, self._seat = replica, seat
-        self.loop = FollowerLoop(lambda: told(seat, lambda: self._make(config, Path(directory))))
+        self.gang, self._member = replica, member
+        self.loop = FollowerLoop(lambda: told(member, lambda: self._make(config, Path(directory))))
 
     def _make(self, config: Config, directory: Path) -> Made:
-        seat = self._seat
-        launch, ways = launched(config, directory, seat)
+        member = self._member
+        spec, ways = launched(config, directory, member)
         assert ways is not None
         made = start_follower(
-            launch, ways[0], clock=seat.clock, cpu_clock=seat.cpu_clock, progress=log.info
+            spec, ways[0], clock=member.clock, cpu_clock=member.cpu_clock, progress=log.info
         )
-        seat.ready(facts_of(self.gang, launch, made.runner))
+        member.ready(facts_of(self.gang, spec, made.runner))
         store = made.runner.model.store
-        within_s = min(seat.timeout_s, config.cluster.pull_timeout_s) / 2  # less than rank 0 waits
+        # less than rank 0 waits
+        within_s = min(member.timeout_s, config.cluster.pull_timeout_s) / 2
         return made, lambda: serve_pages(store, ways[1], ways[0].copied, within_s)
 
     async def check_health(self) -> None:
         """Serve restarts the gang where this rank serves it no more."""
         if self.loop.over:
-            raise RuntimeError(f"rank {self._seat.rank} stopped: {self.loop.failure}")
+            raise RuntimeError(f"rank {self._member.rank} stopped: {self.loop.failure}")
 
     def stop(self) -> None:
         """An orderly end comes from rank 0, when it has no streams any more: waits for that."""

@@ -17,12 +17,12 @@ from transformers.utils import logging as transformers_logging
 
 from configs.schema import ClusterConfig, Config
 from context_parallel.exchange import TorchExchange
-from context_parallel.group import Meeting, TorchChannel
+from context_parallel.group import Rendezvous, TorchChannel
 from kvpaging.store import BlockStore
 from worker.execution.runner import Runner
-from worker.gang.runner import Ends
+from worker.gang.runner import GangComm
 from worker.startup.memory import DoesNotFit
-from worker.startup.start import Launch, agreed, resolve
+from worker.startup.start import EngineSpec, agreed, resolve
 
 log = logging.getLogger("kvatlas.worker")
 
@@ -36,7 +36,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class RankInfo:
     """What rank 0 knows of another rank: where it is, and where its pages begin."""
 
     replica: str
@@ -47,13 +47,13 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class GangMember:
     """`gang` is the gang's name, `host` where others reach this rank. It waits `timeout_s` for
     another rank, and `idle_s` for a word of rank 0, which speaks between two steps. Clocks are
     of seconds."""
 
     gang: str
-    meeting: Meeting
+    meeting: Rendezvous
     host: str
     timeout_s: float
     idle_s: float
@@ -73,22 +73,22 @@ class Seat:
     def epoch(self) -> int:
         return self.meeting.address.epoch
 
-    def agree(self, launch: Launch) -> Launch:
+    def agree(self, spec: EngineSpec) -> EngineSpec:
         """What all ranks have room for. Raises MeetingFailed, DoesNotFit."""
-        said = self.meeting.meet("sizes", str(launch.memory.slices).encode())
-        return agreed(launch, [int(slices) for slices in said])
+        said = self.meeting.barrier("sizes", str(spec.memory.slices).encode())
+        return agreed(spec, [int(slices) for slices in said])
 
-    def connect(self, device: torch.device, pull_timeout_s: float) -> tuple[Ends, TorchChannel]:
+    def connect(self, device: torch.device, pull_timeout_s: float) -> tuple[GangComm, TorchChannel]:
         """The ways to the other ranks for steps, and one for blocks, which notices a rank that
         hangs before pulls run out. Raises MeetingFailed, ExchangeFailed."""
         channel = self._channel("steps", self.timeout_s)
         blocks = self._channel("blocks", min(self.timeout_s, BLOCKS_SHARE * pull_timeout_s))
         data = self.meeting.data(self.host, self.timeout_s, device)
         exchange = TorchExchange(data, self.timeout_s)
-        exchange.gather(torch.zeros(1, device=device))
-        exchange.settle()
+        exchange.all_gather(torch.zeros(1, device=device))
+        exchange.synchronize()
         exchange.calls = exchange.bytes_sent = 0
-        return Ends(exchange, channel, self.epoch), blocks
+        return GangComm(exchange, channel, self.epoch), blocks
 
     def _channel(self, name: str, timeout_s: float) -> TorchChannel:
         return TorchChannel(
@@ -99,15 +99,15 @@ class Seat:
             now=self.now,
         )
 
-    def ready(self, facts: Facts) -> list[Facts]:
+    def ready(self, facts: RankInfo) -> list[RankInfo]:
         """Wait until all ranks can serve; the facts of each, by rank. Raises MeetingFailed."""
         parts = (facts.replica, facts.host, facts.pid, facts.device, facts.arenas)
-        said = self.meeting.meet("ready", msgpack.packb(parts))
+        said = self.meeting.barrier("ready", msgpack.packb(parts))
         return [_facts(*msgpack.unpackb(one)) for one in said]
 
 
-def _facts(replica: str, host: str, pid: int, device: str, arenas: list[int]) -> Facts:
-    return Facts(replica, host, pid, device, tuple(arenas))
+def _facts(replica: str, host: str, pid: int, device: str, arenas: list[int]) -> RankInfo:
+    return RankInfo(replica, host, pid, device, tuple(arenas))
 
 
 def arenas(store: BlockStore) -> tuple[int, ...]:
@@ -115,35 +115,35 @@ def arenas(store: BlockStore) -> tuple[int, ...]:
     return tuple(arena.data_ptr() for arena in store.arenas)
 
 
-def told(seat: Seat | None, work: Callable[[], _T]) -> _T:
+def told(member: GangMember | None, work: Callable[[], _T]) -> _T:
     """What `work` gives; where it raises, the other ranks are told before."""
     try:
         return work()
     except BaseException as error:
-        if seat is not None:
-            seat.meeting.fail(str(error))
+        if member is not None:
+            member.meeting.fail(str(error))
         raise
 
 
 def launched(
-    config: Config, directory: Path, seat: Seat | None
-) -> tuple[Launch, tuple[Ends, TorchChannel] | None]:
+    config: Config, directory: Path, member: GangMember | None
+) -> tuple[EngineSpec, tuple[GangComm, TorchChannel] | None]:
     """What is decided before weights are loaded, by all ranks of a gang together; and the ways
     between them."""
     torch.set_num_threads(threads_of(config.cluster, os.cpu_count() or 1))
     transformers_logging.disable_progress_bar()
-    if seat is None:
+    if member is None:
         return resolve(config, directory), None
-    launch = resolve(config, directory, ranks=seat.ranks)
-    threshold, block = config.pool.shard_from_tokens, launch.layout.block_size
+    spec = resolve(config, directory, ranks=member.ranks)
+    threshold, block = config.pool.shard_from_tokens, spec.layout.block_size
     if threshold is not None and threshold < block:
         raise DoesNotFit(
             f"cluster.pools: {config.pool.name}.shard_from_tokens={threshold} is less than a block "
             f"of {block} tokens, and blocks are not divided; possible is {block} or more, or a "
             "smaller kv.block_size"
         )
-    launch = seat.agree(launch)
-    return launch, seat.connect(launch.device, config.cluster.pull_timeout_s)
+    spec = member.agree(spec)
+    return spec, member.connect(spec.device, config.cluster.pull_timeout_s)
 
 
 def repeat(say: Callable[[], None], every_s: float) -> None:
@@ -159,13 +159,13 @@ def repeat(say: Callable[[], None], every_s: float) -> None:
                 log.warning("nothing more is said to the other ranks: %s", error)
                 return
 
-    threading.Thread(target=run, name="beats", daemon=True).start()
+    threading.Thread(target=run, name="heartbeats", daemon=True).start()
 
 
-def facts_of(replica: str, launch: Launch, runner: Runner) -> Facts:
+def facts_of(replica: str, spec: EngineSpec, runner: Runner) -> RankInfo:
     """Those of this process."""
     pages = arenas(runner.model.store)
-    return Facts(replica, socket.gethostname(), os.getpid(), str(launch.device), pages)
+    return RankInfo(replica, socket.gethostname(), os.getpid(), str(spec.device), pages)
 
 
 def threads_of(cluster: ClusterConfig, cores: int) -> int:

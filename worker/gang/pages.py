@@ -22,7 +22,7 @@ from context_parallel.group import Channel
 from kvpaging.host_pool import Moves
 from kvpaging.host_store import Copying, HostStore
 from kvpaging.store import BlockStore
-from kvpaging.windows import GONE
+from kvpaging.windows import NULL_BLOCK
 
 log = logging.getLogger("kvatlas.worker")
 
@@ -95,7 +95,7 @@ class GangPages:
         """As that of `BlockStore`."""
         return _Share(self.store, blocks).bytes
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """Say that rank 0 is alive: the others wait for its next word, but not for ever."""
         with self._talking():
             if not self._stopped:
@@ -117,7 +117,7 @@ class GangPages:
         message = _packed(kind, columns, data, self.copied.times)
         with self._talking():
             self.channel.broadcast(message)
-            heard = self.channel.gather(msgpack.packb(("", b"")))
+            heard = self.channel.all_gather(msgpack.packb(("", b"")))
         assert heard is not None
         answers = [msgpack.unpackb(answer) for answer in heard]
         for rank, (refusal, _) in enumerate(answers):
@@ -168,12 +168,12 @@ def serve_pages(store: BlockStore, channel: Channel, copied: Copied, within_s: f
                 share.import_(channel.rank, whole)
         except ValueError as error:
             refusal = str(error)
-        channel.gather(msgpack.packb((refusal, part)))
+        channel.all_gather(msgpack.packb((refusal, part)))
 
 
 class _Share:
     """Gang-wide blocks, `columns[g]` of group g, who has which, and where their bytes are in the
-    bytes of all. GONE is nobody's and takes none."""
+    bytes of all. NULL_BLOCK is nobody's and takes none."""
 
     def __init__(self, store: BlockStore, columns: Sequence[Sequence[int]]) -> None:
         groups = store.layout.groups
@@ -184,11 +184,11 @@ class _Share:
         self.columns = [list(column) for column in columns]
         ids = np.array(self.columns, np.int64)
         owners, blocks = np.divmod(ids, per_rank)
-        there = ids != GONE
+        there = ids != NULL_BLOCK
         self.owner = np.where(there, owners, 0).max(0)
         if (there & (owners != self.owner)).any():
             raise ValueError("the groups of a block lie on several ranks")
-        self._blocks = np.where(there, blocks, GONE)
+        self._blocks = np.where(there, blocks, NULL_BLOCK)
         sizes = np.array([group.block_bytes for group in groups])[:, None]
         self._ends = np.append(0, (there * sizes).sum(0).cumsum())
         self.others = sorted({*self.owner.tolist()} - {0})

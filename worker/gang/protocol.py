@@ -107,7 +107,7 @@ def changes_of(plan: StepPlan) -> list[Change]:
     ]
 
 
-class Teller:
+class PlanEncoder:
     """Rank 0's side of steps."""
 
     def __init__(self, epoch: int) -> None:
@@ -140,7 +140,7 @@ def _row(row: Row) -> RowMessage:
     )
 
 
-class Listener:
+class PlanDecoder:
     """A follower's side of steps: knows the parameters of the sequence in each slot. Their tables
     are elsewhere, in `LocalTables`."""
 

@@ -29,7 +29,16 @@ from worker.execution.sampler import Sampler
 from worker.gang import protocol
 from worker.gang.batch import GangBuilder
 from worker.gang.pages import Copied
-from worker.gang.protocol import BEAT, SETTLE, STEP, STOP, Listener, Result, Teller, WrongMessage
+from worker.gang.protocol import (
+    BEAT,
+    SETTLE,
+    STEP,
+    STOP,
+    PlanDecoder,
+    PlanEncoder,
+    Result,
+    WrongMessage,
+)
 from worker.scheduling.step import Row, StepPlan
 
 NOTHING = StepResult([], [], [], [])
@@ -50,7 +59,7 @@ FATAL = (GangBroken, ExchangeFailed, WrongMessage, torch.AcceleratorError)
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
+class GangComm:
     """One rank's ends of what connects it to the others, in one epoch."""
 
     exchange: Exchange
@@ -80,7 +89,7 @@ class RankRunner(Runner):
 
     def __init__(
         self,
-        gang: Ends,
+        gang: GangComm,
         model: PagedModel,
         builder: GangBuilder,
         sampler: Sampler,
@@ -110,7 +119,7 @@ class RankRunner(Runner):
 
     def collect(self, flight: InFlight) -> StepResult:
         if any(row.sharded for row in flight.plan.rows):
-            self.gang.exchange.settle(flight.plan.step)
+            self.gang.exchange.synchronize(flight.plan.step)
         return super().collect(flight)
 
     def _prepare(self, plan: StepPlan) -> Batch:
@@ -142,7 +151,7 @@ class RankRunner(Runner):
             for numbers in ([row.slot for row in unknown], [row.home for row in unknown])
         )
         failed = self.last_token.new_tensor([error is not None])
-        heard = self.gang.exchange.gather(torch.cat((self.last_token[slots], failed)))
+        heard = self.gang.exchange.all_gather(torch.cat((self.last_token[slots], failed)))
         self.last_token[slots] = heard[homes, torch.arange(len(unknown), device=heard.device)]
         if error is None and not heard.is_cuda and bool(heard[:, -1].any()):
             late = int(heard[:, -1].argmax())
@@ -179,11 +188,11 @@ class RankRunner(Runner):
 class GangRunner(RankRunner):
     """Rank 0's runner: what an engine asks of it all ranks do."""
 
-    def __init__(self, gang: Ends, *parts: Any, depth: int, **options: Any) -> None:
-        """`depth` steps may be under way, as in the engine; the rest is of `RankRunner`."""
+    def __init__(self, gang: GangComm, *parts: Any, depth: int, **options: Any) -> None:
+        """`depth` steps may be in flight, as in the engine; the rest is of `RankRunner`."""
         super().__init__(gang, *parts, **options)
         self.depth = depth
-        self._teller = Teller(gang.epoch)
+        self._teller = PlanEncoder(gang.epoch)
         self._open: deque[int] = deque()  # steps that the others have not answered
         self._due = 0  # of those, how many they answer before they listen again
         self._answers: dict[int, list[Result]] = {}
@@ -216,7 +225,7 @@ class GangRunner(RankRunner):
                 raise StepRefused(f"step {plan.step}: rank {answer.rank}: {answer.error}")
         return _joined(plan, [own, *(answer.done for answer in answers)])
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """Say that rank 0 is alive: the others wait for its next word, but not for ever. Raises
         EngineDead where one of them is gone."""
         try:
@@ -255,7 +264,7 @@ class GangRunner(RankRunner):
     def _hear(self, timeout_s: float | None = None) -> None:
         """Take one answer of each rank, `timeout_s` in place of the channel's deadline. Raises
         GangBroken where one has come to its end."""
-        heard = self.gang.channel.gather(b"", timeout_s)
+        heard = self.gang.channel.all_gather(b"", timeout_s)
         assert heard is not None
         answers = [protocol.unpack_result(message) for message in heard[1:]]
         worst = max(answers, key=lambda answer: answer.fatal)
@@ -300,8 +309,8 @@ class Follower:
     def __init__(self, runner: RankRunner, *, depth: int) -> None:
         self.runner, self.depth = runner, depth
         self.gang = runner.gang
-        self._listener = Listener()
-        self._flying: deque[tuple[int, InFlight | Exception]] = deque()
+        self._listener = PlanDecoder()
+        self._in_flight: deque[tuple[int, InFlight | Exception]] = deque()
         self._last: int | None = None
 
     def serve(self) -> None:
@@ -314,7 +323,7 @@ class Follower:
                     told = self._listener.step(body)
                     step = told.step
                     self._launch(told)
-                    while len(self._flying) >= self.depth:
+                    while len(self._in_flight) >= self.depth:
                         self._settle()
                 elif kind == SETTLE:
                     self._settle()
@@ -329,11 +338,11 @@ class Follower:
     def _launch(self, told: protocol.Told) -> None:
         self._check(told)
         try:
-            self._flying.append((told.step, self.runner.launch(told.plan)))
+            self._in_flight.append((told.step, self.runner.launch(told.plan)))
         except FATAL:
             raise
         except Exception as error:
-            self._flying.append((told.step, error))
+            self._in_flight.append((told.step, error))
 
     def _check(self, told: protocol.Told) -> None:
         """Raises GangBroken unless this rank is where rank 0 thinks it is."""
@@ -354,7 +363,7 @@ class Follower:
             )
 
     def _settle(self) -> None:
-        step, flight = self._flying.popleft()
+        step, flight = self._in_flight.popleft()
         done, error = NOTHING, ""
         if isinstance(flight, Exception):
             error = f"{type(flight).__name__}: {flight}"
@@ -370,7 +379,7 @@ class Follower:
     def _answer(self, step: int, done: StepResult, error: str, fatal: int = 0) -> None:
         saved, self.runner.saved_reads = self.runner.saved_reads, 0
         result = Result(self.gang.rank, self.gang.epoch, step, done, error, fatal, saved)
-        self.gang.channel.gather(protocol.pack_result(result))
+        self.gang.channel.all_gather(protocol.pack_result(result))
 
     def _end(self, step: int, error: Exception) -> None:
         """Say why, where anybody still listens, and make the others' exchanges end."""
@@ -385,7 +394,10 @@ class Follower:
 def _joined(plan: StepPlan, results: Sequence[StepResult]) -> StepResult:
     """The ranks' results in the order of the plan's rows; a row's is at its home."""
     sampled = [zip(r.tokens, r.bad, r.logprobs, strict=True) for r in results]
-    scores, offers = [iter(r.scores) for r in results], [iter(r.offers) for r in results]
+    scores, beam_candidates = (
+        [iter(r.scores) for r in results],
+        [iter(r.beam_candidates) for r in results],
+    )
     joined = StepResult([], [], [], [], [])
     for row in plan.rows:
         if row.scored_from is not None:
@@ -395,5 +407,5 @@ def _joined(plan: StepPlan, results: Sequence[StepResult]) -> StepResult:
             joined.bad.append(bad)
             joined.logprobs.append(logprob)
         if row.candidates:
-            joined.offers.append(next(offers[row.home]))
+            joined.beam_candidates.append(next(beam_candidates[row.home]))
     return joined

@@ -14,7 +14,7 @@ from context_parallel.policy import Start
 from kvpaging.table import BlockTable
 
 if TYPE_CHECKING:
-    from worker.blocks.host_cache import Tier
+    from worker.blocks.host_cache import HostCache
     from worker.request import Sequence
     from worker.scheduling.state import SchedulerState
     from worker.scheduling.step import Row
@@ -26,7 +26,7 @@ def start(
     *,
     rows: Iterable[Row] = (),
     busy: frozenset[int] = frozenset(),
-    tier: Tier | None = None,
+    host_cache: HostCache | None = None,
 ) -> BlockTable | None:
     """A table with what is stored already: by a sibling, or blocks of the prefix cache. None when
     more of it is being computed right now, or comes from the host; `rows` are what this step
@@ -43,7 +43,7 @@ def start(
     if state.prefix.being_computed(sequence, len(hit[0])):
         return None
     table = _placed(state, sequence, hit, busy)
-    if tier is not None and tier.brings(sequence, hit, table):
+    if host_cache is not None and host_cache.brings(sequence, hit, table):
         table.release()
         return None
     return table

@@ -5,7 +5,7 @@ ends, or where the engine is, if that is later. Who has much queued lets others 
 """
 
 
-class Turns:
+class FairQueue:
     """Turns in tokens; only tenants that have had more than others by now are remembered."""
 
     def __init__(self) -> None:

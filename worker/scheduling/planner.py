@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
     from kvpaging.table import BlockTable, Copy
-    from worker.blocks.host_cache import Tier
+    from worker.blocks.host_cache import HostCache
     from worker.decoding.speculation import Speculation
     from worker.scheduling.state import SchedulerState
 
@@ -39,12 +39,12 @@ class Step:
         state: SchedulerState,
         *,
         speculation: Speculation,
-        tier: Tier | None,
+        host_cache: HostCache | None,
         run: Callable[[Sequence, BlockTable], None],
         preempt: Callable[[Sequence], None],
         only: set[Sequence] | None,
     ) -> None:
-        self.state, self.speculation, self.tier = state, speculation, tier
+        self.state, self.speculation, self.host_cache = state, speculation, host_cache
         self.run, self.preempt, self.only = run, preempt, only
         self.policy = state.policy
         ranks = self.policy.ranks
@@ -52,8 +52,8 @@ class Step:
         self.tokens_left = [state.limits.max_batch_tokens] * ranks
         self.logits_left = [state.limits.max_logit_rows] * ranks
         self.rows: dict[Sequence, Row] = {}
-        self.spreads = 0  # sequences that go on, on all ranks
-        self.spare = 0  # tokens more that may be guessed
+        self.reshards = 0  # sequences that go on, on all ranks
+        self.spare = 0  # tokens more that may be drafted
         self.preempted = False
 
     def fill(self) -> None:
@@ -61,7 +61,7 @@ class Step:
         self._fill()
         while self.only is None and not self.rows and not self.state.in_flight:
             # Beams that are ahead hold what those they wait for need. They have said all they can.
-            ahead = [s for s in self.state.running if s.offer is not None]
+            ahead = [s for s in self.state.running if s.candidates is not None]
             if not ahead:
                 break
             self.preempt(ahead[-1])
@@ -92,7 +92,7 @@ class Step:
             self._admit()
 
     def _guess(self, sequence: Sequence, singles: int) -> tuple[int, ...] | None:
-        """What is guessed to follow, with room left for so many `singles`; None where it waits."""
+        """What is drafted to follow, with room left for so many `singles`; None where it waits."""
         table = sequence.table
         if table is None or self.only is not None or not self.speculation.guesses(sequence):
             return ()
@@ -126,7 +126,7 @@ class Step:
         drafts: tuple[int, ...] = (),
     ) -> None:
         """Plan what `most` tokens of each of its ranks' budgets let a sequence compute, and the
-        guesses that follow them."""
+        draft tokens that follow them."""
         if sequence.slot == NO_SLOT:
             return  # preempted a moment ago by an older one
         table, start = sequence.table, sequence.computed + sequence.planned
@@ -144,8 +144,8 @@ class Step:
         last = end == sequence.target and params.max_tokens > 0
         candidates = sequence.request.candidates if last else 0
         sampled, history = last and not candidates, None
-        if sampled and params.penalised and not sequence.seated:
-            history, sequence.seated = (tokens[:prompt], tokens[prompt:]), True
+        if sampled and params.penalised and not sequence.slot_filled:
+            history, sequence.slot_filled = (tokens[:prompt], tokens[prompt:]), True
         row = Row(
             slot=sequence.slot,
             start=start,
@@ -198,7 +198,7 @@ class Step:
                 copies = table.append(max(0, start + count + len(drafts) - table.length))
                 return count, scored_from, drafts, copies
             except OutOfBlocks as lack:
-                if drafts:  # guesses take nobody's room
+                if drafts:  # draft tokens take nobody's room
                     drafts = ()
                     continue
                 if not self._make_room(sequence, table, lack, start + count - table.length):
@@ -249,7 +249,7 @@ class Step:
             if sequence.pending:
                 return False
             table.ranks = self.policy.wide(table.ranks[0])
-            self.spreads += 1
+            self.reshards += 1
         return True
 
     def _make_room(
@@ -262,7 +262,7 @@ class Step:
         if narrow and self._fits_on_all(table, grow):
             return self._spread(sequence, table)
         pools = set(state.pools)
-        if state.in_flight and any(p.counts(r).leased for p in pools for r in lack.ranks):
+        if state.in_flight and any(p.counts(r).pinned for p in pools for r in lack.ranks):
             return False  # blocks are on their way back
         if self.only is not None:
             return False
@@ -297,7 +297,7 @@ class Step:
     def _undo(self, row: Row) -> None:
         self._charge(row, -1)
         for copy in row.copies:
-            self.state.pools[copy.group].unhold(copy.src)
+            self.state.pools[copy.group].unpin(copy.src)
 
     def _admit(self) -> None:
         """Admit while the whole of a sequence fits beside what running ones were promised.
@@ -305,7 +305,7 @@ class Step:
         One whose next block is being computed waits for it and lets others pass; so does one that
         goes to a rank whose share of the step is full, and one whose blocks come from the host.
         """
-        state, tier, in_vain = self.state, self.tier, 0
+        state, host_cache, in_vain = self.state, self.host_cache, 0
         for sequence in list(state.waiting):
             if not state.slots or max(self.tokens_left) == 0 or max(self.logits_left) < 1:
                 return
@@ -316,10 +316,10 @@ class Step:
             if not state.has_slot(sequence):
                 return
             table = admission.start(
-                state, sequence, rows=self.rows.values(), busy=self._busy(), tier=tier
+                state, sequence, rows=self.rows.values(), busy=self._busy(), host_cache=host_cache
             )
             if table is None:
-                in_vain += tier is not None and tier.spent
+                in_vain += host_cache is not None and host_cache.spent
                 if in_vain < IN_VAIN_MAX:
                     continue
                 return
@@ -344,7 +344,7 @@ class Step:
         """Go on after what the table stores; the last token is always computed, for its logits,
         and prompt log-probabilities from the first one asked for."""
         sequence.stored = table.length
-        sequence.published = table.length // self.state.block_size
+        sequence.registered = table.length // self.state.block_size
         sequence.computed = sequence.resumes_at(table.length)
         if sequence.epoch == 0:
             stats = self.state.prefix.stats
@@ -353,8 +353,8 @@ class Step:
                 return
             stats.queries_tokens += sequence.prompt_tokens
             stats.hit_tokens += sequence.cached_tokens
-            if self.tier is not None:
-                self.tier.started(sequence)
+            if self.host_cache is not None:
+                self.host_cache.started(sequence)
 
 
 def scoring_from(sequence: Sequence, start: int) -> int | None:

@@ -8,7 +8,7 @@ sequence out at any time: its rows in flight are void, its blocks go back after 
 may touch them.
 
 It promises: the oldest request always goes on; nobody is admitted who does not fit beside what
-running ones were promised; a block is published only when a commit has made it true.
+running ones were promised; a block is registered only when a commit has made it true.
 
 Words: a *sequence* is one choice of a request; it waits, or runs in a *slot* of the batch with a
 *block table* (its pages in the pools). *Preempted* means: its blocks went back and it waits to
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from kvpaging.report import PageMap, page_map
 from worker.decoding.speculation import Speculation
 from worker.request import NO_SLOT, Request, Sequence
-from worker.scheduling.fair_queue import Turns
+from worker.scheduling.fair_queue import FairQueue
 from worker.scheduling.planner import Step
 from worker.scheduling.step import Row, StepPlan
 
@@ -51,7 +51,7 @@ class QueueFull(Exception):
 
 class Scheduler:
     """Plans over a `state` that it alone changes. `swaps` decides about preempted sequences where
-    there is a host tier below the pools."""
+    there is a host cache below the pools."""
 
     def __init__(
         self,
@@ -63,23 +63,23 @@ class Scheduler:
         self.pools, self.block_size, self.limits = state.pools, state.block_size, state.limits
         self.running, self.waiting = state.running, state.waiting
         self.speculation = speculation or Speculation()
-        self.tier = None if swaps is None else swaps.tier
+        self.host_cache = None if swaps is None else swaps.host_cache
         self.preemptions = 0
-        self.spreads = 0  # sequences that went on, on all ranks
+        self.reshards = 0  # sequences that went on, on all ranks
         self.copies = 0  # copies-on-write done
-        self.given_back = 0  # blocks behind windows
-        self._orders, self._turns = 0, Turns()
+        self.out_of_window_blocks = 0  # blocks behind windows
+        self._orders, self._fair_queue = 0, FairQueue()
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises QueueFull at the bound, re-submissions are always let in, and
-        ParamError where it asks for guesses of a kind that is not here."""
+        ParamError where it asks for draft tokens of a kind that is not here."""
         waiting = sum(s is s.request.sequences[0] for s in self.waiting)
         if waiting >= self.limits.max_waiting and request.attempt == 0:
             raise QueueFull(waiting)
         self.speculation.equip(request)
         self._orders += 1
         request.order = self._orders
-        request.turn = self._turns.take(request.tenant, len(request.prompt))
+        request.turn = self._fair_queue.take(request.tenant, len(request.prompt))
         for sequence in request.sequences:
             if sequence.finish_reason is None:
                 self.wait(sequence)
@@ -93,16 +93,16 @@ class Scheduler:
         sequence.table, sequence.slot = table, self.state.slots.pop()
         if self.swaps is not None:
             self.swaps.release(sequence)
-        self._turns.begun(sequence.request.turn)
+        self._fair_queue.begun(sequence.request.turn)
         bisect.insort(self.running, sequence, key=_rank)
 
     def announce_to(self, announcer: Announcer) -> None:
         """Let the cluster know what can be found here."""
-        self.prefix.announce_to(announcer, () if self.tier is None else self.tier.hosts)
+        self.prefix.announce_to(announcer, () if self.host_cache is None else self.host_cache.hosts)
 
     def flush(self) -> int:
         """Forget the cached blocks that nobody uses; returns how many were forgotten."""
-        return self.prefix.flush() + (0 if self.tier is None else self.tier.flush())
+        return self.prefix.flush() + (0 if self.host_cache is None else self.host_cache.flush())
 
     def tables(self) -> list[BlockTable]:
         return [table for s in self.running if (table := s.table) is not None]
@@ -121,13 +121,13 @@ class Scheduler:
         step = Step(
             state,
             speculation=self.speculation,
-            tier=self.tier,
+            host_cache=self.host_cache,
             run=self.run,
             preempt=self.preempt,
             only=None if only is None else {*only},
         )
         step.fill()
-        self.spreads += step.spreads
+        self.reshards += step.reshards
         rows = tuple(step.rows.values())
         copies = (*state.copies_due, *(copy for row in rows for copy in row.copies))
         plan = StepPlan(state.step, rows, copies)
@@ -152,12 +152,12 @@ class Scheduler:
         ]
 
     def commit(
-        self, plan: StepPlan, said: Mapping[int, list[int]] = NOTHING
+        self, plan: StepPlan, verified: Mapping[int, list[int]] = NOTHING
     ) -> list[Sequence | None]:
         """The step has ended. Whose rows still count, see `sequences`.
 
-        `said` are the tokens, by slot, that rows with guesses go on with; of those all but the
-        last were guessed, and are known from now on.
+        `said` are the tokens, by slot, that rows with draft tokens go on with; of those all but the
+        last were drafted, and are known from now on.
         """
         sequences = self.sequences(plan)
         for row, sequence in zip(plan.rows, sequences, strict=True):
@@ -166,27 +166,27 @@ class Scheduler:
             sequence.planned -= row.count
             sequence.pending -= row.sampled
             if row.drafts:
-                self._keep(sequence, row, said.get(row.slot, []))
+                self._keep(sequence, row, verified.get(row.slot, []))
             else:
                 sequence.computed += row.count
-            self.prefix.publish(sequence)
-            self._give_back(sequence)
+            self.prefix.register(sequence)
+            self._free_out_of_window(sequence)
         for copy in plan.copies:
-            self.pools[copy.group].unhold(copy.src)
+            self.pools[copy.group].unpin(copy.src)
         self.copies += len(plan.copies)
         self._ended(plan.step)
         return sequences
 
-    def _give_back(self, sequence: Sequence) -> None:
+    def _free_out_of_window(self, sequence: Sequence) -> None:
         """What no token to come sees goes back, after the last step that was planned before."""
         if self.state.needs.windowed:
             assert sequence.table is not None
             step = sequence.last_step if sequence.planned else None
-            self.given_back += sequence.table.give_back(sequence.computed, step)
+            self.out_of_window_blocks += sequence.table.free_out_of_window(sequence.computed, step)
 
-    def _keep(self, sequence: Sequence, row: Row, said: list[int]) -> None:
-        """Go on after the guesses that were right; blocks that only others needed go back."""
-        table, right = sequence.table, said[:-1]
+    def _keep(self, sequence: Sequence, row: Row, verified: list[int]) -> None:
+        """Go on after the draft tokens that were right; blocks that only others needed go back."""
+        table, right = sequence.table, verified[:-1]
         assert table is not None
         sequence.tokens += right
         sequence.computed += row.known + len(right)
@@ -210,7 +210,7 @@ class Scheduler:
             assert sequence.table is not None
             kept = max(sequence.stored, sequence.computed + sequence.planned)
             sequence.table.truncate(kept, plan.step)
-            sequence.synced, sequence.seated = 0, False
+            sequence.synced, sequence.slot_filled = 0, False
         self._ended(plan.step)
         return sequences
 
@@ -251,7 +251,7 @@ class Scheduler:
         due = self.state.copies_due
         for copy in [c for c in due if not self.pools[c.group].references(c.dst)]:
             due.remove(copy)
-            self.pools[copy.group].unhold(copy.src)
+            self.pools[copy.group].unpin(copy.src)
 
     def _ended(self, step: int) -> None:
         del self.state.in_flight[step]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from context_parallel.policy import ShardPolicy
-from kvpaging.windows import GONE, Needs
+from kvpaging.windows import NULL_BLOCK, Needs
 from worker.request import NO_SLOT, Sequence
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class SchedulerState:
         """The rank of each logical block; of one that no group needs, that of the next."""
         found: list[int] = []
         for row in zip(*map(reversed, hit), strict=True):
-            there = [p.rank_of(b) for p, b in zip(self.pools, row, strict=True) if b != GONE]
+            there = [p.rank_of(b) for p, b in zip(self.pools, row, strict=True) if b != NULL_BLOCK]
             found.append(there[0] if there else found[-1])
         return found[::-1]
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from worker.params import SamplingParams
 
 
-class Offer(NamedTuple):
+class BeamCandidates(NamedTuple):
     """What a beam may go on with: token ids and their log-probabilities, best first."""
 
     tokens: list[int]
@@ -29,8 +29,8 @@ class Row(NamedTuple):
 
     `tokens` are their ids without the drafts: as many as `known` says, or one fewer where the host
     does not know the last one yet, which is then the token sampled last in this slot.
-    `drafts` are guesses for the tokens after the last known one, which come at the end of `count`;
-    the row is sampled before and after each.
+    `drafts` are draft tokens for the tokens after the last known one, which come at the end of
+    `count`; the row is sampled before and after each.
 
     `blocks[g]` are the block table entries of layer group g from `changed_from` on, which are new
     to the device; where that is 0, so is the sequence. `history` are prompt and output tokens so
@@ -72,7 +72,7 @@ class Row(NamedTuple):
 
     @property
     def known(self) -> int:
-        """How many of its tokens are no guesses."""
+        """How many of its tokens are no draft tokens."""
         return self.count - len(self.drafts)
 
     @property

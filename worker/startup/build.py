@@ -17,7 +17,7 @@ from kvpaging.host_store import HostMemoryRefused, HostStore
 from kvpaging.pool import BlockPool
 from kvpaging.quant import SCALE_BYTES
 from kvpaging.store import BlockStore, Layout
-from worker.blocks.host_cache import Tier
+from worker.blocks.host_cache import HostCache
 from worker.blocks.swap import Swaps
 from worker.decoding.draft_model import DraftModel
 from worker.decoding.speculation import Speculation
@@ -28,63 +28,63 @@ from worker.execution.model import ModelShape, PagedModel
 from worker.execution.runner import Runner
 from worker.execution.sampler import Sampler
 from worker.gang.batch import GangBuilder
-from worker.gang.runner import Ends, Follower, GangRunner, RankRunner
-from worker.scheduling.prefix import Identity, PrefixCache
+from worker.gang.runner import Follower, GangComm, GangRunner, RankRunner
+from worker.scheduling.prefix import HashInputs, PrefixCache
 from worker.scheduling.scheduler import Scheduler
 from worker.scheduling.state import SchedulerState
 from worker.startup.memory import GIB, DoesNotFit
 
 if TYPE_CHECKING:
-    from worker.startup.spec import Launch
+    from worker.startup.spec import EngineSpec
 
-UNNAMED = Identity(b"", "")  # of an engine that shares no blocks with others
+UNNAMED = HashInputs(b"", "")  # of an engine that shares no blocks with others
 
 
 def build_engine(
-    launch: Launch,
+    spec: EngineSpec,
     model: PagedModel,
     clock: Callable[[], float],
     cpu_clock: Callable[[], float] | None = None,
     *,
-    identity: Identity = UNNAMED,
-    gang: Ends | None = None,
+    block_hash: HashInputs = UNNAMED,
+    gang: GangComm | None = None,
     policy: ShardPolicy | None = None,
     draft: DraftModel | None = None,
 ) -> Engine:
     """The engine around a loaded model, of this process or of a whole gang. `policy` decides which
     sequences run on all ranks; None takes the configured one."""
-    store, limits = model.store, launch.limits
+    store, limits = model.store, spec.limits
     ranks = 1 if gang is None else gang.ranks
     arenas = [BlockPool(store.blocks(a), ranks) for a in range(len(store.arenas))]
-    pools = [arenas[group.arena] for group in launch.layout.groups]
+    pools = [arenas[group.arena] for group in spec.layout.groups]
     cpu_clock = cpu_clock or clock
     prefix = PrefixCache(
         pools,
-        launch.layout.block_size,
-        identity,
-        enabled=launch.config.kv.prefix_cache,
+        spec.layout.block_size,
+        block_hash,
+        enabled=spec.config.kv.prefix_cache,
         cpu_clock=cpu_clock,
-        indexed=launch.layout.indexed,
-        windows=[group.shape.window for group in launch.layout.groups],
+        indexed=spec.layout.indexed,
+        windows=[group.shape.window for group in spec.layout.groups],
     )
-    depth = 1 if launch.device.type == "cpu" else 2
-    ends = end_token_ids(launch.directory, launch.hf_config)
-    sampler, options = _sampler(launch, ends), _options(launch, clock, cpu_clock)
+    depth = 1 if spec.device.type == "cpu" else 2
+    ends = end_token_ids(spec.directory, spec.hf_config)
+    sampler, options = _sampler(spec, ends), _options(spec, clock, cpu_clock)
     runner = (
-        Runner(model, BatchBuilder(launch.layout, **_sizes(launch)), sampler, **options)
+        Runner(model, BatchBuilder(spec.layout, **_sizes(spec)), sampler, **options)
         if gang is None
-        else GangRunner(gang, model, _gang_builder(launch, gang), sampler, depth=depth, **options)
+        else GangRunner(gang, model, _gang_builder(spec, gang), sampler, depth=depth, **options)
     )
-    state = SchedulerState(prefix, limits, policy or _policy(launch, ranks))
+    state = SchedulerState(prefix, limits, policy or _policy(spec, ranks))
     rates, swaps = Rates(), None
-    if launch.host_slices:
-        tier = _tier(launch, state, arenas, runner, clock)
-        swaps = Swaps(tier, rates, launch.config.scheduler.preemption)
+    if spec.host_slices:
+        host_cache = _tier(spec, state, arenas, runner, clock)
+        swaps = Swaps(host_cache, rates, spec.config.scheduler.preemption)
     return Engine(
-        Scheduler(state, speculation(launch, draft), swaps),
+        Scheduler(state, speculation(spec, draft), swaps),
         runner,
         end_tokens=frozenset(ends),
-        max_model_len=launch.memory.max_model_len,
+        max_model_len=spec.memory.max_model_len,
         cpu_clock=cpu_clock,
         depth=depth,
         rates=rates,
@@ -92,125 +92,123 @@ def build_engine(
 
 
 def _tier(
-    launch: Launch,
+    spec: EngineSpec,
     state: SchedulerState,
     arenas: Sequence[BlockPool],
     runner: Runner,
     clock: Callable[[], float],
-) -> Tier:
+) -> HostCache:
     """Host memory below the pages. Raises DoesNotFit."""
-    pages = launch.layout
-    runner.host = _host_store(launch, runner.model.store, clock)
-    hosts = [
-        HostPool(pool, launch.host_slices * pages.groups_in(a)) for a, pool in enumerate(arenas)
-    ]
-    tier = Tier(
+    pages = spec.layout
+    runner.host = _host_store(spec, runner.model.store, clock)
+    hosts = [HostPool(pool, spec.host_slices * pages.groups_in(a)) for a, pool in enumerate(arenas)]
+    host_cache = HostCache(
         state,
         [hosts[group.arena] for group in pages.groups],
         runner,
         arena_bytes=pages.arena_block_bytes,
-        step_bytes=int(launch.config.kv.host_step_gib * GIB),
+        step_bytes=int(spec.config.kv.host_step_gib * GIB),
     )
-    size, (out_s, back_s) = runner.host.measure()
-    tier.out_rate.add(size, out_s)
-    tier.back_rate.add(size, back_s)
-    return tier
+    size, (offload_s, load_s) = runner.host.measure()
+    host_cache.offload_rate.add(size, offload_s)
+    host_cache.load_rate.add(size, load_s)
+    return host_cache
 
 
-def _host_store(launch: Launch, store: BlockStore, clock: Callable[[], float]) -> HostStore:
+def _host_store(spec: EngineSpec, store: BlockStore, clock: Callable[[], float]) -> HostStore:
     try:
-        return HostStore(store, launch.host_slices, clock)
+        return HostStore(store, spec.host_slices, clock)
     except HostMemoryRefused as error:
         raise DoesNotFit(str(error)) from error
 
 
-def _policy(launch: Launch, ranks: int) -> ShardPolicy:
+def _policy(spec: EngineSpec, ranks: int) -> ShardPolicy:
     """As configured; without a threshold, sequences that one rank cannot hold run on all."""
-    held = launch.memory.rank_tokens(launch.layout)
-    threshold = launch.config.pool.shard_from_tokens
+    held = spec.memory.rank_tokens(spec.layout)
+    threshold = spec.config.pool.shard_from_tokens
     return ShardPolicy(ranks, shard_from_tokens=threshold or held)
 
 
-def build_draft(launch: Launch, model: PagedModel) -> DraftModel:
+def build_draft(spec: EngineSpec, model: PagedModel) -> DraftModel:
     """A draft model that is loaded, with the sizes of its own launch."""
     return DraftModel(
         model,
-        BatchBuilder(launch.layout, **_sizes(launch)),
-        max_model_len=launch.memory.max_model_len,
-        chunk=launch.limits.max_batch_tokens,
+        BatchBuilder(spec.layout, **_sizes(spec)),
+        max_model_len=spec.memory.max_model_len,
+        chunk=spec.limits.max_batch_tokens,
     )
 
 
-def speculation(launch: Launch, draft: DraftModel | None = None) -> Speculation:
+def speculation(spec: EngineSpec, draft: DraftModel | None = None) -> Speculation:
     """As configured. On a CPU the time of a step grows with each token, so fewer are drafted."""
-    asked = launch.config.speculation
-    most = 16 if launch.device.type == "cpu" else 128
+    asked = spec.config.speculation
+    most = 16 if spec.device.type == "cpu" else 128
     return Speculation(
         asked.method,
         k=asked.k_max,
         step_tokens=most if asked.step_tokens is None else asked.step_tokens,
-        max_model_len=launch.memory.max_model_len,
+        max_model_len=spec.memory.max_model_len,
         draft=None if draft is None else draft.proposer,
     )
 
 
 def build_follower(
-    launch: Launch,
+    spec: EngineSpec,
     model: PagedModel,
-    gang: Ends,
+    gang: GangComm,
     clock: Callable[[], float],
     cpu_clock: Callable[[], float] | None = None,
 ) -> Follower:
     """The loop of a rank other than 0, around a loaded model."""
-    ends = end_token_ids(launch.directory, launch.hf_config)
-    options = _options(launch, clock, cpu_clock or clock)
-    builder, sampler = _gang_builder(launch, gang), _sampler(launch, ends)
+    ends = end_token_ids(spec.directory, spec.hf_config)
+    options = _options(spec, clock, cpu_clock or clock)
+    builder, sampler = _gang_builder(spec, gang), _sampler(spec, ends)
     runner = RankRunner(gang, model, builder, sampler, **options)
-    if launch.host_slices:
-        runner.host = _host_store(launch, model.store, clock)
-    return Follower(runner, depth=1 if launch.device.type == "cpu" else 2)
+    if spec.host_slices:
+        runner.host = _host_store(spec, model.store, clock)
+    return Follower(runner, depth=1 if spec.device.type == "cpu" else 2)
 
 
-def _sizes(launch: Launch) -> dict[str, Any]:
+def _sizes(spec: EngineSpec) -> dict[str, Any]:
     """Arguments of batch builders."""
     return {
-        "max_num_seqs": launch.limits.max_num_seqs,
-        "max_model_len": launch.memory.max_model_len,
-        "max_batch_tokens": launch.limits.max_batch_tokens,
-        "max_logit_rows": launch.limits.max_logit_rows,
-        "device": launch.device,
+        "max_num_seqs": spec.limits.max_num_seqs,
+        "max_model_len": spec.memory.max_model_len,
+        "max_batch_tokens": spec.limits.max_batch_tokens,
+        "max_logit_rows": spec.limits.max_logit_rows,
+        "device": spec.device,
     }
 
 
-def _gang_builder(launch: Launch, gang: Ends) -> GangBuilder:
-    pages = launch.layout
+def _gang_builder(spec: EngineSpec, gang: GangComm) -> GangBuilder:
+    pages = spec.layout
     return GangBuilder(
         pages,
         rank=gang.rank,
         ranks=gang.ranks,
-        per_rank=[launch.memory.slices * pages.groups_in(group.arena) for group in pages.groups],
-        geometries=geometries(pages, launch.shape, launch.dtype),
-        **_sizes(launch),
+        per_rank=[spec.memory.slices * pages.groups_in(group.arena) for group in pages.groups],
+        geometries=geometries(pages, spec.shape, spec.dtype),
+        **_sizes(spec),
     )
 
 
-def _sampler(launch: Launch, end_tokens: Sequence[int]) -> Sampler:
+def _sampler(spec: EngineSpec, end_tokens: Sequence[int]) -> Sampler:
     return Sampler(
-        launch.params.vocab_size,
-        launch.limits.max_num_seqs,
+        spec.params.vocab_size,
+        spec.limits.max_num_seqs,
         end_tokens,
-        device=launch.device,
-        dtype=launch.dtype,
-        max_logprobs=launch.params.max_logprobs,
+        device=spec.device,
+        dtype=spec.dtype,
+        max_logprobs=spec.params.max_logprobs,
     )
 
 
 def _options(
-    launch: Launch, clock: Callable[[], float], cpu_clock: Callable[[], float]
+    spec: EngineSpec, clock: Callable[[], float], cpu_clock: Callable[[], float]
 ) -> dict[str, Any]:
     """Arguments of runners."""
     return {
-        "max_num_seqs": launch.limits.max_num_seqs,
+        "max_num_seqs": spec.limits.max_num_seqs,
         "clock": clock,
         "cpu_clock": cpu_clock,
     }

@@ -32,7 +32,7 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class EngineSpec:
     """Everything decided before the weights are loaded."""
 
     config: Config
@@ -56,7 +56,7 @@ class Launch:
 
     @property
     def kv_dtype(self) -> str:
-        """The name of `page_dtype`, part of a block's identity."""
+        """The name of `page_dtype`, part of a block's block hash."""
         return quant.NAMES.get(self.page_dtype) or str(self.dtype).removeprefix("torch.")
 
     @property
@@ -88,7 +88,7 @@ class Launch:
         }
 
     def _hosting(self) -> dict[str, int | str]:
-        """Rows of the start-up table for the host tier."""
+        """Rows of the start-up table for the host cache."""
         if not self.host_slices:
             return {}
         return {
@@ -112,7 +112,7 @@ class Launch:
             return 0
         return self.drafting().memory.slices * self.draft.layout.slice_bytes
 
-    def drafting(self) -> Launch:
+    def drafting(self) -> EngineSpec:
         """The launch of the draft model. Its pages hold as many tokens; on rank 0 of a gang, those
         of all ranks."""
         draft = self.draft

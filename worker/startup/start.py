@@ -26,21 +26,21 @@ from worker.execution import int8
 from worker.execution.batch import BatchBuilder
 from worker.execution.model import ModelShape, PagedModel, UnsupportedModel, fix_rotary, probe
 from worker.execution.sampler import workspace_bytes
-from worker.gang.runner import Ends, Follower
+from worker.gang.runner import Follower, GangComm
 from worker.params import MAX_BEAM_WIDTH, MAX_GUESSES, ParamLimits, SamplingParams
 from worker.request import Request
-from worker.scheduling.prefix import Identity
+from worker.scheduling.prefix import HashInputs
 from worker.scheduling.state import Limits
 from worker.startup.build import build_draft, build_engine, build_follower, geometries
 from worker.startup.device import choose_device, free_memory_bytes, has_fast_bfloat16, has_fp8
 from worker.startup.memory import DoesNotFit, plan_host, plan_memory, with_slices
 from worker.startup.selfcheck import check_plain, checked_model
-from worker.startup.spec import Draft, Launch, positions
+from worker.startup.spec import Draft, EngineSpec, positions
 from worker.startup.weights import check_size, load_weights, plan_weights, refusing
 
 __all__ = [
     "DoesNotFit",
-    "Launch",
+    "EngineSpec",
     "UnsupportedModel",
     "agreed",
     "build_engine",
@@ -53,7 +53,7 @@ __all__ = [
 
 def resolve(
     config: Config, directory: Path, *, free_bytes: int | None = None, ranks: int = 1
-) -> Launch:
+) -> EngineSpec:
     """Decide shapes and sizes, on each of the `ranks` of a gang by itself (then see `agreed`).
 
     Raises UnsupportedModel or DoesNotFit, both one message.
@@ -105,7 +105,7 @@ def resolve(
         draft_bytes=0 if draft is None else ranks * draft.layout.slice_bytes,
         loading_bytes=weights.loading_bytes,
     )
-    launch = Launch(
+    spec = EngineSpec(
         config=config,
         directory=directory,
         hf_config=hf_config,
@@ -119,7 +119,7 @@ def resolve(
         weights=weights,
         draft=draft,
     )
-    return replace(launch, host_slices=_host_slices(launch))
+    return replace(spec, host_slices=_host_slices(spec))
 
 
 def _limits(config: Config, vocab_size: int, on_cpu: bool) -> tuple[Limits, ParamLimits]:
@@ -141,14 +141,14 @@ def _limits(config: Config, vocab_size: int, on_cpu: bool) -> tuple[Limits, Para
     return limits, params
 
 
-def _host_slices(launch: Launch) -> int:
+def _host_slices(spec: EngineSpec) -> int:
     """Pieces of `block_size` tokens that host memory holds. Raises DoesNotFit."""
-    memory, on_cpu = launch.memory, launch.device.type == "cpu"
-    pages = memory.kv_bytes + launch.draft_kv_bytes
+    memory, on_cpu = spec.memory, spec.device.type == "cpu"
+    pages = memory.kv_bytes + spec.draft_kv_bytes
     taken = memory.weight_bytes + memory.workspace_bytes + pages
     return plan_host(
-        launch.layout,
-        launch.config.kv.host_gib,
+        spec.layout,
+        spec.config.kv.host_gib,
         free_bytes=memory.free_bytes if on_cpu else free_memory_bytes(torch.device("cpu")),
         taken_bytes=taken if on_cpu else 0,
         on_cpu=on_cpu,
@@ -213,12 +213,12 @@ def _draft(
     )
 
 
-def agreed(launch: Launch, slices: Sequence[int]) -> Launch:
+def agreed(spec: EngineSpec, slices: Sequence[int]) -> EngineSpec:
     """The spec that all ranks of a gang start with, `slices` being what each has room for: the
     least of them. Raises DoesNotFit where a sequence of model.max_model_len needs more."""
-    asked = launch.config.model.max_model_len
-    memory = with_slices(launch.memory, launch.layout, min(slices), asked)
-    return replace(launch, memory=memory)
+    asked = spec.config.model.max_model_len
+    memory = with_slices(spec.memory, spec.layout, min(slices), asked)
+    return replace(spec, memory=memory)
 
 
 def _layout(config: Config, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> Layout:
@@ -286,65 +286,67 @@ def _workspace_bytes(
 
 
 def start(
-    launch: Launch,
+    spec: EngineSpec,
     *,
     clock: Callable[[], float],
     cpu_clock: Callable[[], float] | None = None,
     key: bytes = b"",
-    gang: Ends | None = None,
+    gang: GangComm | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Engine:
     """Load, check and build: alone, or on rank 0 of a gang. Raises UnsupportedModel where the check
     fails."""
-    model, rotary = load(launch, clock, progress)
-    identity = Identity(
-        fingerprint(launch.directory, rotary, launch.weights.format), launch.kv_dtype, key
+    model, rotary = load(spec, clock, progress)
+    block_hash = HashInputs(
+        fingerprint(spec.directory, rotary, spec.weights.format), spec.kv_dtype, key
     )
     draft = None
-    if launch.draft is not None:
-        small = launch.drafting()
+    if spec.draft is not None:
+        small = spec.drafting()
         draft = build_draft(small, load(small, clock, progress)[0])
-    return build_engine(launch, model, clock, cpu_clock, identity=identity, gang=gang, draft=draft)
+    return build_engine(
+        spec, model, clock, cpu_clock, block_hash=block_hash, gang=gang, draft=draft
+    )
 
 
 def start_follower(
-    launch: Launch,
-    gang: Ends,
+    spec: EngineSpec,
+    gang: GangComm,
     *,
     clock: Callable[[], float],
     cpu_clock: Callable[[], float] | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Follower:
     """Load and check on another rank of a gang, and build its part."""
-    model, _ = load(launch, clock, progress)
-    return build_follower(launch, model, gang, clock, cpu_clock=cpu_clock)
+    model, _ = load(spec, clock, progress)
+    return build_follower(spec, model, gang, clock, cpu_clock=cpu_clock)
 
 
 def load(
-    launch: Launch, clock: Callable[[], float], progress: Callable[[str], None] = lambda line: None
+    spec: EngineSpec,
+    clock: Callable[[], float],
+    progress: Callable[[str], None] = lambda line: None,
 ) -> tuple[PagedModel, str]:
     """The model, checked and warm, with its pages; and what `fix_rotary` fixed."""
-    progress(f"loading {launch.name} weights")
-    hf = load_weights(
-        launch.directory, launch.hf_config, launch.weights, launch.dtype, device=launch.device
-    )
-    if launch.dtype == torch.float64:
+    progress(f"loading {spec.name} weights")
+    hf = load_weights(spec.directory, spec.hf_config, spec.weights, spec.dtype, device=spec.device)
+    if spec.dtype == torch.float64:
         hf.set_experts_implementation("batched_mm")  # grouped_mm, the default, has no float64
-    rotary = fix_rotary(hf, launch.memory.max_model_len)
-    if launch.weights.int8:
-        check_plain(hf, launch.layout, launch.shape)
+    rotary = fix_rotary(hf, spec.memory.max_model_len)
+    if spec.weights.int8:
+        check_plain(hf, spec.layout, spec.shape)
         progress("quantising weights")
         int8.quantise(hf)
-    check_size(hf, launch.weights)
-    store = BlockStore(launch.layout, launch.memory.slices, launch.page_dtype, launch.device)
+    check_size(hf, spec.weights)
+    store = BlockStore(spec.layout, spec.memory.slices, spec.page_dtype, spec.device)
     progress("checking paged attention against the model's own")
-    with refusing(launch.weights, launch.device):
-        model = checked_model(hf, store, launch.shape)
-    warm_up(store, launch.shape, launch.dtype, partials=launch.memory.ranks > 1)
-    if launch.config.model.compile:
+    with refusing(spec.weights, spec.device):
+        model = checked_model(hf, store, spec.shape)
+    warm_up(store, spec.shape, spec.dtype, partials=spec.memory.ranks > 1)
+    if spec.config.model.compile:
         progress("compiling the model")
         model.compile(fullgraph=True, dynamic=True)
-        _run_alone_and_together(build_engine(replace(launch, host_slices=0), model, clock))
+        _run_alone_and_together(build_engine(replace(spec, host_slices=0), model, clock))
     return model, rotary
 
 

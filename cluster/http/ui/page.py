@@ -25,7 +25,7 @@ def add_map(app: FastAPI, api: Api) -> None:
     inside: dict[str, Any] = {"dependencies": [Depends(api.access.admin)]}
 
     @app.get("/map", **inside)
-    async def shown() -> Response:
+    async def to_dict() -> Response:
         return Response(page, headers=_ONLY_OURS, media_type="text/html; charset=utf-8")
 
     @app.get("/debug/map", **inside)

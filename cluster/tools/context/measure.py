@@ -122,11 +122,11 @@ class Metered:
         if self.turn is not None:
             self.turn.release()
 
-    def gather(self, x: Tensor) -> Tensor:
-        return self._call("gather", self.inner.gather, x)
+    def all_gather(self, x: Tensor) -> Tensor:
+        return self._call("gather", self.inner.all_gather, x)
 
-    def scatter(self, x: Tensor) -> Tensor:
-        return self._call("scatter", self.inner.scatter, x)
+    def all_to_all(self, x: Tensor) -> Tensor:
+        return self._call("scatter", self.inner.all_to_all, x)
 
     def _call(self, kind: str, call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         self.__exit__()
@@ -278,12 +278,12 @@ def replay(
     given = [(kind, torch.zeros(shape, dtype=dtype, device=device)) for kind, shape, dtype in moved]
     meet, times = torch.zeros(1, device=device), []
     for _ in range(2 + turns):
-        exchange.gather(meet)
-        exchange.settle()
+        exchange.all_gather(meet)
+        exchange.synchronize()
         since = clock()
         for kind, x in given:
-            (exchange.gather if kind == "gather" else exchange.scatter)(x)
-        exchange.settle()
+            (exchange.all_gather if kind == "gather" else exchange.all_to_all)(x)
+        exchange.synchronize()
         times.append(clock() - since)
     return float(np.median(times[2:]))
 

@@ -135,22 +135,22 @@ def _nvidia(ptx: str, cubin: bytes, shared: int) -> Cost:
             [_CUOBJDUMP, "--dump-resource-usage", file.name],
             capture_output=True, text=True, check=True,
         ).stdout  # fmt: skip
-    wide = r"(?:ld|st)\.global\S*\.(?:v4\.\w32|v2\.\w64)|cp\.async\.\S+ [^;]*\], 0x10"
+    prefill_tile = r"(?:ld|st)\.global\S*\.(?:v4\.\w32|v2\.\w64)|cp\.async\.\S+ [^;]*\], 0x10"
     return Cost(
         registers=_number(r"REG:(\d+)", usage),
         spills=_number(r"STACK:(\d+)", usage),
         shared=shared,
-        quads=len(re.findall(wide, ptx)),
+        quads=len(re.findall(prefill_tile, ptx)),
     )
 
 
 def _amd(assembly: str, shared: int) -> Cost:
-    wide = r"(?:global|buffer)_(?:load|store)_dwordx4"
+    prefill_tile = r"(?:global|buffer)_(?:load|store)_dwordx4"
     return Cost(
         registers=_number(r"\.vgpr_count:\s+(\d+)", assembly),
         spills=_number(r"\.vgpr_spill_count:\s+(\d+)", assembly),
         shared=shared,
-        quads=len(re.findall(wide, assembly)),
+        quads=len(re.findall(prefill_tile, assembly)),
     )
 
 

@@ -31,17 +31,19 @@ def ideal(arrivals: Sequence[Arrival], blocks: int, block_size: int) -> Ideal:
     hits = {"infinite": 0, "pooled": 0}
     prompts = 0
     for arrival in arrivals:
-        chain = arrival.chain(block_size)
+        block_hashes = arrival.block_hashes(block_size)
         # The last token is computed in any case, for what it says.
         most = arrival.prompt_tokens - 1
         for name, known in (("infinite", demand), ("pooled", lru)):
-            found = next((i for i, block in enumerate(chain) if block not in known), len(chain))
+            found = next(
+                (i for i, block in enumerate(block_hashes) if block not in known), len(block_hashes)
+            )
             hits[name] += min(found * block_size, most)
         prompts += arrival.prompt_tokens
-        demand.update(chain)
+        demand.update(block_hashes)
         total = (arrival.prompt_tokens + arrival.output_tokens - 1) // block_size
-        said = [b"%d %d" % (arrival.number, i) for i in range(len(chain), total)]
-        for block in reversed(chain + said):
+        said = [b"%d %d" % (arrival.number, i) for i in range(len(block_hashes), total)]
+        for block in reversed(block_hashes + said):
             lru[block] = None
             lru.move_to_end(block)
         while len(lru) > blocks:

@@ -75,18 +75,20 @@ class Ingress:
             start=at * settings.workers // settings.ingresses,
         )  # fmt: skip
 
-    def choose(self, arrival: Arrival, chain: list[bytes], now_s: float) -> tuple[Choice, int]:
+    def choose(
+        self, arrival: Arrival, block_hashes: list[bytes], now_s: float
+    ) -> tuple[Choice, int]:
         """Where the request goes, and how many prompt tokens that gang should have to compute."""
         table = self.table
         ask = table.ask(
             arrival.number,
-            chain,
+            block_hashes,
             prompt_tokens=arrival.prompt_tokens,
             expected_output=OUTPUT_TOKENS,
             now_s=now_s,
         )
         choice = self.policy(ask, table.rows)
-        table.sent(ask, choice, chain, now_s)
+        table.sent(ask, choice, block_hashes, now_s)
         return choice, ask.lacking(choice)
 
 
@@ -98,16 +100,16 @@ class Copies:
         self.most: dict[bytes, int] = {}
 
     def apply(self, changes: Sequence[tuple[bool, bytes]]) -> None:
-        """The changes of one worker (stored or removed, identity), in its order."""
-        for stored, identity in changes:
+        """The changes of one worker (stored or removed, block hash), in its order."""
+        for stored, block_hash in changes:
             if stored:
-                self.now[identity] = now = self.now.get(identity, 0) + 1
-                if now > self.most.get(identity, 0):
-                    self.most[identity] = now
-            elif self.now[identity] > 1:
-                self.now[identity] -= 1
+                self.now[block_hash] = now = self.now.get(block_hash, 0) + 1
+                if now > self.most.get(block_hash, 0):
+                    self.most[block_hash] = now
+            elif self.now[block_hash] > 1:
+                self.now[block_hash] -= 1
             else:
-                del self.now[identity]
+                del self.now[block_hash]
 
 
 class Replay:
@@ -217,10 +219,12 @@ class Replay:
         if arrival.prompt_tokens + arrival.output_tokens > engine.blocks * size:
             self.refused += 1
             return
-        chain = arrival.chain(size)
+        block_hashes = arrival.block_hashes(size)
         ingress = self.ingresses[next(self._turn) % settings.ingresses]
-        choice, lacking = ingress.choose(arrival, chain, self.now_s)
-        task = Task(arrival, chain, lacking=lacking, worker=choice.row, predicted_s=choice.ttft_s)
+        choice, lacking = ingress.choose(arrival, block_hashes, self.now_s)
+        task = Task(
+            arrival, block_hashes, lacking=lacking, worker=choice.row, predicted_s=choice.ttft_s
+        )
         self._tasks.append(task)
         if choice.pull_from is None or not self._pull(task, choice):
             self._submit(task)
@@ -238,8 +242,8 @@ class Replay:
         assert choice.pull_from is not None
         engine = self.settings.engine
         mine, source = self.workers[task.worker], self.workers[choice.pull_from]
-        held = export(source.pool, task.chain)
-        lacked = len(held) - leading(mine.pool, task.chain)
+        held = export(source.pool, task.block_hashes)
+        lacked = len(held) - leading(mine.pool, task.block_hashes)
         if lacked <= 0:
             self._give_back(source, held)
             return False
@@ -256,7 +260,7 @@ class Replay:
         self._give_back(source, held)
         mine = self.workers[task.worker]
         del mine.pulling[task.arrival.number]
-        adopt(mine.pool, self.settings.engine.block_size, task.chain[: len(held)])
+        adopt(mine.pool, self.settings.engine.block_size, task.block_hashes[: len(held)])
         self._submit(task)
 
     def _give_back(self, source: Worker, held: list[int]) -> None:

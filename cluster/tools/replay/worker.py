@@ -12,14 +12,14 @@ from kvpaging.pool import BlockPool, OutOfBlocks
 from kvpaging.table import BlockTable
 from worker import request as requests
 from worker.params import SamplingParams
-from worker.scheduling.prefix import Identity, PrefixCache
+from worker.scheduling.prefix import HashInputs, PrefixCache
 from worker.scheduling.scheduler import Scheduler
 from worker.scheduling.state import Limits, SchedulerState
 from worker.scheduling.step import StepPlan
 
 MEMORY = 0.9  # what a measured rate keeps of its past at each new step
 LARGE_TOKENS = 1024  # of prompts in a step
-OWN = b"\xff"  # how identities of generated blocks begin, and none of a trace
+OWN = b"\xff"  # how block hashes of generated blocks begin, and none of a trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +53,13 @@ class Engine:
 
 
 class _Chains(PrefixCache):
-    """Takes a prompt's identities from the trace; generated blocks are nobody else's."""
+    """Takes a prompt's block hashes from the trace; generated blocks are nobody else's."""
 
-    def chains(self, sequence: requests.Sequence) -> list[list[bytes]]:
-        chain = sequence.chains[0]
-        for index in range(len(chain), len(sequence.tokens) // self.block_size):
-            chain.append(sequence.request.salt + index.to_bytes(8, "big"))
-        return sequence.chains
+    def block_hashes(self, sequence: requests.Sequence) -> list[list[bytes]]:
+        block_hashes = sequence.block_hashes[0]
+        for index in range(len(block_hashes), len(sequence.tokens) // self.block_size):
+            block_hashes.append(sequence.request.salt + index.to_bytes(8, "big"))
+        return sequence.block_hashes
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +67,7 @@ class Task:
     """A request on its way through a worker, and what became of it. Times are virtual seconds."""
 
     arrival: Arrival
-    chain: list[bytes]
+    block_hashes: list[bytes]
     lacking: int  # prompt tokens that the ingress expected to be computed
     worker: int
     predicted_s: float | None = None
@@ -80,7 +80,7 @@ class Task:
 class Worker:
     """One engine. `due_s` is when it next does something; `advance` lets it do so.
 
-    `announcer` says what is cached here and `changes` collects (stored, identity) until somebody
+    `announcer` says what is cached here and `changes` collects (stored, block hash) until somebody
     takes them; `touched` hears the number of a worker whose load may have changed.
     """
 
@@ -94,7 +94,7 @@ class Worker:
         self.prefix = _Chains(
             [self.pool],
             engine.block_size,
-            Identity(b"trace", "none"),
+            HashInputs(b"trace", "none"),
             enabled=True,
             cpu_clock=lambda: 0.0,
         )
@@ -125,19 +125,19 @@ class Worker:
             arrival_s=arrival.arrival_s,
             salt=OWN + arrival.number.to_bytes(7, "big"),
         )
-        request.sequences[0].chains.append(task.chain)
+        request.sequences[0].block_hashes.append(task.block_hashes)
         self.tasks[request.id] = task
         self.scheduler.submit(request)
         self.touched(self.number)
         self.wake(now_s)
 
     def wake(self, now_s: float) -> None:
-        """Look again at who waits, if no step is under way: something may have become possible."""
+        """Look again at who waits, if no step is in flight: something may have become possible."""
         if self._plan is None and (self.scheduler.waiting or self.scheduler.running):
             self.due_s = min(self.due_s, now_s)
 
     def advance(self, until_s: float) -> None:
-        """Do all that is due until then; a step that ends later stays under way."""
+        """Do all that is due until then; a step that ends later stays in flight."""
         while self.due_s <= until_s:
             now_s = self.due_s
             if self._plan is not None:
@@ -149,7 +149,7 @@ class Worker:
     def give_back(self, held: Sequence[int], now_s: float) -> None:
         """Blocks of `export` have been copied; a chain's tail becomes idle before its head."""
         for block in reversed(held):
-            self.pool.unhold(block)
+            self.pool.unpin(block)
         self.touched(self.number)
         self.wake(now_s)
 
@@ -185,10 +185,10 @@ class Worker:
             link_tokens_per_s=engine.cost.link_tokens_per_s,
         )
 
-    def _changed(self, kind: str, identity: bytes, parent: bytes | None) -> None:
+    def _changed(self, kind: str, block_hash: bytes, parent: bytes | None) -> None:
         assert self._hear is not None
-        self._hear(kind, identity, parent)
-        self.changes.append((kind == STORED, identity))
+        self._hear(kind, block_hash, parent)
+        self.changes.append((kind == STORED, block_hash))
 
     def _start(self, now_s: float) -> None:
         plan = self.scheduler.plan()
@@ -287,44 +287,44 @@ class Worker:
             sequence.computed += steps
             sequence.synced = len(sequence.table.blocks[0])
             sequence.last_step = scheduler.state.step - 1
-            self.prefix.publish(sequence)
+            self.prefix.register(sequence)
         self.pool.step_ended(scheduler.state.step - 1)
 
 
-def leading(pool: BlockPool, chain: Sequence[bytes]) -> int:
+def leading(pool: BlockPool, block_hashes: Sequence[bytes]) -> int:
     """How many leading blocks of the chain are there."""
     found = 0
-    while found < len(chain) and pool.lookup(chain[found]) is not None:
+    while found < len(block_hashes) and pool.lookup(block_hashes[found]) is not None:
         found += 1
     return found
 
 
-def export(pool: BlockPool, chain: Sequence[bytes]) -> list[int]:
+def export(pool: BlockPool, block_hashes: Sequence[bytes]) -> list[int]:
     """The leading blocks of the chain that are there, held until they have been copied."""
     blocks: list[int] = []
-    for identity in chain:
-        block = pool.lookup(identity)
+    for block_hash in block_hashes:
+        block = pool.lookup(block_hash)
         if block is None:
             break
-        pool.hold(block)
+        pool.pin(block)
         blocks.append(block)
     return blocks
 
 
-def adopt(pool: BlockPool, block_size: int, chain: Sequence[bytes]) -> None:
-    """Blocks with these identities have been copied into the pool: they are idle now.
+def adopt(pool: BlockPool, block_size: int, block_hashes: Sequence[bytes]) -> None:
+    """Blocks with these block hashes have been copied into the pool: they are idle now.
 
     The pool keeps what it had of them; without room for the rest nothing happens.
     """
     table = BlockTable([pool], block_size)
-    have = [pool.lookup(identity) for identity in chain[: leading(pool, chain)]]
+    have = [pool.lookup(block_hash) for block_hash in block_hashes[: leading(pool, block_hashes)]]
     table.attach([[block for block in have if block is not None]])
     try:
-        table.append((len(chain) - len(have)) * block_size)
+        table.append((len(block_hashes) - len(have)) * block_size)
     except OutOfBlocks:
         table.release()
         return
-    for index in range(len(have), len(chain)):
-        parent = chain[index - 1] if index else None
-        pool.publish(table.blocks[0][index], chain[index], parent)
+    for index in range(len(have), len(block_hashes)):
+        parent = block_hashes[index - 1] if index else None
+        pool.register(table.blocks[0][index], block_hashes[index], parent)
     table.release()

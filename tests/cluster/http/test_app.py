@@ -142,7 +142,7 @@ async def test_a_worker_that_does_not_answer_is_a_503_everywhere_but_in_health()
         assert (ready.status_code, ready.json()["ready"]) == (200, True)
         assert 'engine="gang-1"' in (await served.http.get("/metrics")).text
         worker.alive = False
-        worker.beat.set()
+        worker.heartbeat.set()
         while served.api.gangs.ready():
             await asyncio.sleep(0)
         assert 'engine="gang-1"' not in (await served.http.get("/metrics")).text
@@ -333,7 +333,7 @@ async def test_any_ingress_answers_for_all() -> None:
         other.metrics.answered("/v1/completions", 200)
         other.labels["cmpl-1"] = "theirs"
         peers: Any = served.api.peers
-        peers.others = [served.api.says(), other.says()]
+        peers.others = [served.api.state(), other.state()]
         worker.active.add("cmpl-1")
         text = (await served.http.get("/metrics")).text
         for ingress in ("ingress-1", "ingress-2"):

@@ -34,7 +34,7 @@ class Held(FakeWorker):
         super().__init__(places=PLACES)
         self.gang, self.held = f"gang-{number}", asyncio.Semaphore(0)
 
-    def gate_of(self, submit: messages.Submit) -> asyncio.Semaphore:
+    def gate_of(self, submit: messages.GenerateRequest) -> asyncio.Semaphore:
         return self.held
 
 

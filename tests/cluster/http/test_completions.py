@@ -484,7 +484,7 @@ class Slow(FakeWorker):
 
     async def generate(self, data: bytes) -> AsyncGenerator[bytes]:
         for _ in range(2):
-            yield messages.encode(messages.Mark())
+            yield messages.encode(messages.KeepAlive())
         async for event in super().generate(data):
             yield event
 

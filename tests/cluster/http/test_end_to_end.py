@@ -70,7 +70,7 @@ async def nothing_held(served: Served) -> None:
     """Every block comes back; asked in the engine's thread, so between two of its steps."""
     for _ in range(1000):
         (rank,) = (await served.http.get("/debug/kv")).json()["gangs"][0]["ranks"]
-        if rank["owned"] == rank["leased"] == 0:
+        if rank["active"] == rank["pinned"] == 0:
             return
     raise AssertionError(rank)
 
@@ -319,7 +319,7 @@ async def test_the_page_map_shows_who_has_which_block(directory: Path) -> None:
         assert [(group, index) for _, group, index in entries] == [
             (0, index) for index in range(len(entries))
         ]
-        assert all(pool["states"][block] == "o" for block, _, _ in entries)
+        assert all(pool["states"][block] == "a" for block, _, _ in entries)
         assert len(entries) >= len(ids_of(PROMPT)) // 8
         await nothing_held(served)
         (gang,) = (await served.http.get("/debug/map", params={"first": "90"})).json()["gangs"]
@@ -331,7 +331,7 @@ async def test_what_its_ingress_has_forgotten_is_ended(directory: Path) -> None:
     async with running(directory, "model.max_model_len=512") as served:
         worker: Any = served.worker
         for forget in ("names others", "says nothing"):
-            submit = messages.Submit(
+            submit = messages.GenerateRequest(
                 "lost", MODEL, [1, 2], SamplingParams(max_tokens=500, ignore_eos=True), 60.0
             )
             events = worker.generate(messages.encode(replace(submit, ingress=forget)))

@@ -40,7 +40,7 @@ class Breaking(FakeWorker):
         self.said = 0
         self.fail_after = self._failure
 
-    def _failure(self, submit: messages.Submit) -> Exception | None:
+    def _failure(self, submit: messages.GenerateRequest) -> Exception | None:
         self.said += 1
         if self.said == self.events and self.times:
             self.times, self.said = self.times - 1, 0
@@ -113,7 +113,7 @@ async def test_a_beam_search_starts_again() -> None:
     first, second = other("gang-1"), other()
 
     async def lost(data: bytes) -> Any:
-        first.submits.append(messages.decode_as(messages.Submit, data))
+        first.submits.append(messages.decode_as(messages.GenerateRequest, data))
         yield messages.encode(messages.Accepted("x", 1))
         yield messages.encode(
             messages.Finish(0, "stop", 1, 0, 1, None, first.reply[:1], score=-1.0)
@@ -200,7 +200,7 @@ async def test_workers_that_come_and_go_are_followed() -> None:
             found = (await served.http.get("/debug/requests")).json()
             assert len(found["requests"]) == 1
             second.alive = False
-            second.beat.set()
+            second.heartbeat.set()
             await until(lambda: len(served.api.gangs.ready()) == 1)
             samples = (await served.http.get("/metrics")).text
             assert 'engine="gang-1"' in samples

@@ -46,7 +46,7 @@ async def answered(served: Served, body: dict[str, Any], method: str, stream: bo
 async def test_stop_strings_choices_and_seeds_work_with_guesses(
     directory: Path,  # noqa: F811
 ) -> None:
-    """The same model drafts, so that its guesses are right and stops lie among them."""
+    """The same model drafts, so that its draft tokens are right and stops lie among them."""
     async with running(
         directory, f"speculation.draft_model={directory}", "cluster.threads=1"
     ) as served:

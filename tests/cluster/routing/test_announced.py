@@ -25,9 +25,9 @@ class Watched:
         self.most_hosted = 0
 
     def hosted(self) -> set[bytes | None]:
-        tier = self.engine.scheduler.tier
-        host = None if tier is None else tier.hosts[0]
-        return set() if host is None else {host.identity(slot) for slot in range(host.slots)}
+        host_cache = self.engine.scheduler.host_cache
+        host = None if host_cache is None else host_cache.hosts[0]
+        return set() if host is None else {host.block_hash(slot) for slot in range(host.slots)}
 
     def submit(self, request) -> None:
         self.requests.append(request)
@@ -39,9 +39,9 @@ class Watched:
         self.index.apply(batch, 0.0)
         for request in self.requests:
             for sequence in request.sequences:
-                for chain in sequence.chains[:1]:
-                    self.parents.update(zip(chain, [None, *chain], strict=False))
-        known, hosted = (getattr(self.index.gangs["g"], n) for n in ("identities", "hosted"))
+                for hashes in sequence.block_hashes[:1]:
+                    self.parents.update(zip(hashes, [None, *hashes], strict=False))
+        known, hosted = (getattr(self.index.gangs["g"], n) for n in ("block_hashes", "hosted"))
         on_gpu = findable(self.prefix.pools[0])
         assert known == on_gpu & self.parents.keys()
         assert hosted == (self.hosted() - on_gpu) & self.parents.keys()
@@ -93,7 +93,7 @@ def test_the_index_knows_what_can_be_found(depth, groups, seed):
     assert watched.prefix.pools[0].stats.evictions > 5
     watched.prefix.flush()
     watched.report()
-    assert watched.index.gangs["g"].identities == set()
+    assert watched.index.gangs["g"].block_hashes == set()
 
 
 def test_a_preempted_sequence_announces_nothing_twice():

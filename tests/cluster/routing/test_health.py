@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cluster.routing.calls import EngineLost
-from cluster.routing.health import Watch
+from cluster.routing.health import HealthMonitor
 from tests.cluster.clocks import Clock, stopped, turns
 from tests.cluster.fakes import FakeWorker, LocalHandle
 
@@ -24,7 +24,7 @@ class Watched:
         self.worker = FakeWorker()
         self.clock = Clock(100.0)
         self.failures = 0
-        self.watch = Watch(
+        self.monitor = HealthMonitor(
             LocalHandle(self.worker),  # type: ignore[arg-type]
             ingress="ingress-1",
             period_s=2.0,
@@ -40,31 +40,31 @@ class Watched:
 
 async def test_a_lost_stream_makes_the_worker_suspect_until_it_answers() -> None:
     it = Watched()
-    await it.watch.look()
-    it.watch.suspect(EngineLost("broke"))
-    assert not it.watch.ready
-    while not it.watch.ready:  # it does not wait for the next beat
+    await it.monitor.look()
+    it.monitor.suspect(EngineLost("broke"))
+    assert not it.monitor.ready
+    while not it.monitor.ready:  # it does not wait for the next beat
         await asyncio.sleep(0)
 
 
 async def test_a_worker_that_dies_is_not_ready_at_once() -> None:
     """Nobody asks it anything, and no time passes."""
     it = Watched()
-    listening = asyncio.create_task(it.watch.listen())
-    while not it.watch.ready:
+    listening = asyncio.create_task(it.monitor.listen())
+    while not it.monitor.ready:
         await asyncio.sleep(0)
     it.worker.alive = False
-    it.worker.beat.set()
+    it.worker.heartbeat.set()
     await listening
-    assert not it.watch.ready
-    assert it.watch.complaint == f"the worker does not answer: {BROKEN}"
+    assert not it.monitor.ready
+    assert it.monitor.reason == f"the worker does not answer: {BROKEN}"
 
 
 async def test_ready_follows_the_answers() -> None:
     it = Watched()
-    assert not it.watch.ready
-    assert it.watch.complaint == "no worker has answered yet"
-    assert it.watch.report("gang-1") == {
+    assert not it.monitor.ready
+    assert it.monitor.reason == "no worker has answered yet"
+    assert it.monitor.report("gang-1") == {
         "gang": "gang-1",
         "ready": False,
         "reason": "no worker has answered yet",
@@ -74,45 +74,45 @@ async def test_ready_follows_the_answers() -> None:
         "answer_age_s": None,
         "quarantined_blocks": None,
     }
-    await it.watch.look()
-    assert it.watch.ready
+    await it.monitor.look()
+    assert it.monitor.ready
     known = {"host": "here", "pid": 4242, "step_age_s": 0, "answer_age_s": 0}
     known |= {"quarantined_blocks": 0, "pool": "", "workers": 1}
-    assert it.watch.report("gang-1") == {
+    assert it.monitor.report("gang-1") == {
         "gang": "gang-1",
         "ready": True,
         "reason": "ready",
         **known,
     }
-    assert it.watch.info is not None
-    assert it.watch.snapshot()["block_size"] == it.watch.info["block_size"]
+    assert it.monitor.info is not None
+    assert it.monitor.snapshot()["block_size"] == it.monitor.info["block_size"]
 
 
 async def test_a_worker_that_says_nothing_any_more_is_not_ready() -> None:
     """A frozen worker raises nothing. Time in which the ingress itself stood still is not its."""
     it = Watched()
     with stopped() as clock:
-        listening = asyncio.create_task(it.watch.listen())
-        while not it.watch.ready:
+        listening = asyncio.create_task(it.monitor.listen())
+        while not it.monitor.ready:
             await asyncio.sleep(0)
         for seconds in (60.0, 7.0 / 3, 7.0 / 3):
             clock.move(seconds)
             await turns()
-            assert it.watch.ready
+            assert it.monitor.ready
         clock.move(7.0 / 3)
         await listening
-    assert not it.watch.ready
+    assert not it.monitor.ready
     lost = "the worker does not answer: the worker said nothing for 7 s"
-    assert it.watch.complaint == lost
-    await it.watch.look()
-    assert it.watch.ready
+    assert it.monitor.reason == lost
+    await it.monitor.look()
+    assert it.monitor.ready
 
 
 async def test_how_old_an_answer_is_shows() -> None:
     it = Watched()
-    await it.watch.look()
+    await it.monitor.look()
     it.clock.now += 7.0
-    assert it.watch.report("gang-1")["answer_age_s"] == 7.0
+    assert it.monitor.report("gang-1")["answer_age_s"] == 7.0
 
 
 async def test_an_engine_that_stopped_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,9 +123,9 @@ async def test_an_engine_that_stopped_is_not_ready(monkeypatch: pytest.MonkeyPat
         return {**stats, "failure": "device lost"}
 
     monkeypatch.setattr(it.worker, "stats", stopped)
-    await it.watch.look()
-    assert not it.watch.ready
-    assert "device lost" in it.watch.complaint
+    await it.monitor.look()
+    assert not it.monitor.ready
+    assert "device lost" in it.monitor.reason
 
 
 async def test_a_step_that_never_ends_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,24 +138,24 @@ async def test_a_step_that_never_ends_is_not_ready(monkeypatch: pytest.MonkeyPat
         return {**stats, "step_age_s": age_s}
 
     monkeypatch.setattr(it.worker, "stats", hanging)
-    await it.watch.look()
-    assert it.watch.ready
+    await it.monitor.look()
+    assert it.monitor.ready
     age_s = 61.0
-    await it.watch.look()
-    assert not it.watch.ready
-    assert "61 s" in it.watch.complaint
+    await it.monitor.look()
+    assert not it.monitor.ready
+    assert "61 s" in it.monitor.reason
 
 
 async def test_a_new_worker_process_brings_its_own_facts() -> None:
     it = Watched()
-    await it.watch.look()
-    it.watch.info = {"old": True}
-    await it.watch.look()
-    assert it.watch.info == {"old": True}  # the same worker is not asked again
+    await it.monitor.look()
+    it.monitor.info = {"old": True}
+    await it.monitor.look()
+    assert it.monitor.info == {"old": True}  # the same worker is not asked again
     it.worker.gang = "gang-2"
-    await it.watch.look()
-    assert it.watch.info is not None
-    assert it.watch.info["gang"] == "gang-2"
+    await it.monitor.look()
+    assert it.monitor.info is not None
+    assert it.monitor.info["gang"] == "gang-2"
 
 
 async def test_failures_are_logged_once_counted_and_seen(
@@ -165,27 +165,27 @@ async def test_failures_are_logged_once_counted_and_seen(
     caplog.set_level(logging.INFO)
     for lives in (True, False, True):
         it.worker.alive = lives
-        listening = asyncio.create_task(it.watch.listen())
-        while lives and not it.watch.ready:
+        listening = asyncio.create_task(it.monitor.listen())
+        while lives and not it.monitor.ready:
             await asyncio.sleep(0)
         it.worker.alive = False
-        it.worker.beat.set()
+        it.worker.heartbeat.set()
         await listening
     messages = [r.getMessage() for r in caplog.records]
     lost = f"the worker does not answer: {BROKEN}"
     back = "worker gang-1 (process 4242) answers"
     assert messages == [back, lost, back, lost]
     assert it.failures == 2
-    assert it.watch.complaint == lost
-    assert not it.watch.ready
+    assert it.monitor.reason == lost
+    assert not it.monitor.ready
 
 
 async def test_a_fault_in_the_watch_itself_shows_its_trace(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     it = Watched()
-    it.watch.failed(KeyError("gang"))
+    it.monitor.failed(KeyError("gang"))
     assert it.failures == 1
     assert caplog.records[0].exc_info is not None
-    it.watch.failed(EngineLost("gone"))
+    it.monitor.failed(EngineLost("gone"))
     assert it.failures == 1  # there was no worker to lose

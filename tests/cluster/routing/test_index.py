@@ -36,11 +36,11 @@ class Worker:
         self.pool, self.announcer = BlockPool(blocks), Announcer("m", gang, epoch)
         self.announcer.listen(self.pool)
 
-    def store(self, *chain: bytes) -> bytes:
+    def store(self, *hashes: bytes) -> bytes:
         parent = None
-        for name in chain:
+        for name in hashes:
             if self.pool.lookup(name) is None:
-                self.pool.publish(self.pool.allocate(1)[0], name, parent)
+                self.pool.register(self.pool.allocate(1)[0], name, parent)
             parent = name
         return self.cut()
 
@@ -57,13 +57,13 @@ class Worker:
             index.apply(message, NOW)
 
 
-def depths(index: PrefixIndex, chain: list[bytes] | None = None) -> dict[str, int]:
-    found = index.match(CHAIN if chain is None else chain, NOW)
+def depths(index: PrefixIndex, hashes: list[bytes] | None = None) -> dict[str, int]:
+    found = index.match(CHAIN if hashes is None else hashes, NOW)
     return {name: match.stored for name, match in found.items()}
 
 
 def known(index: PrefixIndex, gang: str = "g") -> set[bytes]:
-    return index.gangs[gang].identities
+    return index.gangs[gang].block_hashes
 
 
 def ask(hub: Hub, mirror: Mirror, now: float = NOW) -> None:
@@ -85,20 +85,20 @@ def test_batches_build_what_match_and_owners_tell() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_match_finds_the_longest_prefix_of_any_closed_sets(seed: int) -> None:
     rng = Random(seed)
-    chains = documents(rng, 60, 40)
+    group_hashes = documents(rng, 60, 40)
     whole, sets = PrefixIndex(), {}
     for g in range(12):
         worker = Worker(f"g{g}", blocks=4000)
-        for chain in rng.sample(chains, rng.randint(0, 20)):
-            whole.apply(worker.store(*chain[: rng.randint(1, len(chain))]), NOW)
+        for hashes in rng.sample(group_hashes, rng.randint(0, 20)):
+            whole.apply(worker.store(*hashes[: rng.randint(1, len(hashes))]), NOW)
         sets[f"g{g}"] = set(worker.announcer._announced)
-    for chain in chains:
+    for hashes in group_hashes:
         wanted = {}
-        for name, owned in sets.items():
-            missing = [at for at, identity in enumerate(chain) if identity not in owned]
-            if depth := missing[0] if missing else len(chain):
+        for name, active in sets.items():
+            missing = [at for at, block_hash in enumerate(hashes) if block_hash not in active]
+            if depth := missing[0] if missing else len(hashes):
                 wanted[name] = depth
-        assert depths(whole, chain) == wanted
+        assert depths(whole, hashes) == wanted
 
 
 def test_any_order_and_repetition_ends_the_same() -> None:
@@ -271,15 +271,15 @@ def test_a_message_that_cannot_be_read_changes_nothing() -> None:
 
 def test_batches_far_ahead_are_bounded_and_asked_for_again() -> None:
     worker, whole = Worker(blocks=500), PrefixIndex()
-    chain = names(300)
-    sent = [worker.store(*chain[:n]) for n in range(1, 300)]
+    hashes = names(300)
+    sent = [worker.store(*hashes[:n]) for n in range(1, 300)]
     for message in sent[:0:-1]:
         whole.apply(message, NOW)
     assert len(whole.gangs["g"].ahead) == index.BATCHES_AHEAD
     whole.apply(sent[0], NOW)
     assert len(known(whole)) == index.BATCHES_AHEAD + 1
     worker.repair(whole)
-    assert known(whole) == set(chain[:299])
+    assert known(whole) == set(hashes[:299])
 
 
 def test_sets_stay_within_their_bytes_while_blocks_come_and_go() -> None:
@@ -288,7 +288,7 @@ def test_sets_stay_within_their_bytes_while_blocks_come_and_go() -> None:
     for _ in range(400):
         live += [rng.randbytes(16) for _ in range(100)]
         for name in live[-100:]:
-            worker.pool.publish(worker.pool.allocate(1)[0], name, None)
+            worker.pool.register(worker.pool.allocate(1)[0], name, None)
         for name in live[:-2500]:
             block = worker.pool.lookup(name)
             assert block is not None

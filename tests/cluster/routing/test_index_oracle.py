@@ -42,7 +42,7 @@ class Worker:
     def begin(self) -> None:
         rng = self.world.rng
         self.epoch += 1
-        self.cache = Cache(rng.choice([20, 50, 120]), self.world.chains, rng)
+        self.cache = Cache(rng.choice([20, 50, 120]), self.world.block_hashes, rng)
         self.announcer = Announcer("m", self.name, self.epoch, ring_bytes=rng.choice([500, 8000]))
         slots = rng.choice([0, 0, 15, 60])
         self.host = keeping(self.cache.pool, slots)[0] if slots else None
@@ -86,8 +86,8 @@ class Worker:
 class World:
     def __init__(self, seed: int) -> None:
         self.rng, self.now, self.noisy = Random(seed), 0.0, True
-        self.chains = documents(self.rng, 60, 12)
-        self.parents = parents_of(self.chains)
+        self.block_hashes = documents(self.rng, 60, 12)
+        self.parents = parents_of(self.block_hashes)
         self.history: dict[tuple[str, int, int], Digest] = {}
         self.events = 0
         self.seen: set[str] = set()
@@ -169,10 +169,10 @@ class World:
             self.mirrors[self.rng.randrange(2)] = Mirror()
         else:  # a fault of ours: only the digest can tell
             whole: PrefixIndex = self.rng.choice([self.hub, *self.mirrors])
-            gangs = [g for g in whole.gangs.values() if g.identities and not g.behind]
+            gangs = [g for g in whole.gangs.values() if g.block_hashes and not g.behind]
             if gangs:
                 gang = self.rng.choice(gangs)
-                gang.identities.remove(min(gang.identities))
+                gang.block_hashes.remove(min(gang.block_hashes))
                 self.tampered.append(gang)
 
     def compare(self, whole: PrefixIndex) -> None:
@@ -183,7 +183,7 @@ class World:
                     self.tampered.remove(gang)
             elif not gang.diverged:
                 assert right
-                for closed in (gang.identities, gang.identities | gang.hosted):
+                for closed in (gang.block_hashes, gang.block_hashes | gang.hosted):
                     assert all(
                         above is None or above in closed for above in map(self.parents.get, closed)
                     )
@@ -214,7 +214,7 @@ def test_after_all_that_can_happen_everybody_knows_what_the_pools_hold(
     hosts = {name: worker.only_hosted for name, worker in world.workers.items()}
     assert any(hosts.values())
     for whole in (world.hub, *world.mirrors):
-        assert {n: g.identities for n, g in whole.gangs.items()} == oracle
+        assert {n: g.block_hashes for n, g in whole.gangs.items()} == oracle
         assert {n: g.hosted for n, g in whole.gangs.items()} == hosts
         assert whole.wanted == {}
         for name, gang in whole.gangs.items():
@@ -225,13 +225,13 @@ def test_after_all_that_can_happen_everybody_knows_what_the_pools_hold(
                 announcer.digest,
             )
             assert gang.load.running >= announcer.number - 1
-        for chain in world.chains:
-            assert whole.match(chain, world.now) == {
-                name: ((here := longest(chain, held)), depth, depth - here)
+        for hashes in world.block_hashes:
+            assert whole.match(hashes, world.now) == {
+                name: ((here := longest(hashes, held)), depth, depth - here)
                 for name, held in oracle.items()
-                if (depth := longest(chain, held | hosts[name]))
+                if (depth := longest(hashes, held | hosts[name]))
             }
 
 
-def longest(chain: list[bytes], held: set[bytes]) -> int:
-    return len(list(itertools.takewhile(held.__contains__, chain)))
+def longest(hashes: list[bytes], held: set[bytes]) -> int:
+    return len(list(itertools.takewhile(held.__contains__, hashes)))

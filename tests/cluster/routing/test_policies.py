@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cluster.routing import policies
-from cluster.routing.policies import Ask, Factors, Policy, Rates, alike
+from cluster.routing.policies import Factors, Policy, Rates, RoutingQuery, alike
 from kvpaging.events import Load
 
 LOAD = Load(
@@ -34,14 +34,14 @@ def row(name: str, **changes: Any) -> FakeRow:
     return FakeRow(name, load, Rates(load.prompt_s, load.token_s, load.step_s, load.block_s))
 
 
-def ask(*matched: int, **changes: Any) -> Ask:
+def ask(*matched: int, **changes: Any) -> RoutingQuery:
     stored = changes.pop("stored", matched)
     fields: dict[str, Any] = {
         "number": 1, "prompt_tokens": 6400, "expected_output": 256, "block_size": 64,
         "next_block": b"x" * 16, "deepest": max(matched), "demand": 0.0,
         "home": range(len(matched)), "unseen_tokens": 0,
     }  # fmt: skip
-    return Ask(matched=matched, stored=stored, **(fields | changes))
+    return RoutingQuery(matched=matched, stored=stored, **(fields | changes))
 
 
 def priced(*, pull: bool = False, **factors: float) -> Policy:
@@ -64,7 +64,7 @@ def test_blocks_on_the_host_cost_the_time_to_bring_them_back() -> None:
 
 
 def test_what_only_a_host_has_is_not_pulled() -> None:
-    rows = [row("full", queued_tokens=900_000), row("idle")]
+    rows = [row("full", queued_tokens=900_000), row("cached")]
     choice = priced(pull=True)(ask(100, 0, stored=(0, 0), hosted=(100, 0)), rows)
     assert (choice.row, choice.pull_from) == (1, None)
     assert priced(pull=True)(ask(100, 0), rows).pull_from == 0

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from cluster.routing import router
-from cluster.routing.block_hashes import Identities
+from cluster.routing.block_hashes import BlockHasher
 from cluster.routing.index import Mirror
 from cluster.routing.router import OPEN_ENDED, OUTPUT_TOKENS, UNREPORTED_S, Length, Route, Router
 from configs.schema import Config
@@ -26,7 +26,7 @@ class Watched:
         self.info = {
             "block_size": SIZE,
             "table": {"blocks": 4096, "kv_bytes_per_token": 1000},
-            **prefix(KEY).shown(),
+            **prefix(KEY).to_dict(),
         }
 
 
@@ -50,7 +50,7 @@ class World:
 
     def __init__(self, *names: str, settings: tuple[str, ...] = ()) -> None:
         self.gangs: Any = FakeGangs(*names)
-        self.mirror, self.identities = Mirror(), Identities(KEY)
+        self.mirror, self.block_hashes = Mirror(), BlockHasher(KEY)
         self.now, self.share = 100.0, (0, 1)
         self.config: Config = config(*settings)
         self.pools: dict[str, BlockPool] = {}
@@ -58,23 +58,23 @@ class World:
         self.router = Router(
             self.gangs,
             self.mirror,
-            self.identities,
+            self.block_hashes,
             name="ingress-1",
             share=lambda: self.share,
             config=lambda: self.config,
             clock=lambda: self.now,
         )
 
-    def says(self, gang: str, load: Load = LOAD, tokens: list[int] | None = None) -> None:
+    def state(self, gang: str, load: Load = LOAD, tokens: list[int] | None = None) -> None:
         """A gang reports its load, and that it has stored the blocks of a prompt."""
         if gang not in self.announcers:
             pool = self.pools[gang] = BlockPool(4096)
             self.announcers[gang] = Announcer("m", gang)
             self.announcers[gang].listen(pool)
-        chain = self.identities.chain(self.gangs.info, tokens or [], b"")
-        blocks = self.pools[gang].allocate(len(chain))
-        for block, identity, parent in zip(blocks, chain, [None, *chain], strict=False):
-            self.pools[gang].publish(block, identity, parent)
+        hashes = self.block_hashes.block_hashes(self.gangs.info, tokens or [], b"")
+        blocks = self.pools[gang].allocate(len(hashes))
+        for block, block_hash, parent in zip(blocks, hashes, [None, *hashes], strict=False):
+            self.pools[gang].register(block, block_hash, parent)
         self.mirror.apply(self.announcers[gang].cut(load), self.now)
 
     def choose(self, tokens: list[int], *avoid: str, **fields: Any) -> Route:
@@ -84,7 +84,7 @@ class World:
 
     def maybe(self, tokens: list[int], length: Length, *avoid: str, **fields: Any) -> Route | None:
         params = SamplingParams(max_tokens=32)
-        submit = replace(messages.Submit("r", "m", tokens, params, 60.0), **fields)
+        submit = replace(messages.GenerateRequest("r", "m", tokens, params, 60.0), **fields)
         return self.router.choose(submit, length, avoid)
 
 
@@ -95,7 +95,7 @@ def test_a_prompt_goes_where_its_blocks_are() -> None:
     for gang in ("a", "b", "c"):
         world = World("a", "b", "c")
         for name in ("a", "b", "c"):
-            world.says(name, tokens=PROMPT if name == gang else None)
+            world.state(name, tokens=PROMPT if name == gang else None)
         route = world.choose(PROMPT)
         assert route.gang == gang
         assert route.ttft_s is not None
@@ -105,8 +105,8 @@ def test_a_prompt_goes_where_its_blocks_are() -> None:
 
 def test_another_tenant_s_blocks_are_not_found() -> None:
     world = World("a", "b")
-    world.says("a")
-    world.says("b", tokens=PROMPT)
+    world.state("a")
+    world.state("b", tokens=PROMPT)
     route = world.choose(PROMPT, salt="another")
     assert route.ttft_s is not None
     assert route.ttft_s > 1
@@ -114,16 +114,16 @@ def test_another_tenant_s_blocks_are_not_found() -> None:
 
 def test_a_busy_gang_is_passed_over() -> None:
     world = World("a", "b")
-    world.says("a", replace(LOAD, queued_tokens=20_000), PROMPT[:320])
-    world.says("b")
+    world.state("a", replace(LOAD, queued_tokens=20_000), PROMPT[:320])
+    world.state("b")
     assert world.choose(PROMPT[:400]).gang == "b"
 
 
 def test_a_long_prefix_is_fetched_from_a_busy_gang() -> None:
     settings = ("routing.pull_tokens_min=512", "routing.link_bytes_per_s=100000000")
     world = World("a", "b", settings=settings)
-    world.says("a", replace(LOAD, queued_tokens=20_000), PROMPT)
-    world.says("b")
+    world.state("a", replace(LOAD, queued_tokens=20_000), PROMPT)
+    world.state("b")
     route = world.choose(PROMPT)
     assert (route.gang, route.pull) == ("b", messages.Pull("a", len(PROMPT) // SIZE))
     assert "pull=125@a" in route.explained
@@ -133,8 +133,8 @@ def test_a_long_prefix_is_fetched_from_a_busy_gang() -> None:
 
 def test_what_was_sent_counts_until_it_is_reported_or_too_old() -> None:
     world = World("a", "b")
-    world.says("a")
-    world.says("b")
+    world.state("a")
+    world.state("b")
     unlike = [[n, *PROMPT] for n in range(20)]
     assert {world.choose(tokens).gang for tokens in unlike[:4]} == {"a", "b"}
     first = world.choose(unlike[4]).ttft_s
@@ -147,10 +147,10 @@ def test_what_was_sent_counts_until_it_is_reported_or_too_old() -> None:
 
 def test_gangs_to_be_avoided_are_and_none_is_none() -> None:
     world = World("a", "b")
-    world.says("a", tokens=PROMPT)
-    world.says("b")
+    world.state("a", tokens=PROMPT)
+    world.state("b")
     assert world.choose(PROMPT, "a").gang == "b"
-    submit = messages.Submit("r", "m", PROMPT, SamplingParams(), 60.0)
+    submit = messages.GenerateRequest("r", "m", PROMPT, SamplingParams(), 60.0)
     assert world.router.choose(submit, Length(len(PROMPT), None), ("a", "b")) is None
     world.gangs.watched.clear()
     assert world.router.choose(submit, Length(len(PROMPT), None), ()) is None
@@ -159,7 +159,7 @@ def test_gangs_to_be_avoided_are_and_none_is_none() -> None:
 def test_a_burst_on_gangs_that_have_measured_nothing_is_spread() -> None:
     world = World("a", "b")
     for gang in ("a", "b"):
-        world.says(gang, Load(blocks=4096, step_tokens_max=512))
+        world.state(gang, Load(blocks=4096, step_tokens_max=512))
     chosen = [world.choose([*PROMPT[:40], n]).gang for n in range(16)]
     assert min(chosen.count(gang) for gang in ("a", "b")) >= 2
 
@@ -208,7 +208,7 @@ def two_pools() -> World:
         "short-2": Watched("short", 2000),
     }
     for name in world.gangs.watched:
-        world.says(name)
+        world.state(name)
     return world
 
 
@@ -229,7 +229,7 @@ def test_a_request_goes_to_the_cheapest_pool_that_can_hold_it() -> None:
 def test_a_pool_of_large_gangs_takes_short_requests_where_the_others_have_a_queue() -> None:
     world = two_pools()
     for name in ("short-1", "short-2"):
-        world.says(name, replace(LOAD, queued_tokens=20_000))
+        world.state(name, replace(LOAD, queued_tokens=20_000))
     assert world.choose(PROMPT[:400]).gang == "long"
 
 

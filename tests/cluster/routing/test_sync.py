@@ -37,7 +37,7 @@ class Gang:
         for block in self.pool.allocate(blocks):
             self.known += 1
             parent = self.known - 1
-            self.pool.publish(
+            self.pool.register(
                 block,
                 self.known.to_bytes(16, "big"),
                 parent.to_bytes(16, "big") if parent else None,
@@ -68,7 +68,7 @@ async def test_what_a_worker_stores_is_known_to_the_mirror() -> None:
     await reporter.turn()
     await follower.turn()
     assert mirror.gangs["g"].digest == gang.announcer.digest
-    assert len(mirror.gangs["g"].identities) == 5
+    assert len(mirror.gangs["g"].block_hashes) == 5
 
 
 async def test_a_hub_that_was_made_anew_is_told_all() -> None:

@@ -18,11 +18,11 @@ class FakeIndex:
         self.found: dict[str, Match] = {}
         self.expected: list[tuple[str, int, float]] = []
 
-    def match(self, chain: Sequence[bytes], now: float) -> Mapping[str, Match]:
+    def match(self, hashes: Sequence[bytes], now: float) -> Mapping[str, Match]:
         return self.found
 
-    def expect(self, name: str, chain: Sequence[bytes], now: float) -> None:
-        self.expected.append((name, len(chain), now))
+    def expect(self, name: str, hashes: Sequence[bytes], now: float) -> None:
+        self.expected.append((name, len(hashes), now))
 
 
 def table(*names: str, at: int = 0, ingresses: int = 1) -> tuple[GangTable, FakeIndex]:

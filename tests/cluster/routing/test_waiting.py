@@ -65,7 +65,7 @@ async def test_a_request_waits_for_a_lost_worker_to_be_replaced() -> None:
     worker = FakeWorker()
     async with serving(worker) as served:
         worker.alive = False
-        worker.beat.set()
+        worker.heartbeat.set()
         await until(lambda: not served.api.gangs.ready())
         asked = asyncio.create_task(served.post(TEXT, BODIES[TEXT]))
         await until(lambda: served.api.waiting.number == 1)

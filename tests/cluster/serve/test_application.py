@@ -235,13 +235,13 @@ def test_a_worker_gets_the_settings_of_its_pool(monkeypatch: pytest.MonkeyPatch)
 class Gang(Working):
     """A kind of worker that may be one of several ranks."""
 
-    def __init__(self, settings: Any, directory: str, key: bytes, fetch: Any, seat: Any) -> None:
+    def __init__(self, settings: Any, directory: str, key: bytes, fetch: Any, member: Any) -> None:
         super().__init__(settings, directory, key, fetch)
-        self.gang, self.seat = seat.gang, seat
+        self.gang, self.member = member.gang, member
 
     class Follower:
-        def __init__(self, settings: Any, directory: str, replica: str, seat: Any) -> None:
-            self.gang, self.seat = replica, seat
+        def __init__(self, settings: Any, directory: str, replica: str, member: Any) -> None:
+            self.gang, self.member = replica, member
 
         def stop(self) -> None:
             """Waits for rank 0."""
@@ -255,12 +255,12 @@ async def test_the_first_of_a_gang_leads_and_the_others_have_names_of_their_own(
 ) -> None:
     there = config(POOLS)
     for rank, name in enumerate(("gang-7", "r1", "r2", "r3")):
-        seat = SimpleNamespace(gang="gang-7", rank=rank)
-        found = (seat, ["r0", "r1", "r2", "r3"])
+        member = SimpleNamespace(gang="gang-7", rank=rank)
+        found = (member, ["r0", "r1", "r2", "r3"])
         monkeypatch.setattr("cluster.serve.rendezvous.seat_here", lambda config, found=found: found)
         made = application.Worker(f"{__name__}:Gang", there, there.pools[1], "/models/m", KEY)
         assert made.record_replica_metadata() == {"gang": name, "rank": rank}
-        assert made._worker.seat is seat
+        assert made._worker.member is member
         with pytest.raises(Misrouted, match=f"this is {name}, not r0"):
             await made.call("r0", "info")
 

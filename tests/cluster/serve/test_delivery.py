@@ -81,7 +81,7 @@ async def test_who_is_there_is_known_to_the_whole_process(
 
 
 def test_the_copy_that_serve_ships_names_the_directory_and_does_not_bring_one() -> None:
-    """Each process makes the class anew from bytes; what it publishes must be seen by others."""
+    """Each process makes the class anew from bytes; what it registers must be seen by others."""
     delivery: Any = Delivery
     shipped = RequestRouterConfig(request_router_class=delivery)._serialized_request_router_cls
     assert b"choose_replicas" in shipped  # by value

@@ -110,7 +110,7 @@ async def together(server: Server, bodies: list[dict[str, Any]]) -> list[httpx.R
     ("seed", "status", "logged"),
     [
         (seeds.RAISES, 500, "RuntimeError: this policy raises"),
-        (seeds.GONE, 200, "lost the worker gone of"),
+        (seeds.NULL_BLOCK, 200, "lost the worker gone of"),
         (seeds.UNCLEAR, 200, "could not find the worker of a call"),
     ],
 )

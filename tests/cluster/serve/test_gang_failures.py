@@ -22,7 +22,7 @@ STREAMS = 8
 TOKENS = 48
 HEALED_S = 60.0
 
-Gangs = dict[str, list[int]]
+GangRegistry = dict[str, list[int]]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ async def streams(server: Server, after: int = 0, then: Callable[[], None] | Non
     return texts
 
 
-def gangs(server: Server) -> Gangs:
+def gangs(server: Server) -> GangRegistry:
     """The processes of both gangs, by rank; nothing while one of them is not there."""
     answer = server.get("/debug/kv")
     if answer.status_code != 200 or not server.ready():
@@ -79,7 +79,7 @@ def gangs(server: Server) -> Gangs:
     return found if sum(g["ready"] for g in ready) == len(found) == 2 else {}
 
 
-def healed(server: Server) -> Gangs:
+def healed(server: Server) -> GangRegistry:
     return server.wait_until(lambda: gangs(server), HEALED_S)  # type: ignore[no-any-return]
 
 
@@ -92,7 +92,7 @@ def undisturbed(server: Server) -> list[str]:
 
 def disturbed(
     server: Server, texts: list[str], fault: Callable[[], None], said: str
-) -> tuple[str, Gangs]:
+) -> tuple[str, GangRegistry]:
     """What is logged after a fault in the middle of all streams, which go on to the same end, once
     that `said` has come; and the gangs that are there then."""
     logged = len(server.log.read_text())

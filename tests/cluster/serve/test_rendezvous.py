@@ -12,7 +12,7 @@ from context_parallel.group import MeetingFailed
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of pydantic, about Ray Serve
-    from cluster.serve.rendezvous import take_seat
+    from cluster.serve.rendezvous import join
 
 HOST = "127.0.0.1"
 
@@ -33,8 +33,8 @@ class Kept:
         del self.found[key]
 
 
-def seat(keys: Kept, rank: int, ranks: int, within_s: float = 60.0) -> Any:
-    return take_seat(
+def member(keys: Kept, rank: int, ranks: int, within_s: float = 60.0) -> Any:
+    return join(
         "gang", rank, ranks, host=HOST, keys=keys, within_s=within_s, timeout_s=1.0, idle_s=2.0
     )
 
@@ -42,7 +42,7 @@ def seat(keys: Kept, rank: int, ranks: int, within_s: float = 60.0) -> Any:
 def test_all_ranks_get_seats_in_one_epoch_and_leave_no_key_behind() -> None:
     keys, found = Kept(), {}
     threads = [
-        threading.Thread(target=lambda rank=rank: found.update({rank: seat(keys, rank, 3)}))
+        threading.Thread(target=lambda rank=rank: found.update({rank: member(keys, rank, 3)}))
         for rank in (2, 1, 0)
     ]
     for thread in threads:
@@ -53,13 +53,13 @@ def test_all_ranks_get_seats_in_one_epoch_and_leave_no_key_behind() -> None:
     assert [found[rank].rank for rank in range(3)] == [0, 1, 2]
     assert len({one.epoch for one in found.values()}) == 1
     assert keys.found == {}
-    assert seat(Kept(), 0, 1).epoch > found[0].epoch
+    assert member(Kept(), 0, 1).epoch > found[0].epoch
 
 
 def test_a_rank_that_does_not_come_is_named_by_the_others() -> None:
     keys = Kept()
     with pytest.raises(MeetingFailed, match=r"ranks 1, 2 of 3 did not come to .* within 0\.2 s"):
-        seat(keys, 0, 3, 0.2)
+        member(keys, 0, 3, 0.2)
     assert keys.found == {}
     with pytest.raises(MeetingFailed, match=r"rank 2 of gang gang waited 0\.2 s for rank 0 of 3"):
-        seat(keys, 2, 3, 0.2)
+        member(keys, 2, 3, 0.2)

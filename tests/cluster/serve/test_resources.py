@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.serve.resources import Resources, Supply, shortage
+from cluster.serve.resources import ResourceMonitor, Resources, shortage
 from tests.cluster.fakes import FakeWorker, config, serving
 
 pytestmark = pytest.mark.anyio
@@ -20,7 +20,7 @@ class World:
         self.there = Resources({"CPU": 8.0, "GPU": 4.0}, {"CPU": 3.0})
         self.ready = {"short": 2}
         self.now = 0.0
-        self.supply = Supply(
+        self.resources = ResourceMonitor(
             config(POOLS, "cluster.start_timeout_s=25"),
             ASKED,
             lambda: self.ready,
@@ -45,35 +45,35 @@ async def test_it_is_said_again_and_again_and_is_a_failure_after_the_limit(
     world = World()
     with caplog.at_level("WARNING", "kvatlas.start"):
         for world.now in (0.0, 10.0, 20.0):
-            await world.supply.look()
-            assert world.supply.problem == ""
+            await world.resources.look()
+            assert world.resources.problem == ""
         for world.now in (30.0, 40.0):
-            await world.supply.look()
+            await world.resources.look()
     assert [(r.levelname, r.message) for r in caplog.records] == [
         *[("WARNING", f"waiting for resources: {SAID}")] * 3,
         ("ERROR", f"gave up after 25 s (cluster.start_timeout_s): {SAID}"),
     ]
-    assert world.supply.problem == f"{SAID}, for more than 25 s (cluster.start_timeout_s)"
+    assert world.resources.problem == f"{SAID}, for more than 25 s (cluster.start_timeout_s)"
 
 
 async def test_what_comes_late_is_welcome() -> None:
     world = World()
     for world.now in (0.0, 30.0):
-        await world.supply.look()
-    assert world.supply.problem
+        await world.resources.look()
+    assert world.resources.problem
     world.there = Resources({"CPU": 8.0, "GPU": 6.0}, {})
-    await world.supply.look()
-    assert world.supply.problem == ""
+    await world.resources.look()
+    assert world.resources.problem == ""
     world.there = Resources({}, {})
     world.ready = {"short": 2, "long": 1}
-    await world.supply.look()
-    assert world.supply.problem == ""
+    await world.resources.look()
+    assert world.resources.problem == ""
 
 
 async def test_a_failure_shows_in_readiness() -> None:
     async with serving(FakeWorker()) as served:
         assert (await served.http.get("/health/ready")).json()["problems"] == []
         world = World()
-        served.api.supply = world.supply
-        world.supply.problem = "6 GPU"
+        served.api.resources = world.resources
+        world.resources.problem = "6 GPU"
         assert (await served.http.get("/health/ready")).json()["problems"] == ["6 GPU"]

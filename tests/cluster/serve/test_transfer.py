@@ -21,8 +21,8 @@ class Owner(FakeWorker):
         self.gang, self.failure = gang, failure
         self.asked: list[list[bytes]] = []
 
-    async def export(self, chains: list[bytes]) -> Any:
-        self.asked.append(chains)
+    async def export(self, group_hashes: list[bytes]) -> Any:
+        self.asked.append(group_hashes)
         if self.failure is not None:
             raise self.failure
         return 1, b"keys"
@@ -40,7 +40,7 @@ async def test_the_gang_that_is_named_is_asked() -> None:
     [
         (Misrouted("this is another"), "undelivered"),
         (RuntimeError("the actor died"), "lost"),
-        (ValueError("2 lists of up to 4 identities"), "refused"),
+        (ValueError("2 lists of up to 4 block hashes"), "refused"),
     ],
 )
 async def test_a_failure_has_a_reason(failure: Exception, reason: str) -> None:
@@ -52,7 +52,7 @@ async def test_a_failure_has_a_reason(failure: Exception, reason: str) -> None:
 
 async def test_an_owner_that_says_nothing_is_lost_in_time() -> None:
     class Frozen(Owner):
-        async def export(self, chains: list[bytes]) -> Any:
+        async def export(self, group_hashes: list[bytes]) -> Any:
             await asyncio.Event().wait()
 
     with pytest.raises(PullFailed, match=r"no answer in 0\.01 s") as error:

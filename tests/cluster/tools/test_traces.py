@@ -27,15 +27,15 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [8, 16, 64, 256])
 def test_equal_ids_are_equal_blocks_up_to_the_last_full_one(size: int) -> None:
-    one = Arrival(0, 0.0, 700, 1, (7, 9)).chain(size)
-    other = Arrival(1, 0.0, 1500, 1, (7, 9, 4)).chain(size)
-    third = Arrival(2, 0.0, 1024, 1, (7, 8)).chain(size)
+    one = Arrival(0, 0.0, 700, 1, (7, 9)).block_hashes(size)
+    other = Arrival(1, 0.0, 1500, 1, (7, 9, 4)).block_hashes(size)
+    third = Arrival(2, 0.0, 1024, 1, (7, 8)).block_hashes(size)
     assert (len(one), len(other)) == (700 // size, 1500 // size)
     assert other[: len(one)] == one
     assert third[: 512 // size] == one[: 512 // size]
     assert not set(third[512 // size :]) & set(other)
     assert len(set(other)) == len(other)
-    assert all(map(any, Arrival(3, 0.0, 1024, 1, (0, 1)).chain(size)))
+    assert all(map(any, Arrival(3, 0.0, 1024, 1, (0, 1)).block_hashes(size)))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpaging.attention import cpu, page_view, shared_prefix, tiling
-from kvpaging.attention.inputs import AttentionOptions, Run
+from kvpaging.attention.inputs import AttentionOptions, SharedPrefix
 from kvpaging.attention.ops import Partial, attend_reference, finish_reference
 from kvpaging.attention.shared_prefix import SAVED_KEYS_MIN
 from tests.kvpaging.forest import Sprout, alone, find, forest, pages, sprouts, table_of
@@ -41,7 +41,7 @@ def shared_splits(table, lens, firsts, size, window) -> set[tuple[tuple[int, ...
     }
 
 
-def told(runs: tuple[Run, ...]) -> Counter[tuple[tuple[int, ...], int, int]]:
+def told(runs: tuple[SharedPrefix, ...]) -> Counter[tuple[tuple[int, ...], int, int]]:
     return Counter((run.rows, run.length, run.split + i) for run in runs for i in range(run.splits))
 
 
@@ -79,16 +79,18 @@ def test_a_tree_is_a_list_of_runs():
         Sprout(2, 520, 1000), Sprout(9, 0, 3000),
     ]  # fmt: skip
     assert forest(rows, 16).groups == (
-        Run((0, 1, 2, 3), 0, 2, 256), Run((0, 1, 2), 2, 1, 256), Run((0, 1), 3, 2, 256),
-    )  # fmt: skip
+        SharedPrefix((0, 1, 2, 3), 0, 2, 256),
+        SharedPrefix((0, 1, 2), 2, 1, 256),
+        SharedPrefix((0, 1), 3, 2, 256),
+    )
 
 
 def test_a_block_that_was_copied_before_it_was_written_ends_a_run():
     """Forks inside the block at 504: the split from 256 on is shared no more."""
     rows = [Sprout(0, 0, 600), Sprout(0, 510, 600)]
-    assert forest(rows, 8).groups == (Run((0, 1), 0, 1, 256),)
+    assert forest(rows, 8).groups == (SharedPrefix((0, 1), 0, 1, 256),)
     whole = [Sprout(0, 0, 600), Sprout(0, 512, 600)]
-    assert forest(whole, 8).groups == (Run((0, 1), 0, 2, 256),)
+    assert forest(whole, 8).groups == (SharedPrefix((0, 1), 0, 2, 256),)
 
 
 def test_rows_that_are_cut_differently_do_not_meet():
@@ -114,7 +116,7 @@ def test_a_mirror_of_all_sequences_is_read_at_the_rows_of_the_step():
     runs = shared_prefix.find(
         mirror, np.array([6, 2]), np.array(lens), np.array(firsts), 16, None, 1
     )
-    assert runs == (Run((0, 1), 0, 2, 256),)
+    assert runs == (SharedPrefix((0, 1), 0, 2, 256),)
 
 
 def compare(rows, size, window, softcap, *, heads=2, group=2, k_dim=8, v_dim=8):
@@ -159,7 +161,7 @@ def test_a_tree_with_chunks_and_a_row_that_is_all_shared(dims):
     twins.table[1], twins.first[:] = twins.table[0], 511
     twins.blocks[:] = 32
     found = find(twins.table.numpy(), [1, 1], [511, 511], 16)
-    assert found == (Run((0, 1), 0, 2, 256),)
+    assert found == (SharedPrefix((0, 1), 0, 2, 256),)
     compare(replace(twins, firsts=(511, 511), groups=found), 16, None, None)
 
 

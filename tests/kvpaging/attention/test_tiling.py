@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvpaging.attention import tiling
 from tests.kvpaging.forest import Sprout, find, sprouts, table_of
 
-NARROW, WIDE = 4, 16
+DECODE_TILE, PREFILL_TILE = 4, 16
 rows = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 40_000)), min_size=1, max_size=8)
 
 
@@ -43,14 +43,14 @@ def entries(flat: list[int], fields: int) -> list[list[int]]:
 
 
 def items(lists: tiling.WorkList) -> list[Item]:
-    return [Item(*e) for flat in (lists.narrow, lists.wide) for e in entries(flat, 8)]
+    return [Item(*e) for flat in (lists.decode_tile, lists.prefill_tile) for e in entries(flat, 8)]
 
 
 def build(
     some: list[tuple[int, int]], window: int | None = None, **options: Any
 ) -> tiling.WorkList:
     lens, firsts = zip(*some, strict=True)
-    settings = {"narrow": NARROW, "wide": WIDE, "programs": 2} | options
+    settings = {"narrow": DECODE_TILE, "wide": PREFILL_TILE, "programs": 2} | options
     return tiling.build(lens, firsts, window=window, **settings)
 
 
@@ -162,9 +162,9 @@ def test_neighbours_and_chunk_borders_move_no_cut(
 
 
 def test_tile_sizes_follow_the_row() -> None:
-    lists = build([(NARROW, 0), (NARROW + 1, 0), (40, 0)])
+    lists = build([(DECODE_TILE, 0), (DECODE_TILE + 1, 0), (40, 0)])
     assert [item.queries for item in items(lists)] == [4, 5, 16, 16, 8]
-    assert len(lists.narrow) == 8
+    assert len(lists.decode_tile) == 8
     assert not lists.merges
 
 
@@ -181,9 +181,9 @@ def test_chunks_are_cut_where_the_split_length_grows() -> None:
 
 @pytest.mark.parametrize(("count", "kind"), [(1, 0), (16, 1)])
 def test_a_busy_device_folds_in_registers(count: int, kind: int) -> None:
-    idle = build([(count, 5000)])
+    cached = build([(count, 5000)])
     busy = build([(count, 5000)], programs=tiling.BUSY[kind])
-    assert idle.scratch == count * 20
+    assert cached.scratch == count * 20
     assert busy.scratch == 0
     assert [item.splits for item in items(busy)] == [20]
 
@@ -282,8 +282,14 @@ def test_a_long_chunk_stays_alone() -> None:
 @pytest.mark.parametrize(("held", "splits"), [(0, 1), (256, 1), (257, 2), (900, 4)])
 def test_a_rank_is_cut_by_its_own_keys(held: int, splits: int) -> None:
     lists = tiling.build(
-        [1], [2000], narrow=NARROW, wide=WIDE, programs=1, window=100, keys=[held]
-    )  # fmt: skip
+        [1],
+        [2000],
+        decode_tile=DECODE_TILE,
+        prefill_tile=PREFILL_TILE,
+        programs=1,
+        window=100,
+        keys=[held],
+    )
     assert {item.split for item in items(lists)} == set(range(splits))
 
 

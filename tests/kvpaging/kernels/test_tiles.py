@@ -26,11 +26,11 @@ def test_head_sizes_are_padded_to_powers_of_two(size: int, padded: int) -> None:
 def test_both_tiles_sum_keys_in_the_same_portions(
     chip: str, item_bytes: int, head_dim: int, quantised: bool
 ) -> None:
-    narrow, wide = tiles.shapes(chip, item_bytes, head_dim, quantised)
-    assert narrow.keys == wide.keys
-    assert tiling.SHORTEST_SPLIT % narrow.keys == 0
-    assert narrow.rows <= wide.rows
-    assert min(narrow.rows, narrow.keys) >= 16  # the least of a tensor core product
+    decode_tile, prefill_tile = tiles.shapes(chip, item_bytes, head_dim, quantised)
+    assert decode_tile.keys == prefill_tile.keys
+    assert tiling.SHORTEST_SPLIT % decode_tile.keys == 0
+    assert decode_tile.rows <= prefill_tile.rows
+    assert min(decode_tile.rows, decode_tile.keys) >= 16  # the least of a tensor core product
 
 
 @pytest.mark.parametrize(("item_bytes", "head_dim"), [(8, 64), (2, 513), (4, 1024)])

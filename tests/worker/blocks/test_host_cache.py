@@ -1,4 +1,4 @@
-"""The host tier under an engine: what leaves comes back, others go on, and nothing is lost."""
+"""The host cache under an engine: what leaves comes back, others go on, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ def assert_empty(engine: Engine) -> None:
     """Nobody has anything: five counts of the pools, three of the hosts."""
     for pool in set(engine.scheduler.pools):
         counts = pool.counts()
-        assert (counts.quarantined, counts.owned, counts.leased) == (0, 0, 0)
+        assert (counts.quarantined, counts.active, counts.pinned) == (0, 0, 0)
         assert sum(vars_of(counts)) == pool.blocks
-    tier = engine.scheduler.tier
-    assert tier is not None
-    for host in tier.arenas:
-        assert host.counts().held == 0
+    host_cache = engine.scheduler.host_cache
+    assert host_cache is not None
+    for host in host_cache.arenas:
+        assert host.counts().pinned == 0
         assert sum(host.counts()) == host.slots
 
 
 def vars_of(counts) -> list[int]:  # type: ignore[no-untyped-def]
-    return [counts.quarantined, counts.owned, counts.leased, counts.idle, counts.free]
+    return [counts.quarantined, counts.active, counts.pinned, counts.cached, counts.free]
 
 
 def test_what_was_evicted_comes_back() -> None:
     engine = make_engine(blocks=8, host_blocks=32)
-    tier = engine.scheduler.tier
-    assert tier is not None
+    host_cache = engine.scheduler.host_cache
+    assert host_cache is not None
     prompts = [[seed * 7 + i for i in range(5 * SIZE)] for seed in range(4)]
     for turn in range(2):
         for number, prompt in enumerate(prompts):
@@ -65,29 +65,29 @@ def test_what_was_evicted_comes_back() -> None:
             engine.submit(make_request(name, prompt, 3))
             assert run(engine, name) == expected(prompt, 3)
     assert engine.scheduler.prefix.stats.hit_tokens == 4 * (5 * SIZE - 1)
-    assert tier.stats.hit_tokens > 2 * 5 * SIZE
-    assert tier.stats.dropped_blocks == 0
+    assert host_cache.stats.hit_tokens > 2 * 5 * SIZE
+    assert host_cache.stats.dropped_blocks == 0
 
 
 def test_where_tokens_were_found_is_counted_when_they_are() -> None:
     """Neither counter goes back, and together they are the hits, also while blocks land."""
     engine = make_engine(blocks=8, host_blocks=32)
-    tier, found = engine.scheduler.tier, engine.scheduler.prefix.stats
-    assert tier is not None
+    host_cache, found = engine.scheduler.host_cache, engine.scheduler.prefix.stats
+    assert host_cache is not None
     engine.runner.slow = True  # type: ignore[attr-defined]
     for number in range(12):
         prompt = [number // 2 % 3 * 7 + i for i in range(5 * SIZE)]
         engine.submit(make_request(str(number), prompt, 3))
         while not engine.idle:
-            before = tier.stats.hit_tokens, tier.stats.gpu_hit_tokens
+            before = host_cache.stats.hit_tokens, host_cache.stats.gpu_hit_tokens
             engine.step(0.0)
             for copying in engine.runner.pending:  # type: ignore[attr-defined]
                 copying.finish()
             engine.runner.pending.clear()  # type: ignore[attr-defined]
-            now = tier.stats.hit_tokens, tier.stats.gpu_hit_tokens
+            now = host_cache.stats.hit_tokens, host_cache.stats.gpu_hit_tokens
             assert all(b <= n for b, n in zip(before, now, strict=True))
             assert sum(now) == found.hit_tokens
-    assert tier.stats.hit_tokens > 0 < tier.stats.gpu_hit_tokens
+    assert host_cache.stats.hit_tokens > 0 < host_cache.stats.gpu_hit_tokens
 
 
 PROMPT = list(range(40, 40 + 5 * SIZE + 1))
@@ -111,7 +111,7 @@ def test_others_go_on_while_blocks_come_back() -> None:
     engine.submit(make_request("other", [5, 6], 3))
     outputs = [output for _ in range(3) for output in engine.step(0.0)]
     assert tokens_of(outputs, "other") == expected([5, 6], 3)
-    assert pool.counts().leased >= 5
+    assert pool.counts().pinned >= 5
     for copying in runner.pending:  # type: ignore[attr-defined]
         copying.finish()
     computed = engine.stats.batch_tokens
@@ -121,15 +121,15 @@ def test_others_go_on_while_blocks_come_back() -> None:
 
 def looks(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Grows by a name with each look at a prefix in both tiers."""
-    tier = engine.scheduler.tier
-    assert tier is not None
-    seen, match = [], tier.match
+    host_cache = engine.scheduler.host_cache
+    assert host_cache is not None
+    seen, match = [], host_cache.match
 
     def noted(sequence):  # type: ignore[no-untyped-def]
         seen.append(sequence.request.id)
         return match(sequence)
 
-    monkeypatch.setattr(tier, "match", noted)
+    monkeypatch.setattr(host_cache, "match", noted)
     return seen
 
 
@@ -155,16 +155,16 @@ def test_a_step_without_time_for_more_looks_at_few_that_wait_for_the_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = make_engine(blocks=60, host_blocks=60, host_step_blocks=1, seqs=30)
-    (pool,), tier = engine.scheduler.pools, engine.scheduler.tier
-    assert tier is not None
+    (pool,), host_cache = engine.scheduler.pools, engine.scheduler.host_cache
+    assert host_cache is not None
     prompts = {str(n): [*range(n, n + SIZE), 5] for n in range(20)}
     for name, prompt in prompts.items():
         engine.submit(make_request(name, prompt, 1))
         run(engine, name)
         for block in pool.allocate(pool.blocks):  # evicts the one block that is idle
             pool.unref(block)
-        tier.issue()
-    assert len(tier.arenas[0]) == 20
+        host_cache.issue()
+    assert len(host_cache.arenas[0]) == 20
     seen = looks(engine, monkeypatch)
     engine.runner.slow = True  # type: ignore[attr-defined]
     for name, prompt in prompts.items():
@@ -173,7 +173,7 @@ def test_a_step_without_time_for_more_looks_at_few_that_wait_for_the_host(
     assert len(seen) <= 1 + IN_VAIN_MAX
 
 
-@pytest.mark.parametrize("when", ["begins", "is under way"])
+@pytest.mark.parametrize("when", ["begins", "is in flight"])
 def test_who_leaves_while_blocks_come_back_leaves_no_block_behind(when: str) -> None:
     engine = on_host()
     runner = engine.runner
@@ -208,10 +208,10 @@ def test_a_copy_that_fails_costs_no_more_than_computing(
     failing = True
     engine.submit(make_request("again", PROMPT, 2))
     assert run(engine, "again") == expected(PROMPT, 2)
-    tier = engine.scheduler.tier
-    assert tier is not None
-    assert tier.stats.failures > 0
-    assert tier.stats.hit_tokens == 0
+    host_cache = engine.scheduler.host_cache
+    assert host_cache is not None
+    assert host_cache.stats.failures > 0
+    assert host_cache.stats.hit_tokens == 0
     assert "no such memory" in caplog.text
 
 
@@ -237,54 +237,54 @@ def test_no_more_is_copied_between_two_steps_than_was_said(
 def test_rates_are_of_the_rank_whose_time_is_known() -> None:
     """A block of 10 bytes takes rank 0 a quarter of a second out, half of one back."""
     engine = on_host()
-    tier = engine.scheduler.tier
-    assert tier is not None
+    host_cache = engine.scheduler.host_cache
+    assert host_cache is not None
     engine.submit(make_request("again", PROMPT, 2))
     run(engine, "again")
-    assert tier.out_rate.per_s == pytest.approx(40.0)
-    assert tier.back_rate.per_s == pytest.approx(20.0)
-    assert tier.back_tokens_per_s == pytest.approx(20.0 / 10 * SIZE)
-    assert tier.stats.back_s == pytest.approx(0.5 * tier.stats.back_blocks)
+    assert host_cache.offload_rate.per_s == pytest.approx(40.0)
+    assert host_cache.load_rate.per_s == pytest.approx(20.0)
+    assert host_cache.load_tokens_per_s == pytest.approx(20.0 / 10 * SIZE)
+    assert host_cache.stats.load_s == pytest.approx(0.5 * host_cache.stats.loaded_blocks)
     wide = make_engine(blocks=8, host_blocks=32, policy=ShardPolicy(2, shard_from_tokens=1))
     for name, prompt in (("first", PROMPT), ("filler", list(range(60))), ("again", PROMPT)):
         wide.submit(make_request(name, prompt, 2))
         run(wide, name)
-    tier = wide.scheduler.tier
-    assert tier is not None
-    assert tier.out_rate.per_s == pytest.approx(40.0)
-    assert tier.back_rate.per_s == pytest.approx(20.0)
+    host_cache = wide.scheduler.host_cache
+    assert host_cache is not None
+    assert host_cache.offload_rate.per_s == pytest.approx(40.0)
+    assert host_cache.load_rate.per_s == pytest.approx(20.0)
 
 
 def test_what_a_window_has_passed_takes_no_slot_from_what_serves_more() -> None:
     """Eight slots: one for an end, seven for what is free; then an end takes a passed one's."""
     engine = make_engine(blocks=12, host_blocks=8, windows=(6,))
-    (pool,), tier = engine.scheduler.pools, engine.scheduler.tier
-    assert tier is not None
-    (host,) = tier.arenas
+    (pool,), host_cache = engine.scheduler.pools, engine.scheduler.host_cache
+    assert host_cache is not None
+    (host,) = host_cache.arenas
     ends = []
     for number in range(4):
         prompt = [number * 9 + i for i in range(9 * SIZE)]
         request = make_request(str(number), prompt, 2)
         engine.submit(request)
-        ends.append(engine.scheduler.prefix.chains(request.sequences[0])[0][-1])
+        ends.append(engine.scheduler.prefix.block_hashes(request.sequences[0])[0][-1])
         assert run(engine, str(number)) == expected(prompt, 2)
         for block in pool.allocate(pool.blocks):
             pool.unref(block)
-        tier.issue()
+        host_cache.issue()
         assert host.check() == []
     assert all(host.lookup(end) is not None for end in ends)
-    assert tier.stats.dropped_blocks > 0
+    assert host_cache.stats.dropped_blocks > 0
 
 
 @pytest.mark.parametrize(("held", "rank"), [(False, 0), (True, 1)])
 def test_a_copy_on_another_rank_gives_way_unless_it_is_held(held: bool, rank: int) -> None:
     engine = make_engine(blocks=4, host_blocks=8, policy=ShardPolicy(2))
-    (pool,), tier = engine.scheduler.pools, engine.scheduler.tier
-    assert tier is not None
-    host, name = tier.arenas[0], b"a" * 16
+    (pool,), host_cache = engine.scheduler.pools, engine.scheduler.host_cache
+    assert host_cache is not None
+    host, name = host_cache.arenas[0], b"a" * 16
     for home in (1, 0):
         [block] = pool.allocate(1, home)
-        pool.publish(block, name, None)
+        pool.register(block, name, None)
         pool.unref(block)
         pool.allocate(4, home)  # evicts it
         slot = host.lookup(name)
@@ -292,22 +292,22 @@ def test_a_copy_on_another_rank_gives_way_unless_it_is_held(held: bool, rank: in
         if home == 1:
             assert host.rank_of(slot) == 1
             if held:
-                host.hold(slot)
+                host.pin(slot)
     assert host.rank_of(slot) == rank
     assert host.check() == []
-    assert tier.stats.dropped_blocks == 0
+    assert host_cache.stats.dropped_blocks == 0
 
 
 def test_a_flush_empties_both_tiers() -> None:
     engine = on_host()
-    (pool,), tier = engine.scheduler.pools, engine.scheduler.tier
-    assert tier is not None
-    named = pool.counts().idle + len(tier.arenas[0])
+    (pool,), host_cache = engine.scheduler.pools, engine.scheduler.host_cache
+    assert host_cache is not None
+    named = pool.counts().cached + len(host_cache.arenas[0])
     assert engine.scheduler.flush() >= named - 8
-    assert (pool.counts().idle, len(tier.arenas[0])) == (0, 0)
+    assert (pool.counts().cached, len(host_cache.arenas[0])) == (0, 0)
     engine.submit(make_request("again", PROMPT, 2))
     assert run(engine, "again") == expected(PROMPT, 2)
-    assert tier.stats.back_blocks == 0
+    assert host_cache.stats.loaded_blocks == 0
 
 
 CONVERSATIONS, TURNS, ASKED, ANSWERED = 40, 4, 13, 6

@@ -13,14 +13,14 @@ from tests.families import PROMPT_LENGTHS, VOCAB, prompts
 from tests.worker.cases import UNBOUNDED
 from tests.worker.gangs import gang_engine
 from tests.worker.served import GREEDY, answer, fill, generate
-from worker.blocks.host_cache import Tier
+from worker.blocks.host_cache import HostCache
 from worker.request import Request
 from worker.startup.start import build_engine
 
 if TYPE_CHECKING:
     from tests.worker.served import Models
     from worker.engine.engine import Engine
-    from worker.startup.start import Launch
+    from worker.startup.start import EngineSpec
 
 ALL = range(len(PROMPT_LENGTHS))
 TIGHT = 104
@@ -38,21 +38,21 @@ def alone(models: Models, family: str, kind: str) -> list[list[tuple[int, ...]]]
     return _alone[family, kind]
 
 
-def hosted(launch: Launch, *, chunk: int, preemption: str = "swap") -> Launch:
+def hosted(spec: EngineSpec, *, chunk: int, preemption: str = "swap") -> EngineSpec:
     """With host memory for everything, and steps of `chunk` tokens."""
-    scheduler = replace(launch.config.scheduler, preemption=preemption)
+    scheduler = replace(spec.config.scheduler, preemption=preemption)
     return replace(
-        launch,
+        spec,
         host_slices=200,
-        limits=replace(launch.limits, max_batch_tokens=chunk),
-        config=replace(launch.config, scheduler=scheduler),
+        limits=replace(spec.limits, max_batch_tokens=chunk),
+        config=replace(spec.config, scheduler=scheduler),
     )
 
 
-def tier_of(engine: Engine) -> Tier:
-    tier = engine.scheduler.tier
-    assert tier is not None
-    return tier
+def tier_of(engine: Engine) -> HostCache:
+    host_cache = engine.scheduler.host_cache
+    assert host_cache is not None
+    return host_cache
 
 
 def requests(choices: int = 1) -> list[Request]:
@@ -72,31 +72,32 @@ def check(engine: Engine) -> None:
     """Nothing is held, and all adds up."""
     for host in tier_of(engine).arenas:
         assert host.check() == []
-        assert host.counts().held == 0
+        assert host.counts().pinned == 0
 
 
 def swapped(
     engine: Engine, expected: list[list[tuple[int, ...]]], seed: str, pools: int = 1
 ) -> None:
     """Cold and shaken, then evicted, then back, and shaken again."""
-    tier = tier_of(engine)
+    host_cache = tier_of(engine)
     assert answer(engine, requests(), random=Random(seed)) == expected
     assert engine.scheduler.swaps.stats.swaps > 0
     answer(engine, fillers(pools))
-    before = tier.stats.back_blocks
+    before = host_cache.stats.loaded_blocks
     assert answer(engine, requests()[::-1], random=Random(seed)) == expected[::-1]
-    assert tier.stats.back_blocks > before
-    assert (tier.stats.hit_tokens > 0) == (pools == 1)  # else they start on other ranks in turn
-    found = tier.stats.hit_tokens + tier.stats.gpu_hit_tokens
+    assert host_cache.stats.loaded_blocks > before
+    # else they start on other ranks in turn
+    assert (host_cache.stats.hit_tokens > 0) == (pools == 1)
+    found = host_cache.stats.hit_tokens + host_cache.stats.gpu_hit_tokens
     assert found == engine.scheduler.prefix.stats.hit_tokens
     assert answer(engine, requests(2)) == [outputs * 2 for outputs in expected]
     check(engine)
 
 
 def run(models: Models, family: str, kind: str, chunk: int, depth: int) -> None:
-    launch, model = models.load(family, 8, tokens=TIGHT, kv_dtype=kind)
+    spec, model = models.load(family, 8, tokens=TIGHT, kv_dtype=kind)
     fill(model.store)
-    engine = build_engine(hosted(launch, chunk=chunk), model, lambda: 0.0)
+    engine = build_engine(hosted(spec, chunk=chunk), model, lambda: 0.0)
     engine.depth = depth
     swapped(engine, alone(models, family, kind), family)
 
@@ -129,16 +130,16 @@ def test_the_same_of_the_full_product(models: Models, family: str, kind: str) ->
 )
 def test_on_all_ranks_of_a_gang(models: Models, family: str, ranks: int, sharded_from: int) -> None:
     """Each rank has its own host memory; sequences of one rank and of all."""
-    launch, model = models.load(family, 8, tokens=TIGHT)
-    launch = hosted(launch, chunk=UNBOUNDED)
+    spec, model = models.load(family, 8, tokens=TIGHT)
+    spec = hosted(spec, chunk=UNBOUNDED)
     wide = sharded_from == 1
     if wide:
-        slices = launch.memory.slices // ranks + 1
-        launch = replace(launch, memory=replace(launch.memory, slices=slices))
-    with gang_engine(launch, model, ranks, sharded_from=sharded_from) as (engine, members):
+        slices = spec.memory.slices // ranks + 1
+        spec = replace(spec, memory=replace(spec.memory, slices=slices))
+    with gang_engine(spec, model, ranks, sharded_from=sharded_from) as (engine, members):
         swapped(engine, alone(models, family, "auto"), family, 1 if wide else ranks)
         (host,) = tier_of(engine).arenas
-        used = {host.rank_of(slot) for slot in range(host.slots) if host.identity(slot)}
+        used = {host.rank_of(slot) for slot in range(host.slots) if host.block_hash(slot)}
         assert len(used) == ranks
         told = engine.runner.gang.copied.times
     assert told > 0
@@ -147,14 +148,14 @@ def test_on_all_ranks_of_a_gang(models: Models, family: str, ranks: int, sharded
 
 def test_host_memory_that_is_read_before_it_was_written_is_heard(models: Models) -> None:
     """So what passes above read what was there: copies out that do nothing change the output."""
-    launch, model = models.load("llama", 8, tokens=TIGHT)
+    spec, model = models.load("llama", 8, tokens=TIGHT)
     fill(model.store)
-    engine = build_engine(hosted(launch, chunk=UNBOUNDED), model, lambda: 0.0)
+    engine = build_engine(hosted(spec, chunk=UNBOUNDED), model, lambda: 0.0)
     expected = alone(models, "llama", "auto")
     assert answer(engine, requests()) == expected
     answer(engine, fillers(1))
     host = engine.runner.host
     assert host is not None
     for arena in host.arenas:
-        arena.view(launch.dtype).fill_(1e4)
+        arena.view(spec.dtype).fill_(1e4)
     assert answer(engine, requests()) != expected

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvpaging.windows import GONE
+from kvpaging.windows import NULL_BLOCK
 from tests.worker.fake import check, make_engine, make_request
-from worker.blocks.incoming import Incoming, IncomingBlocks, Piece, counted
+from worker.blocks.incoming import Chunk, Incoming, IncomingBlocks, counted
 
 SIZE, BLOCKS = 4, 4
 
@@ -16,18 +16,18 @@ def begun(groups: int = 2, **options):
     engine = make_engine(blocks=20, groups=groups, **options)
     prefix = engine.scheduler.prefix
     (sequence,) = make_request("r", range(BLOCKS * SIZE + 1), 1).sequences
-    chains = prefix.chains(sequence)
+    group_hashes = prefix.block_hashes(sequence)
     incoming = Incoming(
         parents=[None] * groups,
-        wanted=chains,
-        names=chains[0],
+        wanted=group_hashes,
+        names=group_hashes[0],
         kept=[[] for _ in range(groups)],
     )
     books = IncomingBlocks[Incoming](prefix)
     books.begin(incoming)
     for start in range(0, BLOCKS, 2):
         blocks = [[books.take(group, 0) for _ in range(2)] for group in range(groups)]
-        incoming.pieces.append(Piece(start, start + 2, blocks=blocks))
+        incoming.chunks.append(Chunk(start, start + 2, blocks=blocks))
     return engine, sequence, books, incoming
 
 
@@ -39,7 +39,7 @@ def test_what_has_come_is_found_and_held_until_the_end() -> None:
     engine, sequence, books, incoming = begun()
     prefix = engine.scheduler.prefix
     assert (prefix.match(sequence), held(engine)) == ([[], []], 2 * BLOCKS)
-    first, second = incoming.pieces
+    first, second = incoming.chunks
     blocks = first.blocks
     assert books.land(incoming, first, 2) == 4
     assert prefix.match(sequence) == incoming.kept == blocks
@@ -69,7 +69,7 @@ def test_others_find_that_a_block_is_coming_until_it_ends() -> None:
 
 def test_blocks_that_are_written_to_stay_held_until_they_are_dropped() -> None:
     engine, _, books, incoming = begun()
-    late = incoming.pieces[1]
+    late = incoming.chunks[1]
     late.writing = True
     books.end(incoming)
     assert held(engine) == counted(late.blocks) == 4
@@ -83,9 +83,9 @@ def test_blocks_that_are_written_to_stay_held_until_they_are_dropped() -> None:
 def test_a_block_that_was_computed_meanwhile_takes_the_place_of_what_came(group: int) -> None:
     engine, _, books, incoming = begun()
     (computed,) = engine.scheduler.pools[group].allocate(1)
-    engine.scheduler.pools[group].publish(computed, incoming.wanted[group][0], None)
-    came = [column[0] for column in incoming.pieces[0].blocks]
-    books.land(incoming, incoming.pieces[0], 1)
+    engine.scheduler.pools[group].register(computed, incoming.wanted[group][0], None)
+    came = [column[0] for column in incoming.chunks[0].blocks]
+    books.land(incoming, incoming.chunks[0], 1)
     assert incoming.kept[group] == [computed]
     assert incoming.kept[1 - group] == [came[1 - group]]
     assert engine.scheduler.pools[group].holds(computed)
@@ -99,5 +99,5 @@ def test_a_block_that_was_computed_meanwhile_takes_the_place_of_what_came(group:
 def test_tails_of_all_groups_go_before_the_blocks_before_them() -> None:
     engine, _, books, _ = begun(windows=(None, 5))
     pools = engine.scheduler.pools
-    order = [*books.each([[0, 1, 2], [GONE, 7]])]
+    order = [*books.each([[0, 1, 2], [NULL_BLOCK, 7]])]
     assert order == [(pools[0], 2), (pools[0], 1), (pools[1], 7), (pools[0], 0)]

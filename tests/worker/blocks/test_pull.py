@@ -34,14 +34,14 @@ def pair(owner: dict[str, Any] | None = None, **options: Any) -> tuple[Side, Sid
     source.compute(PROMPT)
     puller = Side(**options)
 
-    async def fetch(gang: str, chains: list[bytes], timeout_s: float) -> Any:
-        return await source.puller.export(chains)
+    async def fetch(gang: str, group_hashes: list[bytes], timeout_s: float) -> Any:
+        return await source.puller.export(group_hashes)
 
     puller.fetch = fetch
     return source, puller
 
 
-def pieces(groups: int, blocks: int, calls: int) -> int:
+def chunks(groups: int, blocks: int, calls: int) -> int:
     """The setting with which a call carries so many blocks, so many calls at once."""
     return 8 * SIZE * groups * blocks * calls
 
@@ -66,9 +66,9 @@ def finish(side: Side, prompt: list[int] = PROMPT) -> int:
 @pytest.mark.parametrize("blocks", [1, 2, 4, 100])
 @pytest.mark.parametrize("calls", [2, 3])
 async def test_what_came_is_not_computed(groups: int, blocks: int, calls: int) -> None:
-    source, side = pair(groups=groups, bytes_max=pieces(groups, blocks, calls))
+    source, side = pair(groups=groups, bytes_max=chunks(groups, blocks, calls))
     await pull(side)
-    idle = [pool.counts().idle for pool in side.engine.scheduler.pools]
+    idle = [pool.counts().cached for pool in side.engine.scheduler.pools]
     assert idle == [BLOCKS] * groups
     assert finish(side) == BLOCKS * SIZE
     assert side.engine.stats.batch_tokens <= len(PROMPT) - BLOCKS * SIZE + COUNT
@@ -118,7 +118,7 @@ async def test_others_pass_one_that_waits_for_its_blocks() -> None:
     while len(tokens_of(outputs, "other")) < 4:
         outputs += side.engine.step(0.0)
         check(side.engine)
-        assert side.engine.scheduler.pools[0].counts().leased == BLOCKS
+        assert side.engine.scheduler.pools[0].counts().pinned == BLOCKS
     arrive.set()
     await task
     assert finish(side) == BLOCKS * SIZE
@@ -188,8 +188,8 @@ async def empty(*asked: Any) -> Any:
     return 0, b""
 
 
-async def too_much(gang: str, chains: list[bytes], timeout_s: float) -> Any:
-    return len(chains[0]) // 16, bytes(7)
+async def too_much(gang: str, group_hashes: list[bytes], timeout_s: float) -> Any:
+    return len(group_hashes[0]) // 16, bytes(7)
 
 
 async def negative(*asked: Any) -> Any:
@@ -210,7 +210,7 @@ async def negative(*asked: Any) -> Any:
 async def test_a_failure_costs_no_more_than_computing(
     fetch: Any, reason: str, calls: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    side = Side(fetch, timeout_s=LATE_S, bytes_max=pieces(1, 2, max(2, calls)))
+    side = Side(fetch, timeout_s=LATE_S, bytes_max=chunks(1, 2, max(2, calls)))
     with caplog.at_level(logging.INFO, "kvatlas.worker"):
         await pull(side)
     assert side.stats.failures == {reason: 1}
@@ -223,8 +223,8 @@ async def test_a_failure_costs_no_more_than_computing(
 async def test_what_the_owner_still_had_is_used(had: int, blocks: int) -> None:
     source = Side()
     source.compute(PROMPT[: had * SIZE + 1])
-    side = Side(bytes_max=pieces(1, blocks, 2))
-    side.fetch = lambda gang, chains, timeout_s: source.puller.export(chains)
+    side = Side(bytes_max=chunks(1, blocks, 2))
+    side.fetch = lambda gang, group_hashes, timeout_s: source.puller.export(group_hashes)
     await pull(side)
     assert side.stats.failures == {"gone": 1}
     assert side.stats.pulled_blocks == had
@@ -237,13 +237,13 @@ async def test_layer_groups_come_together_or_not_at_all() -> None:
     pool = source.engine.scheduler.pools[1]
     pool.forget([*pool._found][3])
     await pull(side)
-    assert [p.counts().idle for p in side.engine.scheduler.pools] == [3, 3]
+    assert [p.counts().cached for p in side.engine.scheduler.pools] == [3, 3]
     assert finish(side) == 3 * SIZE
     source.assert_whole()
 
 
 async def test_running_requests_keep_the_room_they_were_promised() -> None:
-    """A pull takes idle blocks, oldest first, and nothing that a running request will need."""
+    """A pull takes cached blocks, oldest first, and nothing that a running request will need."""
     _, side = pair(blocks=14)
     side.compute(list(range(90, 70, -1)), 1, "idle")
     side.engine.submit(make_request("long", [5], 28))
@@ -263,11 +263,11 @@ async def test_what_a_pull_evicts_is_on_the_host_as_it_was() -> None:
     side.compute(other, 1, "other")
     await pull(side)
     assert finish(side) == BLOCKS * SIZE
-    tier = side.engine.scheduler.tier
-    assert tier is not None
+    host_cache = side.engine.scheduler.host_cache
+    assert host_cache is not None
     side.engine.submit(make_request("r", other, COUNT))
     assert tokens_of(side.run(), "r") == expected(other, COUNT)
-    assert tier.stats.hit_tokens > 0
+    assert host_cache.stats.hit_tokens > 0
 
 
 async def test_what_the_host_has_is_not_pulled() -> None:
@@ -294,7 +294,7 @@ async def test_no_room_is_no_reason_to_preempt() -> None:
 
 
 async def test_a_pull_gives_up_before_it_evicts_what_it_brought() -> None:
-    _, side = pair(blocks=12, bytes_max=pieces(1, 1, 2))
+    _, side = pair(blocks=12, bytes_max=chunks(1, 1, 2))
     side.engine.submit(make_request("long", list(range(5 * SIZE)), 9))
     outputs = side.engine.step(0.0)
     room = side.engine.scheduler.pools[0].available - side.engine.scheduler.state.promised()[0]
@@ -303,23 +303,23 @@ async def test_a_pull_gives_up_before_it_evicts_what_it_brought() -> None:
     assert side.stats.failures == {"no_room": 1}
     assert side.stats.pulled_blocks == room
     pool = side.engine.scheduler.pools[0]
-    assert sum(pool.identity(b) is not None and not pool.references(b) for b in range(12)) == room
+    assert sum(pool.block_hash(b) is not None and not pool.references(b) for b in range(12)) == room
     outputs += side.run()
     assert tokens_of(outputs, "long") == expected(range(5 * SIZE), 9)
     side.assert_whole()
 
 
 async def test_pieces_land_in_order_however_they_come() -> None:
-    _, side = pair(bytes_max=pieces(1, BLOCKS // 2, 2))
+    _, side = pair(bytes_max=chunks(1, BLOCKS // 2, 2))
     fetch = side.fetch
     arrived: list[int] = []
 
-    async def noted(gang: str, chains: list[bytes], timeout_s: float) -> Any:
+    async def noted(gang: str, group_hashes: list[bytes], timeout_s: float) -> Any:
         number = len(side.calls)
         while number + len(arrived) < 2:
             await asyncio.sleep(0)
         arrived.append(number)
-        return await fetch(gang, chains, timeout_s)
+        return await fetch(gang, group_hashes, timeout_s)
 
     side.fetch = noted
     await pull(side)
@@ -329,7 +329,7 @@ async def test_pieces_land_in_order_however_they_come() -> None:
 
 
 async def test_a_pull_does_not_evict_what_it_brought_or_builds_on() -> None:
-    source, side = pair(blocks=BLOCKS + 2, bytes_max=pieces(1, 1, 2))
+    source, side = pair(blocks=BLOCKS + 2, bytes_max=chunks(1, 1, 2))
     side.compute(PROMPT[: 2 * SIZE], 1)
     side.compute(list(range(90, 90 - 6 * SIZE, -1)), 1, "other")
     await pull(side)
@@ -360,7 +360,7 @@ async def test_nothing_is_pulled_without_a_cache_or_for_what_is_being_computed()
 
 
 async def test_bytes_on_their_way_are_bounded_on_both_sides() -> None:
-    source, side = pair({"bytes_max": pieces(1, 1, 2)}, bytes_max=pieces(1, 1, 3))
+    source, side = pair({"bytes_max": chunks(1, 1, 2)}, bytes_max=chunks(1, 1, 3))
     busy = most_in = most_out = 0
     fetch, export = side.fetch, source.pages.export
 
@@ -379,7 +379,7 @@ async def test_bytes_on_their_way_are_bounded_on_both_sides() -> None:
         return export(blocks)
 
     side.fetch, source.pages.export = counted, copied  # type: ignore[method-assign]
-    other = Side(fetch, bytes_max=pieces(1, 1, 3))
+    other = Side(fetch, bytes_max=chunks(1, 1, 3))
     await asyncio.gather(pull(side), pull(other))
     assert (most_in, most_out) == (3, 2)
     for one in (side, other):
@@ -387,10 +387,10 @@ async def test_bytes_on_their_way_are_bounded_on_both_sides() -> None:
 
 
 async def test_an_export_asks_for_what_a_call_may_carry() -> None:
-    source, _ = pair({"bytes_max": pieces(1, 2, 2)})
+    source, _ = pair({"bytes_max": chunks(1, 2, 2)})
     known = [*source.engine.scheduler.pools[0]._found]
     for wrong in ([], [b"", b""], [b"x" * 48]):
-        with pytest.raises(ValueError, match="1 lists of up to 2 identities"):
+        with pytest.raises(ValueError, match="1 lists of up to 2 block hashes"):
             await source.puller.export(wrong)
     assert (await source.puller.export([known[0] + known[1]]))[0] == 2
     assert (await source.puller.export([b"?" * 16]))[0] == 0
@@ -406,7 +406,7 @@ async def settle() -> None:
 @pytest.mark.parametrize("tick", range(0, 40))
 @pytest.mark.parametrize("groups", [1, 2])
 async def test_a_request_may_be_cancelled_at_any_moment(tick: int, groups: int) -> None:
-    source, side = pair(groups=groups, bytes_max=pieces(groups, 2, 2))
+    source, side = pair(groups=groups, bytes_max=chunks(groups, 2, 2))
     task = asyncio.create_task(pull(side, name="gone"))
     for _ in range(tick):
         await asyncio.sleep(0)
@@ -427,7 +427,7 @@ async def test_a_request_may_be_cancelled_at_any_moment(tick: int, groups: int) 
 @pytest.mark.parametrize("step", range(0, 12))
 async def test_an_engine_that_is_too_busy_is_waited_for_no_longer(step: int) -> None:
     """Its thread answers late or never to one of the calls; what it does late is undone."""
-    source, side = pair(bytes_max=pieces(1, 2, 2))
+    source, side = pair(bytes_max=chunks(1, 2, 2))
     calls = 0
 
     def late() -> None:
@@ -450,7 +450,7 @@ async def test_a_copy_whose_end_nobody_knows_keeps_its_blocks() -> None:
     pool = side.engine.scheduler.pools[0]
     await pull(side)
     assert side.stats.failures == {"timeout": 1}
-    assert pool.counts().leased == BLOCKS  # the time-out alone gives nothing away
+    assert pool.counts().pinned == BLOCKS  # the time-out alone gives nothing away
     while not pool.quarantined:
         await asyncio.sleep(0)
     assert pool.counts().quarantined == side.stats.unconfirmed_blocks / 2 == BLOCKS
@@ -473,7 +473,7 @@ async def test_a_cancelled_copy_gives_its_blocks_back_when_it_ends() -> None:
     side.engine.abort("gone")
     task.cancel()
     await settle()
-    assert side.engine.scheduler.pools[0].counts().leased == BLOCKS
+    assert side.engine.scheduler.pools[0].counts().pinned == BLOCKS
     side.held[0].set_result(None)
     await settle()
     side.assert_whole()
@@ -490,9 +490,9 @@ async def test_an_owner_keeps_what_is_being_copied_out() -> None:
         await asyncio.sleep(0)
     task.cancel()
     await settle()
-    assert source.engine.scheduler.pools[0].counts().leased == BLOCKS
+    assert source.engine.scheduler.pools[0].counts().pinned == BLOCKS
     source.compute([9] * 11, 3, "other")
-    assert source.engine.scheduler.pools[0].counts().leased == BLOCKS
+    assert source.engine.scheduler.pools[0].counts().pinned == BLOCKS
     source.held[0].set_result(None)
     await settle()
     source.assert_whole()
@@ -521,7 +521,7 @@ async def test_of_a_windowed_group_only_the_last_window_comes() -> None:
     behind = (BLOCKS * SIZE - 8) // SIZE  # blocks that the first token to be computed does not see
     assert side.stats.pulled_blocks == 2 * BLOCKS - behind == source.stats.exported_blocks
     assert side.stats.pulled_bytes == 8 * SIZE * (2 * BLOCKS - behind)
-    idle = [pool.counts().idle for pool in side.engine.scheduler.pools]
+    idle = [pool.counts().cached for pool in side.engine.scheduler.pools]
     assert idle == [BLOCKS - behind, BLOCKS]
     assert finish(side) == BLOCKS * SIZE
     side.assert_whole()
@@ -532,7 +532,7 @@ async def test_without_the_owners_window_all_is_computed() -> None:
     source, side = pair(options, groups=2, **options)
     windowed, _ = source.engine.scheduler.pools
     sequence = make_request("", PROMPT, 1).sequences[0]
-    windowed.forget(source.engine.scheduler.prefix.chains(sequence)[0][BLOCKS - 1])
+    windowed.forget(source.engine.scheduler.prefix.block_hashes(sequence)[0][BLOCKS - 1])
     await pull(side)
     assert side.stats.failures == {"gone": 1}
     assert finish(side) == 0
@@ -547,16 +547,18 @@ async def test_what_windows_need_comes_first_and_alone_where_it_is_gone(
 ) -> None:
     """Two groups, of which the window needs blocks 4 and 5 of 6, a block a call."""
     options: dict[str, Any] = {"windows": (9, None)}
-    source, side = pair(options, groups=2, bytes_max=pieces(2, 1, calls), **options)
+    source, side = pair(options, groups=2, bytes_max=chunks(2, 1, calls), **options)
     windowed, _ = source.engine.scheduler.pools
-    chain = source.engine.scheduler.prefix.chains(make_request("", PROMPT, 1).sequences[0])[0]
+    hashes = source.engine.scheduler.prefix.block_hashes(make_request("", PROMPT, 1).sequences[0])[
+        0
+    ]
     if lost is not None:
-        windowed.forget(chain[lost])
+        windowed.forget(hashes[lost])
     asked, fetch = [], side.fetch
 
-    async def noted(gang: str, chains: list[bytes], timeout_s: float) -> Any:
-        asked.append(-1 if chains[0] == UNWANTED else chain.index(chains[0]))
-        return await fetch(gang, chains, timeout_s)
+    async def noted(gang: str, group_hashes: list[bytes], timeout_s: float) -> Any:
+        asked.append(-1 if group_hashes[0] == UNWANTED else hashes.index(group_hashes[0]))
+        return await fetch(gang, group_hashes, timeout_s)
 
     side.fetch = noted
     await pull(side)
@@ -580,7 +582,7 @@ async def storm(seed: int, windows: tuple[int | None, ...] = ()) -> list[Side]:
             blocks=draw.choice([9, 16, 60]),
             seqs=draw.choice([2, 4]),
             depth=draw.choice([1, 2]),
-            bytes_max=pieces(groups, blocks, 2),
+            bytes_max=chunks(groups, blocks, 2),
         )
         for _ in "ab"
     ]
@@ -627,12 +629,12 @@ async def storm(seed: int, windows: tuple[int | None, ...] = ()) -> list[Side]:
 
 
 def _flaky(owner: Side, draw: random.Random) -> Any:
-    async def fetch(gang: str, chains: list[bytes], timeout_s: float) -> Any:
+    async def fetch(gang: str, group_hashes: list[bytes], timeout_s: float) -> Any:
         for _ in range(draw.randrange(6)):
             await asyncio.sleep(0)
         if draw.random() < 0.1:
             raise PullFailed("lost", "it died")
-        count, data = await owner.puller.export(chains)
+        count, data = await owner.puller.export(group_hashes)
         if draw.random() < 0.1:
             return count, bytes(3)
         if draw.random() < 0.1:

@@ -37,7 +37,7 @@ class Worker:
     """An engine in its thread, and what moves blocks in and out of it."""
 
     def __init__(self, models: Models, family: str, tokens: int, blocks_per_call: int) -> None:
-        launch, _ = models.load(family, SIZE, tokens=tokens)
+        spec, _ = models.load(family, SIZE, tokens=tokens)
         self.loop = EngineLoop(
             lambda: models.engine(family, SIZE, chunk=64, tokens=tokens),
             now=time.monotonic,
@@ -46,7 +46,7 @@ class Worker:
         self.loop.start(asyncio.get_running_loop())
         self.engine = self.loop.engine
         self.peer: Worker | None = None
-        slice_bytes = launch.layout.slice_bytes
+        slice_bytes = spec.layout.slice_bytes
         self.puller = Puller(
             transfers_of(self.engine.scheduler),
             self.engine.runner.model.store,
@@ -59,9 +59,9 @@ class Worker:
             now=time.monotonic,
         )
 
-    async def _fetch(self, gang: str, chains: list[bytes], timeout_s: float) -> Any:
+    async def _fetch(self, gang: str, group_hashes: list[bytes], timeout_s: float) -> Any:
         assert self.peer is not None
-        return await self.peer.puller.export(chains)
+        return await self.peer.puller.export(group_hashes)
 
     async def ask(
         self, index: int, pull: messages.Pull | None = None
@@ -88,16 +88,16 @@ class Worker:
         sequence = Request("", prompts()[LONGEST], SamplingParams()).sequences[0]
 
         def forget() -> None:
-            chains = scheduler.prefix.chains(sequence)
-            for pool, chain in zip(scheduler.pools, chains, strict=True):
-                assert sum(pool.forget(name) for name in chain[blocks:]) > 0
+            group_hashes = scheduler.prefix.block_hashes(sequence)
+            for pool, hashes in zip(scheduler.pools, group_hashes, strict=True):
+                assert sum(pool.forget(name) for name in hashes[blocks:]) > 0
 
         await self.loop.call(forget, 60.0)
 
     async def prove_whole(self) -> None:
         await self.loop.call(lambda: prove_sound(self.engine), 60.0)
         counts = [pool.counts() for pool in self.engine.scheduler.pools]
-        assert all(c.owned == c.leased == c.quarantined == 0 for c in counts)
+        assert all(c.active == c.pinned == c.quarantined == 0 for c in counts)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma4", "gpt_oss", "deepseek_v3"])

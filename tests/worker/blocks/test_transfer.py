@@ -9,7 +9,7 @@ import pytest
 
 from context_parallel.policy import ShardPolicy
 from kvpaging.table import BlockTable
-from kvpaging.windows import GONE
+from kvpaging.windows import NULL_BLOCK
 from tests.worker.fake import (
     VOCAB,
     SmallTiles,
@@ -20,8 +20,8 @@ from tests.worker.fake import (
     transfers_of,
 )
 from worker import messages
-from worker.blocks.incoming import Piece
-from worker.blocks.transfer import LINKS_MAX, Loan, Pull, PullFailed, TransferStats
+from worker.blocks.incoming import Chunk
+from worker.blocks.transfer import LINKS_MAX, ExportPin, Pull, PullFailed, TransferStats
 from worker.engine.stats import EngineStats, PrefillRate, Rate
 from worker.scheduling.prefix import UNWANTED
 
@@ -82,9 +82,9 @@ class Books:
         self.transfers = transfers_of(self.engine.scheduler)
         self.stems = [[0] * 24]
         self.pulls: list[Pull] = []
-        self.late: list[Piece] = []  # of pulls that have ended
-        self.writers: dict[Piece, list[list[int]]] = {}
-        self.loans: list[Loan] = []
+        self.late: list[Chunk] = []  # of pulls that have ended
+        self.writers: dict[Chunk, list[list[int]]] = {}
+        self.export_pins: list[ExportPin] = []
         self.made = self.landed = self.finished = self.refused = self.quarantines = 0
 
     def submit(self) -> None:
@@ -110,72 +110,72 @@ class Books:
 
     def reserve(self) -> None:
         pull = self.draw.choice(self.pulls)
-        start = pull.pieces[-1].stop if pull.pieces else 0
+        start = pull.chunks[-1].stop if pull.chunks else 0
         if start >= pull.count:
             return
-        piece = Piece(start, self.draw.randint(start + 1, pull.count))
+        chunk = Chunk(start, self.draw.randint(start + 1, pull.count))
         before = [pool.counts() for pool in self.transfers.pools]
         try:
-            self.transfers.reserve(pull, piece)
+            self.transfers.reserve(pull, chunk)
         except PullFailed:
             self.refused += 1
             assert before == [pool.counts() for pool in self.transfers.pools]
 
     def land(self) -> None:
         pull = self.draw.choice(self.pulls)
-        for piece in pull.pieces:
-            if piece.blocks and piece.blocks[0] and not piece.writing:
-                count = self.draw.randint(0, len(piece.blocks[0]))
-                self.fill(pull, piece, count)
-                self.transfers.land(pull, piece, count)
+        for chunk in pull.chunks:
+            if chunk.blocks and chunk.blocks[0] and not chunk.writing:
+                count = self.draw.randint(0, len(chunk.blocks[0]))
+                self.fill(pull, chunk, count)
+                self.transfers.land(pull, chunk, count)
                 self.landed += count
                 return
 
-    def fill(self, pull: Pull, piece: Piece, count: int) -> None:
+    def fill(self, pull: Pull, chunk: Chunk, count: int) -> None:
         """What a copy does: the keys of the prompt, where they belong."""
         runner: Any = self.engine.runner
-        chain = self.engine.scheduler.prefix.chains(pull.request.sequences[0])[0]
+        hashes = self.engine.scheduler.prefix.block_hashes(pull.request.sequences[0])[0]
         for at in range(count):
-            first = chain.index(pull.wanted[0][piece.start + at]) * SIZE
-            for group, column in enumerate(piece.blocks):
+            first = hashes.index(pull.wanted[0][chunk.start + at]) * SIZE
+            for group, column in enumerate(chunk.blocks):
                 for offset in range(SIZE):
                     token = pull.request.sequences[0].tokens[first + offset]
                     runner.pages[group, column[at], offset] = (first + offset, token)
 
     def write(self) -> None:
-        for piece in self.draw.choice(self.pulls).pieces:
-            if piece.blocks and not piece.writing:
-                piece.writing = True
-                self.writers[piece] = [[*column] for column in piece.blocks]
+        for chunk in self.draw.choice(self.pulls).chunks:
+            if chunk.blocks and not chunk.writing:
+                chunk.writing = True
+                self.writers[chunk] = [[*column] for column in chunk.blocks]
 
     def end(self) -> None:
         pull = self.pulls.pop(self.draw.randrange(len(self.pulls)))
-        self.late += [piece for piece in pull.pieces if piece.writing]
+        self.late += [chunk for chunk in pull.chunks if chunk.writing]
         self.transfers.end(pull)
 
     def confirm(self) -> None:
         """Until then the writer may write."""
-        piece = self.late.pop(self.draw.randrange(len(self.late)))
+        chunk = self.late.pop(self.draw.randrange(len(self.late)))
         runner: Any = self.engine.runner
-        for group, column in enumerate(self.writers.pop(piece)):
+        for group, column in enumerate(self.writers.pop(chunk)):
             for block in column:
                 runner.pages.update({(group, block, offset): (-1, -1) for offset in range(SIZE)})
-        self.transfers.confirmed(piece)
+        self.transfers.confirmed(chunk)
 
     def quarantine(self) -> None:
-        piece = self.draw.choice(self.late)
-        if not piece.overdue:
-            self.transfers.quarantine(piece)
+        chunk = self.draw.choice(self.late)
+        if not chunk.overdue:
+            self.transfers.quarantine(chunk)
             self.quarantines += 1
 
     def lend(self) -> None:
         request = make_request("asks", self.prompt(), 1)
-        chains = self.engine.scheduler.prefix.chains(request.sequences[0])
-        self.loans.append(Loan())
-        self.transfers.lend(self.loans[-1], chains)
+        group_hashes = self.engine.scheduler.prefix.block_hashes(request.sequences[0])
+        self.export_pins.append(ExportPin())
+        self.transfers.lend(self.export_pins[-1], group_hashes)
 
     def give_back(self) -> None:
-        self.transfers.returned(self.loans.pop(self.draw.randrange(len(self.loans))))
+        self.transfers.returned(self.export_pins.pop(self.draw.randrange(len(self.export_pins))))
 
     def turn(self, *, more: bool) -> None:
         choices = [self.submit, self.lend] if more else []
@@ -183,7 +183,7 @@ class Books:
             choices += [self.reserve, self.reserve, self.land, self.write, self.end]
         if self.late:
             choices += [self.confirm, self.quarantine]
-        if self.loans:
+        if self.export_pins:
             choices += [self.give_back]
         if self.engine.requests and self.draw.random() < 0.05:
             self.engine.abort(self.draw.choice(sorted(self.engine.requests)))
@@ -205,11 +205,11 @@ class Books:
     def run(self) -> None:
         for _ in range(300):
             self.turn(more=True)
-        while self.pulls or self.late or self.loans or not self.engine.idle:
+        while self.pulls or self.late or self.export_pins or not self.engine.idle:
             self.turn(more=False)
         for pool in self.engine.scheduler.pools:
             counts = pool.counts()
-            assert counts.idle + counts.free == pool.blocks
+            assert counts.cached + counts.free == pool.blocks
             assert not any(pool.holds(block) for block in range(pool.blocks))
         assert not self.transfers.incoming.coming
 
@@ -238,34 +238,36 @@ def test_what_is_pulled_lies_where_its_request_will_run(prompt: int, loads: list
     pull = Pull(make_request("r", range(prompt), 3, pulling=True), "owner")
     engine.submit(pull.request)
     assert transfers.begin(pull, 8) is None
-    pieces = [Piece(0, 2), Piece(2, pull.count)]
-    for piece in pieces:
-        transfers.reserve(pull, piece)
-    owners = [pool.rank_of(block) for piece in pieces for block in piece.blocks[0]]
+    chunks = [Chunk(0, 2), Chunk(2, pull.count)]
+    for chunk in chunks:
+        transfers.reserve(pull, chunk)
+    owners = [pool.rank_of(block) for chunk in chunks for block in chunk.blocks[0]]
     assert [owners.count(rank) for rank in range(2)] == loads
 
 
 def scattered(engine, count: int) -> tuple[list[list[bytes]], list[BlockTable]]:
-    """Identities of blocks of two groups, and the tables on two ranks that have them: each group
+    """Block hashes of blocks of two groups, and the tables on two ranks that have them: each group
     finds its last block on its own rank, and those before on rank 0."""
     pools, prefix = engine.scheduler.pools, engine.scheduler.prefix
-    chains = prefix.chains(make_request("r", range(SIZE * count), 1).sequences[0])
+    group_hashes = prefix.block_hashes(make_request("r", range(SIZE * count), 1).sequences[0])
     tables = [BlockTable(pools, SIZE, (rank,)) for rank in range(2)]
     for group, (pool, table) in enumerate(zip(pools, tables, strict=True)):
         table.append(SIZE * count)
-        for at, identity in enumerate(chains[group]):
+        for at, block_hash in enumerate(group_hashes[group]):
             there = table if at == count - 1 else tables[0]
-            pool.publish(there.blocks[group][at], identity, chains[group][at - 1] if at else None)
-    return chains, tables
+            pool.register(
+                there.blocks[group][at], block_hash, group_hashes[group][at - 1] if at else None
+            )
+    return group_hashes, tables
 
 
 def test_what_is_lent_of_each_block_lies_on_one_rank() -> None:
     engine = make_engine(blocks=20, groups=2, policy=ShardPolicy(2))
-    transfers, loan = transfers_of(engine.scheduler), Loan()
-    chains, tables = scattered(engine, 3)
-    transfers.lend(loan, chains)
-    assert loan.blocks == [column[:2] for column in tables[0].blocks]
-    transfers.returned(loan)
+    transfers, export_pin = transfers_of(engine.scheduler), ExportPin()
+    group_hashes, tables = scattered(engine, 3)
+    transfers.lend(export_pin, group_hashes)
+    assert export_pin.blocks == [column[:2] for column in tables[0].blocks]
+    transfers.returned(export_pin)
     for table in tables:
         table.release()
     check(engine)
@@ -275,20 +277,20 @@ def test_what_lands_is_found_though_one_group_has_it_elsewhere() -> None:
     engine = make_engine(blocks=20, groups=2, policy=ShardPolicy(2))
     scheduler, prefix = engine.scheduler, engine.scheduler.prefix
     request = make_request("r", range(9), 3, pulling=True)
-    chain = prefix.chains(request.sequences[0])[0]
+    hashes = prefix.block_hashes(request.sequences[0])[0]
     table = BlockTable(scheduler.pools, SIZE, (1,))
     table.append(2 * SIZE)
     for at, block in enumerate(table.blocks[0]):
-        scheduler.pools[0].publish(block, chain[at], chain[at - 1] if at else None)
+        scheduler.pools[0].register(block, hashes[at], hashes[at - 1] if at else None)
     transfers = transfers_of(scheduler)
-    pull, piece = Pull(request, "owner", ranks=(0,)), Piece(0, 2)
+    pull, chunk = Pull(request, "owner", ranks=(0,)), Chunk(0, 2)
     engine.submit(request)
     assert transfers.begin(pull, 8) is None
-    transfers.reserve(pull, piece)
-    blocks = piece.blocks
-    transfers.land(pull, piece, 2)
+    transfers.reserve(pull, chunk)
+    blocks = chunk.blocks
+    transfers.land(pull, chunk, 2)
     assert prefix.match(request.sequences[0]) == pull.kept == blocks
-    transfers.confirmed(piece)
+    transfers.confirmed(chunk)
     transfers.end(pull)
     table.release()
     check(engine)
@@ -298,15 +300,18 @@ def test_what_lands_without_its_window_leaves_an_earlier_twin_elsewhere() -> Non
     """The group that came without a block has none that could lie on another rank."""
     engine = make_engine(blocks=20, groups=2, windows=(5, None), policy=ShardPolicy(2))
     (_, full), prefix = engine.scheduler.pools, engine.scheduler.prefix
-    chain = prefix.chains(make_request("r", range(9), 1).sequences[0])[1]
+    hashes = prefix.block_hashes(make_request("r", range(9), 1).sequences[0])[1]
     table = BlockTable([full], SIZE, (1,))
     table.append(2 * SIZE)
     twins = table.blocks[0]
-    full.publish(twins[0], chain[0], None)
-    full.publish(twins[1], chain[1], chain[0])
+    full.register(twins[0], hashes[0], None)
+    full.register(twins[1], hashes[1], hashes[0])
     (came,) = full.allocate(1, 0)
-    assert prefix.name([GONE, came], [UNWANTED, chain[0]], [None, None]) == [GONE, twins[0]]
-    assert [full.lookup(identity) for identity in chain] == twins
+    assert prefix.register_blocks([NULL_BLOCK, came], [UNWANTED, hashes[0]], [None, None]) == [
+        NULL_BLOCK,
+        twins[0],
+    ]
+    assert [full.lookup(block_hash) for block_hash in hashes] == twins
     full.unref(came)
     table.release()
     check(engine)
@@ -322,8 +327,8 @@ def test_the_pieces_of_a_pull_no_rank_can_hold_alone_are_even_over_ranks(
     pull = Pull(make_request("r", range(8 * SIZE), 3, pulling=True), "owner")
     engine.submit(pull.request)
     assert transfers.begin(pull, 8) is None
-    pieces = [Piece(*cut) for cut in cuts]
-    for piece in pieces:
-        transfers.reserve(pull, piece)
-    owners = [pool.rank_of(block) for piece in pieces for block in piece.blocks[0]]
+    chunks = [Chunk(*cut) for cut in cuts]
+    for chunk in chunks:
+        transfers.reserve(pull, chunk)
+    owners = [pool.rank_of(block) for chunk in chunks for block in chunk.blocks[0]]
     assert owners == [0, 1] * 4

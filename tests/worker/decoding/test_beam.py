@@ -19,7 +19,7 @@ from tests.worker.fake import (
 )
 from worker import messages
 from worker.decoding.beam import BeamSearch, Child, Ended
-from worker.scheduling.step import Offer
+from worker.scheduling.step import BeamCandidates
 
 
 @cache
@@ -148,9 +148,9 @@ def test_storms_of_beams(seed):
     assert_empty(engine)
 
 
-def offer(values: dict[int, float]) -> Offer:
+def candidates(values: dict[int, float]) -> BeamCandidates:
     best = sorted(values, key=lambda token: -values[token])
-    return Offer(best, [values[token] for token in best])
+    return BeamCandidates(best, [values[token] for token in best])
 
 
 def test_one_step_of_a_search():
@@ -158,12 +158,12 @@ def test_one_step_of_a_search():
     search = BeamSearch(2, frozenset([7, 8]), max_tokens=5, length_penalty=2.0)
     assert search.candidates == 4
     said = [[1], [2]].__getitem__
-    assert search.select([offer({1: -0.5, 2: -0.75})], said) == [
+    assert search.select([candidates({1: -0.5, 2: -0.75})], said) == [
         Child(0, 1, -0.5),
         Child(0, 2, -0.75),
     ]
-    first = offer({7: -0.125, 3: -1.0, 8: -1.5, 4: -4.0})
-    second = offer({5: -0.5, 8: -0.625, 6: -2.0, 3: -3.0})
+    first = candidates({7: -0.125, 3: -1.0, 8: -1.5, 4: -4.0})
+    second = candidates({5: -0.5, 8: -0.625, 6: -2.0, 3: -3.0})
     # Sums: 7 at -0.625, 5 at -1.25, 8 at -1.375 (third: it may not finish), 3 at -1.5.
     assert search.select([first, second], said) == [Child(1, 5, -1.25), Child(0, 3, -1.5)]
     (ended,) = search.ended
@@ -178,16 +178,16 @@ def test_when_a_search_of_enough_ends(early, penalty, goes_on):
     """One beam has ended at -1; the live one stands at -2, or -0.2 a token were it to reach 10."""
     end = frozenset([7])
     search = BeamSearch(1, end, max_tokens=10, length_penalty=penalty, early_stopping=early)
-    children = search.select([offer({7: -1.0, 1: -2.0})], lambda place: [])
+    children = search.select([candidates({7: -1.0, 1: -2.0})], lambda place: [])
     assert bool(children) == goes_on
     assert [e.score for e in search.ended] == [-1.0]
 
 
 def test_a_search_that_may_end_better_goes_on():
     search = BeamSearch(1, frozenset([7]), max_tokens=10, length_penalty=1.0)
-    assert search.select([offer({1: -0.25, 7: -1.0})], lambda place: [])
+    assert search.select([candidates({1: -0.25, 7: -1.0})], lambda place: [])
     assert search.ended == []
-    assert search.select([offer({7: -1.0, 2: -1.5})], lambda place: [1]) == []
+    assert search.select([candidates({7: -1.0, 2: -1.5})], lambda place: [1]) == []
     assert search.ended == [Ended([1, 7], -0.625, 7)]
 
 
@@ -220,13 +220,13 @@ def test_beams_fit_where_a_search_is_let_in(length, cache):
 class Apart(BeamSearch):
     """Each beam has one child, so that soon none shares a block with another."""
 
-    def select(self, offers, said):
+    def select(self, beam_candidates, said):
         if self.length in (0, self.max_tokens - 1):
-            return super().select(offers, said)
+            return super().select(beam_candidates, said)
         self.length += 1
-        pairs = zip(self.logprobs, offers, strict=True)
-        self.logprobs = [logprob + offer.logprobs[0] for logprob, offer in pairs]
-        best = [offer.tokens[0] for offer in offers]
+        pairs = zip(self.logprobs, beam_candidates, strict=True)
+        self.logprobs = [logprob + candidates.logprobs[0] for logprob, candidates in pairs]
+        best = [candidates.tokens[0] for candidates in beam_candidates]
         return [Child(i, token, self.logprobs[i]) for i, token in enumerate(best)]
 
 
@@ -376,8 +376,8 @@ def test_a_row_that_is_not_finite_ends_the_search():
 
     def broken(flight):
         result = collect(flight)
-        if len(result.offers) > 1:
-            result.offers[1] = None
+        if len(result.beam_candidates) > 1:
+            result.beam_candidates[1] = None
         return result
 
     engine.runner.collect = broken

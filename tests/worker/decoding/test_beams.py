@@ -80,19 +80,19 @@ def make_engine(
     models: Models, case: Case, random: Random, *, tokens: int = 512
 ) -> tuple[Engine, frozenset[int]]:
     block_size = random.choice([8, 16, 64])
-    launch, model = models.load(case.family, block_size, tokens=tokens)
+    spec, model = models.load(case.family, block_size, tokens=tokens)
     seqs = case.width + random.choice([0, 1, 4])
     limits = replace(
-        launch.limits,
+        spec.limits,
         max_num_seqs=seqs,
         max_logit_rows=2 * seqs,
         max_batch_tokens=random.choice([1, 7, 64]),
     )
-    kv = replace(launch.config.kv, prefix_cache=random.random() < 0.5)
-    launch = replace(launch, limits=limits, config=replace(launch.config, kv=kv))
+    kv = replace(spec.config.kv, prefix_cache=random.random() < 0.5)
+    spec = replace(spec, limits=limits, config=replace(spec.config, kv=kv))
     for arena in model.store.arenas:
         arena.view(model.store.dtype).fill_(1e4)
-    engine = build_engine(launch, model, lambda: 0.0)
+    engine = build_engine(spec, model, lambda: 0.0)
     engine.depth = random.choice([1, 2])
     end_tokens = frozenset(case.end_tokens[: random.choice([0, 1, 2])])
     engine.end_tokens = end_tokens
@@ -118,7 +118,7 @@ def search(engine: Engine, requests: list[Request], random: Random | None) -> li
             prove_sound(engine)
     for pool in engine.scheduler.pools:
         counts = pool.counts()
-        assert (counts.quarantined, counts.owned, counts.leased) == (0, 0, 0)
+        assert (counts.quarantined, counts.active, counts.pinned) == (0, 0, 0)
     return [e for r, e in outputs if r is requests[0] and isinstance(e, messages.Finish)]
 
 
@@ -145,9 +145,9 @@ def test_sequences_and_scores_equal_transformers(models: Models, seed: int) -> N
 @pytest.mark.parametrize(("width", "block_size"), [(64, 16), (128, 8)])
 def test_wide_searches_equal_transformers(models: Models, width: int, block_size: int) -> None:
     case = Case("llama", tuple(prompts()[1]), width, 5, (50, 120), 1.0, False)
-    launch, model = models.load(case.family, block_size, tokens=4096)
-    limits = replace(launch.limits, max_num_seqs=width, max_logit_rows=2 * width)
-    engine = build_engine(replace(launch, limits=limits), model, lambda: 0.0)
+    spec, model = models.load(case.family, block_size, tokens=4096)
+    limits = replace(spec.limits, max_num_seqs=width, max_logit_rows=2 * width)
+    engine = build_engine(replace(spec, limits=limits), model, lambda: 0.0)
     finishes = search(engine, [case.request("r", frozenset())], None)
     assert_equal(finishes, case.expected())
 

@@ -42,9 +42,9 @@ def drafted(models: Models, small: str, *, tokens: int = 512, **options: Any) ->
 
 
 def draft_of(models: Models, name: str, tokens: int = 512) -> DraftModel:
-    launch, model = models.load(name, 8, tokens=tokens)
-    launch = replace(launch, limits=replace(launch.limits, max_batch_tokens=50))
-    return build_draft(launch, model)
+    spec, model = models.load(name, 8, tokens=tokens)
+    spec = replace(spec, limits=replace(spec.limits, max_batch_tokens=50))
+    return build_draft(spec, model)
 
 
 def asking(index: int) -> Request:
@@ -84,13 +84,13 @@ def test_a_gang_of_two_drafts_on_its_first_rank(models: Models) -> None:
 
 def test_a_gang_drafts_for_sequences_that_no_rank_holds(models: Models) -> None:
     config = load(None, settings(models, "llama", **{"kv.blocks": 8}))
-    launch = resolve(config, models.directory("llama"), free_bytes=FREE_BYTES, ranks=2)
-    small = launch.drafting()
+    spec = resolve(config, models.directory("llama"), free_bytes=FREE_BYTES, ranks=2)
+    small = spec.drafting()
     draft = build_draft(small, startup.load(small, lambda: 0.0)[0])
     index = max(ALL, key=lambda index: PROMPT_LENGTHS[index])
-    assert PROMPT_LENGTHS[index] > launch.memory.slices * launch.layout.block_size
+    assert PROMPT_LENGTHS[index] > spec.memory.slices * spec.layout.block_size
     _, model = models.load("llama", 8)
-    with gang_engine(launch, model, 2, sharded_from=1) as (engine, _):
+    with gang_engine(spec, model, 2, sharded_from=1) as (engine, _):
         speculation = engine.scheduler.speculation
         speculation.makers[DRAFT_MODEL], speculation.step_tokens = draft.proposer, 999
         assert answer(engine, [asking(index)]) == [[reference("llama", index)]]
@@ -118,10 +118,10 @@ def test_pages_and_seats_come_back_and_long_prompts_take_several_calls(models: M
     proposer.close()
     assert draft.pools[0].counts().free == draft.pools[0].blocks
     assert len(draft.slots) == MAX_NUM_SEQS
-    seated = [draft.proposer() for _ in range(MAX_NUM_SEQS)]
-    assert all(one.propose(prompt[:5], 1) for one in seated)
+    slot_filled = [draft.proposer() for _ in range(MAX_NUM_SEQS)]
+    assert all(one.propose(prompt[:5], 1) for one in slot_filled)
     assert proposer.propose(prompt[:5], 1) == []
-    seated[0].close()
+    slot_filled[0].close()
     assert proposer.propose(prompt[:5], 1)
 
 
@@ -180,12 +180,12 @@ def settings(models: Models, small: str, **more: Any) -> list[str]:
 
 def test_a_server_starts_with_one_and_both_hold_the_same_number_of_tokens(models: Models) -> None:
     config = load(None, settings(models, "qwen3", **{"kv.memory": "1MiB"}))
-    launch = resolve(config, models.directory("llama"), free_bytes=FREE_BYTES)
-    assert launch.draft is not None
-    taken = launch.memory.slices * (launch.layout.slice_bytes + launch.draft.layout.slice_bytes)
+    spec = resolve(config, models.directory("llama"), free_bytes=FREE_BYTES)
+    assert spec.draft is not None
+    taken = spec.memory.slices * (spec.layout.slice_bytes + spec.draft.layout.slice_bytes)
     assert 0.9 * 2**20 < taken <= 2**20
-    assert launch.table()["draft_kv_bytes"] == taken - launch.memory.kv_bytes
-    engine = start(launch, clock=lambda: 0.0)
+    assert spec.table()["draft_kv_bytes"] == taken - spec.memory.kv_bytes
+    engine = start(spec, clock=lambda: 0.0)
     assert answer(engine, [request_of(1)]) == [[reference("llama", 1)]]
     assert engine.scheduler.speculation.stats.drafts > 0
 
@@ -193,16 +193,14 @@ def test_a_server_starts_with_one_and_both_hold_the_same_number_of_tokens(models
 def test_host_memory_is_what_the_pages_of_both_leave(models: Models) -> None:
     more: dict[str, Any] = {"kv.memory": "64MiB"}
     directory = models.directory("llama")
-    launch = resolve(
-        load(None, settings(models, "qwen3", **more)), directory, free_bytes=FREE_BYTES
-    )
-    memory = launch.memory
-    assert launch.draft_kv_bytes > 2**20
+    spec = resolve(load(None, settings(models, "qwen3", **more)), directory, free_bytes=FREE_BYTES)
+    memory = spec.memory
+    assert spec.draft_kv_bytes > 2**20
     left = memory.free_bytes - memory.weight_bytes - memory.workspace_bytes - memory.kv_bytes
-    more["kv.host_gib"] = (left - launch.draft_kv_bytes // 2) / 2**30
+    more["kv.host_gib"] = (left - spec.draft_kv_bytes // 2) / 2**30
     with pytest.raises(DoesNotFit, match=r"kv\.host_gib"):
         resolve(load(None, settings(models, "qwen3", **more)), directory, free_bytes=FREE_BYTES)
-    more["kv.host_gib"] = (left - launch.draft_kv_bytes) / 2**30
+    more["kv.host_gib"] = (left - spec.draft_kv_bytes) / 2**30
     assert resolve(
         load(None, settings(models, "qwen3", **more)), directory, free_bytes=FREE_BYTES
     ).host_slices

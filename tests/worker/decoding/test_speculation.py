@@ -1,4 +1,4 @@
-"""Guesses, the rule that takes them, and a device that proves where every key is."""
+"""Draft tokens, the rule that takes them, and a device that proves where every key is."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.worker.guessing import Told, guessing
 from tests.worker.sampling import make
 from worker import messages
 from worker.decoding import speculation
-from worker.decoding.speculation import PromptLookup, Speculation, Speculator, judge
+from worker.decoding.speculation import PromptLookup, Speculation, Speculator, verify
 from worker.execution.sampler import SampleRow
 from worker.params import SamplingParams
 from worker.request import Request
@@ -135,18 +135,18 @@ def samples(*tokens, bad=()):
     ],
 )
 def test_the_output_goes_on_to_the_first_that_is_not_as_guessed(drafts, sampled, ends, said):
-    assert judge(drafts, samples(*sampled), ends).tokens == said
+    assert verify(drafts, samples(*sampled), ends).tokens == said
 
 
 def test_a_logit_that_is_not_finite_counts_only_where_the_output_gets():
-    assert judge((5, 6), samples(5, 6, 9, bad=(1,)), ()).bad
-    assert not judge((5, 6), samples(4, 6, 9, bad=(1,)), ()).bad
+    assert verify((5, 6), samples(5, 6, 9, bad=(1,)), ()).bad
+    assert not verify((5, 6), samples(4, 6, 9, bad=(1,)), ()).bad
 
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 4}, {"top_p": 0.8}, {"logit_bias": {3: 1.5}}])
 def test_the_distribution_is_unchanged_under_temperature(options):
     """Two tokens of a small vocabulary under 20,000 seeds, by chi-square over all pairs; what is
-    guessed is right now and then."""
+    drafted is right now and then."""
     vocab, count = 6, 20_000
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(vocab, vocab, generator=generator, dtype=torch.float64)
@@ -164,7 +164,7 @@ def test_the_distribution_is_unchanged_under_temperature(options):
     rows = [SampleRow(0, p, place) for p in params for place in range(3)]
     tokens = sample([t for first, second in drafts for t in (0, first, second)], rows)
     said = [
-        judge(guess, samples(*tokens[3 * i : 3 * i + 3]), ()).tokens
+        verify(guess, samples(*tokens[3 * i : 3 * i + 3]), ()).tokens
         for i, guess in enumerate(drafts)
     ]
     later = sample([s[0] for s in said], [SampleRow(0, p, 1) for p in params])

@@ -1,7 +1,7 @@
-"""Speculation changes no token, whoever guesses and however much.
+"""Speculation changes no token, whoever draft tokens and however much.
 
-The word is that of an engine that guesses nothing, runs each request alone and shares nothing. The
-cases are a covering array over families, guesses, chunks, hits, preemptions and degrees.
+The word is that of an engine that draft tokens nothing, runs each request alone and shares nothing.
+The cases are a covering array over families, draft tokens, chunks, hits, preemptions and degrees.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.worker.gang.test_equality import PARAMS, alone, prompt, request, thre
 from tests.worker.gang_processes import Job
 from tests.worker.guessing import Told
 from tests.worker.served import answer
-from worker.decoding.speculation import PromptLookup, Said, Speculation
+from worker.decoding.speculation import PromptLookup, Speculation, VerifiedTokens
 from worker.engine import engine as engine_module
 from worker.params import SamplingParams
 
@@ -89,13 +89,13 @@ def test_a_wrong_guess_that_is_taken_is_seen(
     case = {"family": "llama", "ranks": 1, "guesses": "most", "k": 3, "block_size": 8, "chunk": 64}
     case |= {"batch": "lasting", "change": "none", "depth": 1}
     run(models, case)
-    true = engine_module.judge
+    true = engine_module.verify
 
-    def trusting(drafts: Any, samples: Any, ends: Any) -> Said:
+    def trusting(drafts: Any, samples: Any, ends: Any) -> VerifiedTokens:
         seen = [(drafts[0], False, None), *samples[1:]] if drafts else samples
         return true(drafts, seen, ends)
 
-    monkeypatch.setattr(engine_module, "judge", trusting)
+    monkeypatch.setattr(engine_module, "verify", trusting)
     with pytest.raises(AssertionError):
         run(models, case)
 
@@ -114,7 +114,7 @@ def test_log_probabilities_bias_and_least_tokens_see_the_right_places(
     models: Models, depth: int
 ) -> None:
     """Events of a request with every option that edits or reports logits are the same, whether
-    its tokens are guessed or not."""
+    its tokens are drafted or not."""
     plain = SamplingParams(
         max_tokens=30,
         min_tokens=20,

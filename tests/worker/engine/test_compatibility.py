@@ -51,13 +51,13 @@ def test_the_outputs_differ_where_a_feature_changes_them(lab: Lab) -> None:
 
 
 def test_a_wrong_guess_that_is_taken_is_seen(lab: Lab, monkeypatch: Any) -> None:
-    true = engine_module.judge
+    true = engine_module.verify
 
     def trusting(drafts: Any, samples: Any, ends: Any) -> Any:
         seen = [(drafts[0], False, None), *samples[1:]] if drafts else samples
         return true(drafts, seen, ends)
 
-    monkeypatch.setattr(engine_module, "judge", trusting)
+    monkeypatch.setattr(engine_module, "verify", trusting)
     for name in ("prompt lookup", "draft model"):
         with pytest.raises(AssertionError, match="it says"):
             lab.tried(NAMED[name], NAMED["int8 pages"])
@@ -72,7 +72,7 @@ def test_a_wrong_guess_that_is_taken_is_seen(lab: Lab, monkeypatch: Any) -> None
         ("prefix cache", {"warm": False}),
         ("int8 pages", {"kv_dtype": "fp8"}),
         ("draft model", {"options": ({"speculation": "prompt_lookup"},)}),
-        ("host tier", {"warm": True}),
+        ("host cache", {"warm": True}),
         ("recompute", {"preemption": ""}),
         ("swap", {"preemption": "recompute"}),
         ("window", {"family": "llama"}),

@@ -33,8 +33,8 @@ def run(engine, limit: int = 10_000):
 def assert_empty(engine) -> None:
     for pool in engine.scheduler.pools:
         counts = pool.counts()
-        assert counts.owned == counts.leased == counts.quarantined == 0
-        assert counts.free + counts.idle == pool.blocks
+        assert counts.active == counts.pinned == counts.quarantined == 0
+        assert counts.free + counts.cached == pool.blocks
     assert not engine.requests
     assert sorted(engine.scheduler.state.slots) == list(range(engine.scheduler.limits.max_num_seqs))
 
@@ -171,7 +171,7 @@ def test_abort_gives_everything_back_within_two_steps(depth, steps):
     stays = [s.table for s in engine.scheduler.running if s.request.id == "stays"]
     held = sum(len(table.blocks[0]) for table in stays)
     counts = engine.scheduler.pools[0].counts()
-    assert (counts.owned, counts.leased) == (held, 0)
+    assert (counts.active, counts.pinned) == (held, 0)
     outputs += run(engine)
     assert tokens_of(outputs, "stays") == expected(range(10), 12)
     assert_empty(engine)

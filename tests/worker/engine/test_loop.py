@@ -55,7 +55,7 @@ def test_a_request_without_streaming_gets_its_tokens_in_one_message():
     async def main():
         async with running() as loop:
             events = await collect(loop, make_request("r", [1], 30, stream=False))
-            assert [type(e) for e in events if not isinstance(e, messages.Mark)] == [
+            assert [type(e) for e in events if not isinstance(e, messages.KeepAlive)] == [
                 messages.Accepted,
                 messages.Finish,
             ]
@@ -83,7 +83,7 @@ def test_other_ranks_hear_from_an_idle_engine_and_of_its_end():
             words = loop.engine.runner.words
             while len(words) < 3:
                 await asyncio.sleep(0)
-        assert set(words[:-1]) == {"beat"}
+        assert set(words[:-1]) == {"heartbeat"}
         assert words[-1] == "stop"
         async with running() as loop:
             await collect(loop, make_request("r", [1], 5))
@@ -116,7 +116,7 @@ def test_closing_a_stream_aborts_its_request():
             gate.set()
             await loop.call(lambda: None)
             counts = loop.engine.scheduler.pools[0].counts()
-            assert counts.owned == counts.leased == 0
+            assert counts.active == counts.pinned == 0
             assert not loop.engine.requests
 
     asyncio.run(main())
@@ -187,16 +187,16 @@ def test_an_abort_from_elsewhere_ends_the_stream():
 
 
 def test_silence_is_marked(monkeypatch):
-    monkeypatch.setattr(loops, "MARK_S", 0.001)
+    monkeypatch.setattr(loops, "KEEP_ALIVE_S", 0.001)
 
     async def main():
         gate = threading.Event()
         async with running(fault=lambda point, plan: gate.wait(30) and None) as loop:
             stream = loop.stream(make_request("r", [1], 3))
-            while isinstance(event := await anext(stream), messages.Mark):
+            while isinstance(event := await anext(stream), messages.KeepAlive):
                 pass
             assert isinstance(event, messages.Accepted)
-            assert isinstance(await anext(stream), messages.Mark)
+            assert isinstance(await anext(stream), messages.KeepAlive)
             gate.set()
             assert tokens([e async for e in stream]) == expected([1], 3)
 

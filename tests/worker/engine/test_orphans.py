@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-from worker.engine.orphans import SILENCE_S, LiveLists
+from worker.engine.orphans import SILENCE_S, OrphanTracker
 
 
 def test_what_two_lists_in_a_row_lack_was_forgotten() -> None:
-    lists = LiveLists()
+    lists = OrphanTracker()
     for request, ingress in (("a", "one"), ("b", "one"), ("c", "two")):
         lists.began(request, ingress, 0.0)
     assert lists.heard("one", ["a"], 1.0) == []  # the list may be older than the request
@@ -18,7 +18,7 @@ def test_what_two_lists_in_a_row_lack_was_forgotten() -> None:
 
 
 def test_a_request_that_comes_again_is_new() -> None:
-    lists = LiveLists()
+    lists = OrphanTracker()
     lists.began("a", "one", 0.0)
     assert lists.heard("one", [], 1.0) == []
     lists.ended("a")
@@ -28,7 +28,7 @@ def test_a_request_that_comes_again_is_new() -> None:
 
 
 def test_the_requests_of_a_silent_ingress_are_orphans() -> None:
-    lists = LiveLists()
+    lists = OrphanTracker()
     lists.began("a", "one", 0.0)
     lists.began("b", "two", 0.0)
     lists.heard("two", ["b"], SILENCE_S)
@@ -44,7 +44,7 @@ def test_the_requests_of_a_silent_ingress_are_orphans() -> None:
 
 def test_an_ingress_that_stopped_listening_itself_may_be_silent() -> None:
     """It cannot call a worker that is taken away, and still reads its streams."""
-    lists = LiveLists()
+    lists = OrphanTracker()
     with lists.listening("one", 0.0):
         lists.began("a", "one", 0.0)
         lists.heard("one", ["a"], 1.0)
@@ -60,7 +60,7 @@ def test_an_ingress_that_stopped_listening_itself_may_be_silent() -> None:
 
 
 def test_an_ingress_listens_until_the_last_of_its_streams_ends() -> None:
-    lists = LiveLists()
+    lists = OrphanTracker()
     with lists.listening("one", 0.0):
         with lists.listening("one", 0.0):
             lists.began("a", "one", 0.0)
@@ -68,7 +68,7 @@ def test_an_ingress_listens_until_the_last_of_its_streams_ends() -> None:
 
 
 def test_nothing_is_kept_of_who_is_gone() -> None:
-    lists = LiveLists()
+    lists = OrphanTracker()
     for i in range(50):
         with lists.listening(f"ingress-{i}", float(i)):
             lists.heard(f"ingress-{i}", [], float(i))

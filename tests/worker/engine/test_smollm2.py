@@ -175,7 +175,8 @@ def test_bfloat16_agreement_is_reported(
 def test_guesses_change_no_token(
     directory: Path, prompts: list[list[int]], float32_outputs: list[list[int]]
 ) -> None:
-    """Prompts whose answers repeat something, so that some guesses are right and others not."""
+    """Prompts whose answers repeat something, so that some draft tokens are right and others
+    not."""
     some = (1, 12, 16)
     guessed = served(directory, [prompts[i] for i in some], "float32", method="prompt_lookup")
     assert guessed == [float32_outputs[i] for i in some]

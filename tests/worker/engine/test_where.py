@@ -10,26 +10,26 @@ import pytest
 from tests.families import prompts
 from tests.worker.gangs import Ranks, gang_engine
 from worker.engine.where import Pages
-from worker.gang.member import Facts, arenas
+from worker.gang.member import RankInfo, arenas
 from worker.params import SamplingParams
 from worker.request import Request
 
 if TYPE_CHECKING:
     from tests.worker.served import Models
     from worker.engine.engine import Engine
-    from worker.startup.start import Launch
+    from worker.startup.start import EngineSpec
 
 INDEX = 3
 NAME = "long"
 STEPS = 6
 
 
-def facts(engine: Engine, members: Ranks | None) -> list[Facts]:
+def facts(engine: Engine, members: Ranks | None) -> list[RankInfo]:
     stores = [engine.runner.model.store]
     if members is not None:
         stores += [follower.runner.model.store for follower in members.followers]
     return [
-        Facts(f"replica-{rank}", f"host-{rank}", 100 + rank, "cpu", arenas(store))
+        RankInfo(f"replica-{rank}", f"host-{rank}", 100 + rank, "cpu", arenas(store))
         for rank, store in enumerate(stores)
     ]
 
@@ -49,9 +49,9 @@ def stored(engine: Engine, choice: int) -> int:
     return int(sequence.computed)
 
 
-def keys(launch: Launch, place: dict[str, Any]) -> list[float]:
+def keys(spec: EngineSpec, place: dict[str, Any]) -> list[float]:
     """What memory holds at a place, for all its layers and heads. float64."""
-    shape = launch.layout.groups[place["group"]].shape
+    shape = spec.layout.groups[place["group"]].shape
     found: list[float] = []
     for layer in range(place["layers"]):
         for head in range(shape.kv_heads):
@@ -64,13 +64,13 @@ def keys(launch: Launch, place: dict[str, Any]) -> list[float]:
 def test_the_key_of_every_token_of_a_sharded_request_is_where_it_is_said_to_be(
     models: Models, family: str, ranks: int
 ) -> None:
-    launch, model = models.load(family, 8)
+    spec, model = models.load(family, 8)
     alone = models.engine(family, 8, chunk=64)
     run(alone)
-    single = Pages(alone, launch, "gang-1", 0, facts(alone, None))
-    with gang_engine(launch, model, ranks, sharded_from=1) as (engine, members):
+    single = Pages(alone, spec, "gang-1", 0, facts(alone, None))
+    with gang_engine(spec, model, ranks, sharded_from=1) as (engine, members):
         run(engine)
-        pages = Pages(engine, launch, "gang-2", 7, facts(engine, members))
+        pages = Pages(engine, spec, "gang-2", 7, facts(engine, members))
         for choice in (0, 1):
             there: list[dict[str, Any]] = []
             for token in range(stored(engine, choice)):
@@ -82,16 +82,14 @@ def test_the_key_of_every_token_of_a_sharded_request_is_where_it_is_said_to_be(
                 assert (expected["degree"], expected["rank"]) == (1, 0)
                 there.append(found)
                 for place, same in zip(found["groups"], expected["groups"], strict=True):
-                    if "given_back" in place:
-                        check_given_back(place, same, launch, stored(engine, choice) - token)
+                    if "out_of_window" in place:
+                        check_given_back(place, same, spec, stored(engine, choice) - token)
                         continue
                     assert (place["host"], place["pid"]) == (
                         f"host-{place['rank']}",
                         100 + place["rank"],
                     )
-                    assert keys(launch, place) == pytest.approx(
-                        keys(launch, same), rel=1e-9, abs=1e-12
-                    )
+                    assert keys(spec, place) == pytest.approx(keys(spec, same), rel=1e-9, abs=1e-12)
                     check_holders(pages, place, token, choice)
             check_blocks(there, ranks)
         engine.abort(NAME)
@@ -100,19 +98,21 @@ def test_the_key_of_every_token_of_a_sharded_request_is_where_it_is_said_to_be(
         assert pages.locate(NAME, 0, 0) is None
 
 
-def check_given_back(place: dict[str, Any], same: dict[str, Any], launch: Launch, ago: int) -> None:
+def check_given_back(
+    place: dict[str, Any], same: dict[str, Any], spec: EngineSpec, ago: int
+) -> None:
     """Only a block that no token to come sees."""
-    window = launch.layout.groups[place["group"]].shape.window
-    assert place == same == {"group": place["group"], "window": window, "given_back": True}
+    window = spec.layout.groups[place["group"]].shape.window
+    assert place == same == {"group": place["group"], "window": window, "out_of_window": True}
     assert window is not None
     assert ago > window - 1
 
 
 def test_a_token_that_no_layer_sees_any_more_is_said_to_be_given_back(models: Models) -> None:
-    launch, _ = models.load("mistral", 8)
+    spec, _ = models.load("mistral", 8)
     engine = models.engine("mistral", 8, chunk=64)
     run(engine)
-    pages = Pages(engine, launch, "gang-1", 0, facts(engine, None))
+    pages = Pages(engine, spec, "gang-1", 0, facts(engine, None))
     with pytest.raises(ValueError, match="given back, for no layer sees more than the last 20"):
         pages.locate(NAME, 0, 0)
     last = stored(engine, 0) - 1
@@ -147,10 +147,10 @@ def check_blocks(there: list[dict[str, Any]], ranks: int) -> None:
 
 
 def test_what_is_not_there_is_said(models: Models) -> None:
-    launch, _ = models.load("llama", 8)
+    spec, _ = models.load("llama", 8)
     engine = models.engine("llama", 8, chunk=64)
     run(engine)
-    pages = Pages(engine, launch, "gang-1", 0, facts(engine, None))
+    pages = Pages(engine, spec, "gang-1", 0, facts(engine, None))
     assert pages.locate("another", 0, 0) is None
     for token, choice, message in ((10_000, 0, "is not in its pages"), (0, 2, "has 2 choices")):
         with pytest.raises(ValueError, match=message):
@@ -164,8 +164,8 @@ def test_what_is_not_there_is_said(models: Models) -> None:
         with pytest.raises(ValueError, match=message):
             pages.holders(*wrong)
     free = [
-        block for block in range(launch.memory.slices) if not pages.holders(0, block, 0)["holders"]
+        block for block in range(spec.memory.slices) if not pages.holders(0, block, 0)["holders"]
     ]
     assert len(free) + len(engine.requests[NAME].sequences[0].table.blocks[0]) <= (
-        launch.memory.slices
+        spec.memory.slices
     )

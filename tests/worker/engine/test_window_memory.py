@@ -21,14 +21,14 @@ TOKENS = 8192
 def test_layers_with_a_window_keep_only_their_window(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind
 ) -> None:
-    launch, model = prepare(tmp_path, kind, TOKENS)
-    pages = launch.layout
+    spec, model = prepare(tmp_path, kind, TOKENS)
+    pages = spec.layout
     full = full_bytes(pages, kind.windowed + 1, TOKENS)
     assert full == TOKENS // BLOCK * (kind.windowed + 1) * pages.groups[0].block_bytes
     two_blocks = sum(2 * group.block_bytes for group in pages.groups)
 
     fill(model.store)
-    taken = measure(build_engine(launch, model, lambda: 0.0), TOKENS)
+    taken = measure(build_engine(spec, model, lambda: 0.0), TOKENS)
     assert taken.decoding_bytes <= kind.share_max * full
     assert taken.decoding_bytes <= pages.sequence_bytes(TOKENS, 1) + two_blocks
     assert taken.decoding_bytes < taken.prefill_bytes
@@ -36,7 +36,7 @@ def test_layers_with_a_window_keep_only_their_window(
 
     monkeypatch.setattr(Scheduler, "_give_back", lambda *_: None)
     fill(model.store)
-    kept = measure(build_engine(launch, model, lambda: 0.0), TOKENS)
+    kept = measure(build_engine(spec, model, lambda: 0.0), TOKENS)
     assert kept.decoding_bytes == full
     assert kept.said == taken.said
     assert len(set(taken.said)) > 3

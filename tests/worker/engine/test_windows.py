@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from kvpaging.windows import GONE, first_seen
+from kvpaging.windows import NULL_BLOCK, first_seen
 from tests.families import PROMPT_LENGTHS, WINDOW, reference
 from tests.worker.engine.test_engine import NOW, assert_empty, run
 from tests.worker.fake import check, expected, make_engine, make_request, next_token, tokens_of
@@ -70,7 +70,7 @@ def test_a_windowed_group_keeps_its_window_and_no_more(depth, prefix_cache):
             assert full == -(-(29 + n + depth - 1) // SIZE)
             most = max(most, windowed)
     assert tokens_of(outputs, "r") == expected(range(30), 30)
-    assert engine.scheduler.given_back == (58 - 8) // SIZE
+    assert engine.scheduler.out_of_window_blocks == (58 - 8) // SIZE
     assert most == 3  # 8 tokens before the query, and where the next ones go
     assert_empty(engine)
 
@@ -79,11 +79,11 @@ def test_blocks_behind_the_window_wait_for_the_step_under_way():
     engine = make_engine(groups=1, windows=(5,), depth=2, batch_tokens=8, prefix_cache=False)
     engine.submit(make_request("r", range(24), 8))
     engine.step(NOW)
-    engine.step(NOW)  # the first chunk is committed, the second one is under way
+    engine.step(NOW)  # the first chunk is committed, the second one is in flight
     [pool] = engine.scheduler.pools
-    assert pool.counts().leased == 1
+    assert pool.counts().pinned == 1
     engine.step(NOW)
-    assert pool.counts().leased == 2  # those of the second
+    assert pool.counts().pinned == 2  # those of the second
     run(engine)
     assert_empty(engine)
 
@@ -104,9 +104,9 @@ def test_a_hit_needs_all_of_the_full_group_and_the_last_window_of_the_other():
         engine.submit(make_request("cold", prompt, 1))
         run(engine)
         sequence = make_request("", prompt, 1).sequences[0]
-        chains = engine.scheduler.prefix.chains(sequence)
+        group_hashes = engine.scheduler.prefix.block_hashes(sequence)
         for group, index in lost:
-            engine.scheduler.pools[group].forget(chains[group][index])
+            engine.scheduler.pools[group].forget(group_hashes[group][index])
         engine.submit(make_request("warm", prompt, 9))
         outputs = engine.step(NOW)
         table = engine.scheduler.running[0].table
@@ -126,9 +126,9 @@ def test_scored_prompts_hit_only_what_they_see_from_their_first_token_on():
     scored = make_request("scored", prompt, 2, options={"prompt_logprobs": 0})
     found = engine.scheduler.prefix.match(scored.sequences[0])
     assert [len(column) for column in found] == [10, 10]
-    assert GONE not in found[0]
+    assert NULL_BLOCK not in found[0]
     pool = engine.scheduler.pools[0]
-    pool.forget(engine.scheduler.prefix.chains(scored.sequences[0])[0][0])
+    pool.forget(engine.scheduler.prefix.block_hashes(scored.sequences[0])[0][0])
     assert engine.scheduler.prefix.match(scored.sequences[0]) == [[], []]
     engine.submit(scored)
     assert tokens_of(run(engine), "scored") == expected(prompt, 2)
@@ -140,12 +140,12 @@ def test_all_layers_with_windows_hit_without_the_blocks_before():
     engine.submit(make_request("cold", prompt, 1))
     run(engine)
     sequence = make_request("", prompt, 1).sequences[0]
-    [chain] = engine.scheduler.prefix.chains(sequence)
+    [hashes] = engine.scheduler.prefix.block_hashes(sequence)
     [pool] = engine.scheduler.pools
-    for name in chain[:7]:
+    for name in hashes[:7]:
         pool.forget(name)
     [found] = engine.scheduler.prefix.match(sequence)
-    assert found[:7] == [GONE] * 7
+    assert found[:7] == [NULL_BLOCK] * 7
     assert len(found) == 10
     engine.submit(make_request("warm", prompt, 5))
     outputs = run(engine)

@@ -11,7 +11,7 @@ from kvpaging.pool import BlockPool
 from kvpaging.store import LayerShape, layout
 from tests.worker.fake import make_request
 from worker.execution.batch import BatchBuilder
-from worker.scheduling.prefix import Identity, PrefixCache
+from worker.scheduling.prefix import HashInputs, PrefixCache
 from worker.scheduling.scheduler import Scheduler
 from worker.scheduling.state import Limits, SchedulerState
 
@@ -27,7 +27,7 @@ def make(groups: int, *, batch_tokens: int = 64, seqs: int = 4):
     prefix = PrefixCache(
         pools,
         SIZE,
-        Identity(b"test", "float32"),
+        HashInputs(b"test", "float32"),
         enabled=False,
         cpu_clock=float,
         windows=windows,
@@ -89,9 +89,9 @@ def test_batches_say_what_tables_say(groups, seed):
         options = {"prompt_logprobs": rng.choice([None, None, 2])}
         prompt = [rng.randrange(50) for _ in range(rng.randint(1, 60))]
         scheduler.submit(make_request(f"r{i}", prompt, rng.randint(1, 30), options=options))
-    under_way = []
+    in_flight = []
     steps = 0
-    while scheduler.running or scheduler.waiting or under_way:
+    while scheduler.running or scheduler.waiting or in_flight:
         plan = scheduler.plan()
         if plan.rows:
             steps += 1
@@ -99,9 +99,9 @@ def test_batches_say_what_tables_say(groups, seed):
             if rng.random() < 0.05:
                 scheduler.rollback(plan)
                 continue
-            under_way.append(plan)
-        if len(under_way) == 2 or not plan.rows:
-            done = under_way.pop(0)
+            in_flight.append(plan)
+        if len(in_flight) == 2 or not plan.rows:
+            done = in_flight.pop(0)
             for row, sequence in zip(done.rows, scheduler.commit(done), strict=True):
                 if sequence is None:
                     continue

@@ -74,9 +74,9 @@ def test_the_graph_serves_rows_that_span_ranks_too(models: Models) -> None:
     """A rank makes no more graphs than for rows of its own: one for many tokens, and those of one
     token and of no logits at all, which torch makes whatever it is told of shapes."""
     name = "gemma2"
-    launch, model = models.load(name, 8)
-    limits = replace(launch.limits, max_batch_tokens=256)
-    with gang_engine(replace(launch, limits=limits), model, 2, sharded_from=60) as (
+    spec, model = models.load(name, 8)
+    limits = replace(spec.limits, max_batch_tokens=256)
+    with gang_engine(replace(spec, limits=limits), model, 2, sharded_from=60) as (
         engine,
         members,
     ):

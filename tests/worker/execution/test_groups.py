@@ -14,7 +14,7 @@ from worker.execution import batch
 from worker.messages import Event
 from worker.params import SamplingParams
 from worker.request import Request
-from worker.startup.start import Launch, build_engine, resolve, start
+from worker.startup.start import EngineSpec, build_engine, resolve, start
 
 if TYPE_CHECKING:
     from worker.execution.model import PagedModel
@@ -33,13 +33,15 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         "model.path": path, "model.dtype": "float64", "model.device": "cpu",
         "kv.block_size": 16, "kv.blocks": 160, "scheduler.max_num_seqs": 4,
     }  # fmt: skip
-    launch = resolve(
+    spec = resolve(
         load(None, [f"{k}={v}" for k, v in settings.items()]), path, free_bytes=FREE_BYTES
     )
-    return launch, start(launch, clock=lambda: 0.0).runner.model
+    return spec, start(spec, clock=lambda: 0.0).runner.model
 
 
-def sample(loaded: tuple[Launch, PagedModel], **params: object) -> tuple[list[list[int]], int, int]:
+def sample(
+    loaded: tuple[EngineSpec, PagedModel], **params: object
+) -> tuple[list[list[int]], int, int]:
     """The tokens of each choice, reads saved, and reads that sharing rows should have saved."""
     engine = build_engine(*loaded, lambda: 0.0)
     prompt = (prompts()[-1] * 30)[:LENGTH]
@@ -65,7 +67,7 @@ def sample(loaded: tuple[Launch, PagedModel], **params: object) -> tuple[list[li
     ids=["samples", "beams"],
 )
 def test_samples_and_beams_of_a_long_prompt_are_the_same_grouped_or_not(
-    loaded: tuple[Launch, PagedModel], params: dict, monkeypatch: pytest.MonkeyPatch
+    loaded: tuple[EngineSpec, PagedModel], params: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grouped, saved, expected = sample(loaded, **params)
     assert len({tuple(each) for each in grouped}) == 4

@@ -3,7 +3,7 @@ import torch
 
 from worker.execution.philox import Purpose, philox, uniform
 
-# Random123's published known-answer vectors for philox4x32 with 10 rounds: counter, key, result.
+# Random123's registered known-answer vectors for philox4x32 with 10 rounds: counter, key, result.
 VECTORS = [
     ("00000000 00000000 00000000 00000000", "00000000 00000000",
      "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),

@@ -16,7 +16,7 @@ import torch
 
 from configs.loading import load
 from kvpaging import quant
-from kvpaging.attention.page_view import Planes
+from kvpaging.attention.page_view import PageView
 from tests.families import PROMPT_LENGTHS, prompts, reference
 from tests.worker.cases import UNBOUNDED
 from tests.worker.gangs import gang_engine
@@ -82,10 +82,10 @@ OTHER_DEGREES = {*product(quant.FORMATS, (2, 4), (7, UNBOUNDED))} - {*DEGREES}
 )
 def test_degrees(models: Models, kind: str, ranks: int, chunk: int) -> None:
     for family in ("llama", "gemma4"):
-        launch, model = models.load(family, 8, kv_dtype=kind)
-        limits = replace(launch.limits, max_batch_tokens=chunk)
-        launch = replace(launch, limits=limits)
-        with gang_engine(launch, model, ranks, sharded_from=1) as (engine, _):
+        spec, model = models.load(family, 8, kv_dtype=kind)
+        limits = replace(spec.limits, max_batch_tokens=chunk)
+        spec = replace(spec, limits=limits)
+        with gang_engine(spec, model, ranks, sharded_from=1) as (engine, _):
             outputs = generate(engine, ALL)
             assert engine.runner.gang.exchange.calls > 0
         assert outputs == alone(models, family, kind)
@@ -128,18 +128,18 @@ def test_what_is_stored_is_what_is_read(models: Models, family: str, kind: str) 
 def test_the_check_sees_scales_that_are_not_those_of_the_numbers(
     models: Models, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    launch, model = models.load("mistral", 16, kv_dtype=kind)
-    checked_model(model.hf, model.store, launch.shape)
-    true = Planes.gather
+    spec, model = models.load("mistral", 16, kv_dtype=kind)
+    checked_model(model.hf, model.store, spec.shape)
+    true = PageView.gather
 
-    def swapped(planes: Planes, *args: Any) -> Any:
+    def swapped(planes: PageView, *args: Any) -> Any:
         if planes.scales is not None:
-            planes = Planes(planes.k, planes.v, planes.scales[::-1])
+            planes = PageView(planes.k, planes.v, planes.scales[::-1])
         return true(planes, *args)
 
-    monkeypatch.setattr(Planes, "gather", swapped)
+    monkeypatch.setattr(PageView, "gather", swapped)
     with pytest.raises(UnsupportedModel) as error:
-        checked_model(model.hf, model.store, launch.shape)
+        checked_model(model.hf, model.store, spec.shape)
     assert f"kv.dtype={kind}" in str(error.value)
     assert f"at most {TOLERANCE_QUANTISED:g}" in str(error.value)
 
@@ -147,24 +147,24 @@ def test_the_check_sees_scales_that_are_not_those_of_the_numbers(
 def test_pages_and_their_name_follow_the_setting(models: Models) -> None:
     tables = {}
     for kind in ("auto", *quant.FORMATS):
-        launch, model = models.load("llama", 16, kv_dtype=kind)
-        tables[kind] = launch.table()
+        spec, model = models.load("llama", 16, kv_dtype=kind)
+        tables[kind] = spec.table()
         assert tables[kind]["kv_dtype"] == (kind if kind != "auto" else "float64")
         assert tables[kind]["dtype"] == "float64"
         assert tables[kind]["kv_bytes"] == sum(arena.numel() for arena in model.store.arenas)
-    layers = launch.shape.layers
+    layers = spec.shape.layers
     size = sum(x.kv_heads * (x.k_dim + x.v_dim + 4) for x in layers)
     assert tables["int8"]["kv_bytes_per_token"] == tables["fp8"]["kv_bytes_per_token"] == size
 
 
 def test_a_block_in_8_bits_is_not_one_in_all_bits(models: Models) -> None:
-    identities = {}
+    block_hashes = {}
     for kind in ("auto", *quant.FORMATS):
-        launch, _ = models.load("llama", 16, kv_dtype=kind)
-        prefix = start(launch, clock=lambda: 0.0).scheduler.prefix
-        assert prefix.identity.kv_dtype == launch.kv_dtype
-        identities[kind] = str(prefix.shown())
-    assert len(set(identities.values())) == 3
+        spec, _ = models.load("llama", 16, kv_dtype=kind)
+        prefix = start(spec, clock=lambda: 0.0).scheduler.prefix
+        assert prefix.block_hash.kv_dtype == spec.kv_dtype
+        block_hashes[kind] = str(prefix.to_dict())
+    assert len(set(block_hashes.values())) == 3
 
 
 def test_fp8_is_refused_by_name_where_the_gpu_lacks_it(

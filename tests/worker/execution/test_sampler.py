@@ -21,7 +21,7 @@ from tests.worker.sampling import (
     random_params,
     run,
     same,
-    seated,
+    slot_filled,
 )
 from worker.execution import sampler as sampler_module
 from worker.execution.sampler import Sampler, SampleRow, slice_rows, workspace_bytes
@@ -41,7 +41,7 @@ def test_every_option_in_every_mix_is_as_documented(vocab: int) -> None:
         params = random_params(pick, vocab)
         rows.append(SampleRow(slot, params, len(outputs[-1]), pick.randrange(4)))
         if params.penalised:
-            sampler.state.seat(slot, prompts[-1], outputs[-1])
+            sampler.state.fill_slot(slot, prompts[-1], outputs[-1])
     logits = random_logits(300, vocab)
     before = logits.clone()
     got = run(sampler, logits, rows)
@@ -57,15 +57,15 @@ def test_a_row_does_not_depend_on_its_batch(
     dtype: torch.dtype, vocab: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logits, rows = batch(vocab, dtype)
-    whole = run(seated(make(vocab)), logits, rows)
-    alone = seated(make(vocab))
+    whole = run(slot_filled(make(vocab)), logits, rows)
+    alone = slot_filled(make(vocab))
     for i in range(64):
         same(run(alone, logits[i : i + 1], [rows[i]]), whole, [i], rows)
     order = random.Random(1).sample(range(64), 64)
-    shuffled = run(seated(make(vocab)), logits[order], [rows[i] for i in order])
+    shuffled = run(slot_filled(make(vocab)), logits[order], [rows[i] for i in order])
     same(shuffled, whole, order, rows)
     monkeypatch.setattr(sampler_module, "CACHE_BYTES", 200 * vocab)
-    sliced = seated(make(vocab, dtype=dtype))
+    sliced = slot_filled(make(vocab, dtype=dtype))
     assert sliced.slice_rows < 4
     same(run(sliced, logits, rows), whole, range(64), rows)
 
@@ -186,30 +186,30 @@ def penalised_steps(
 
 def test_penalties_see_what_was_sampled() -> None:
     sampler = make(5, 3)
-    sampler.state.seat(2, [0, 0, 4], [])
+    sampler.state.fill_slot(2, [0, 0, 4], [])
     assert penalised_steps(sampler, 0, 7) == [0, 1, 2, 3, 0, 1, 2]
 
 
 def test_a_step_that_runs_again_counts_once() -> None:
     sampler = make(5, 3)
-    sampler.state.seat(2, [], [])
+    sampler.state.fill_slot(2, [], [])
     assert penalised_steps(sampler, 0, 7, again=range(7)) == [0, 1, 2, 3, 0, 1, 2]
 
 
 @pytest.mark.parametrize("cut", [0, 1, 4, 7])
 def test_a_sequence_seated_again_goes_on_undisturbed(cut: int) -> None:
     sampler = make(5, 3)
-    sampler.state.seat(2, [], [])
+    sampler.state.fill_slot(2, [], [])
     before = penalised_steps(sampler, 0, cut)
     resumed = make(5, 3)
-    resumed.state.seat(2, [1], [3, 3, 3])  # what sat there before leaves no trace
-    resumed.state.seat(2, [], before)
+    resumed.state.fill_slot(2, [1], [3, 3, 3])  # what sat there before leaves no trace
+    resumed.state.fill_slot(2, [], before)
     assert before + penalised_steps(resumed, cut, 7 - cut) == [0, 1, 2, 3, 0, 1, 2]
 
 
 def test_repetition_covers_prompt_and_output_others_only_output() -> None:
     sampler = make(5, 1)
-    sampler.state.seat(0, [0], [1])
+    sampler.state.fill_slot(0, [0], [1])
     x = torch.tensor([[2.0, 2.0, 1.5, -1.0, 0.0]])
     row = SampleRow(0, SamplingParams(temperature=0.0, repetition_penalty=2.0), 1)
     assert run(sampler, x, [row]).tokens.tolist() == [2]
@@ -238,11 +238,11 @@ def test_allow_mask_binds_constrained_rows_alone(
 @pytest.mark.parametrize("place", [0, 128, 499])
 def test_a_bad_row_is_flagged_and_harms_no_other(value: float, place: int) -> None:
     logits, rows = batch(500, torch.float32)
-    clean = run(seated(make(500)), logits, rows)
+    clean = run(slot_filled(make(500)), logits, rows)
     assert not clean.bad.any()
     spoilt = logits.clone()
     spoilt[::2, place] = value
-    got = run(seated(make(500)), spoilt, rows)
+    got = run(slot_filled(make(500)), spoilt, rows)
     assert got.bad.tolist() == [True, False] * 32
     assert torch.equal(got.tokens[1::2], clean.tokens[1::2])
     assert got.tokens.min() >= 0
@@ -283,7 +283,7 @@ def test_log_probabilities_are_of_the_model(dtype: torch.dtype) -> None:
 def test_sixteen_bit_logits_give_the_tokens_of_their_float32_values() -> None:
     logits, rows = batch(300, torch.float32)
     short = logits.bfloat16()
-    got, expected = (run(seated(make(300)), x, rows) for x in (short, short.float()))
+    got, expected = (run(slot_filled(make(300)), x, rows) for x in (short, short.float()))
     assert torch.equal(got.tokens, expected.tokens)
 
 
@@ -299,7 +299,7 @@ def test_sampling_never_waits_for_the_device() -> None:
     logits, rows = batch(1000, torch.float32)
     rows = [SampleRow(r.slot, r.params, r.position, constrained=r.slot % 4 == 0) for r in rows]
     sampler = make(1000, device=meta)
-    sampler.state.seat(0, [1, 2], [3])
+    sampler.state.fill_slot(0, [1, 2], [3])
     allow = torch.zeros(64, 32, dtype=torch.int32, device=meta)
     got = sampler.sample(logits.to(meta), sampler.plan(rows), allow)
     assert got.tokens.shape == (64,)

@@ -15,7 +15,7 @@ from tests.worker.fake import make_request
 from worker.execution.batch import tokens_of
 from worker.gang.batch import GangBuilder
 from worker.gang.protocol import changes_of
-from worker.scheduling.prefix import Identity, PrefixCache
+from worker.scheduling.prefix import HashInputs, PrefixCache
 from worker.scheduling.scheduler import Scheduler
 from worker.scheduling.state import Limits, SchedulerState
 
@@ -29,7 +29,9 @@ def make(groups: int, ranks: int, batch_tokens: int):
     pages = layout(SHAPES[:groups], SIZE, 4)
     limits = Limits(4, batch_tokens, 16, 100)
     pools = [BlockPool(PER_RANK, ranks)] * groups
-    prefix = PrefixCache(pools, SIZE, Identity(b"test", "float32"), enabled=False, cpu_clock=float)
+    prefix = PrefixCache(
+        pools, SIZE, HashInputs(b"test", "float32"), enabled=False, cpu_clock=float
+    )
     policy = ShardPolicy(ranks, shard_from_tokens=90)
     builders = [
         GangBuilder(
@@ -124,8 +126,8 @@ def test_batches_say_what_tables_say(ranks, groups, budget):
         prompt = [rng.randrange(50) for _ in range(rng.choice([3, 40, 130, 300]))]
         scheduler.submit(make_request(f"r{i}", prompt, rng.randint(1, 30), options=options))
     kinds = set()
-    under_way = []
-    while scheduler.running or scheduler.waiting or under_way:
+    in_flight = []
+    while scheduler.running or scheduler.waiting or in_flight:
         plan = scheduler.plan()
         if plan.rows:
             changes = changes_of(plan)
@@ -137,9 +139,9 @@ def test_batches_say_what_tables_say(ranks, groups, budget):
             if rng.random() < 0.05:
                 scheduler.rollback(plan)
                 continue
-            under_way.append(plan)
-        if len(under_way) == 2 or not plan.rows:
-            done = under_way.pop(0)
+            in_flight.append(plan)
+        if len(in_flight) == 2 or not plan.rows:
+            done = in_flight.pop(0)
             for row, sequence in zip(done.rows, scheduler.commit(done), strict=True):
                 if sequence is None:
                     continue

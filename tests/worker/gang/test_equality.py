@@ -18,7 +18,7 @@ from torch import Tensor
 from context_parallel import shard
 from context_parallel.attention import _Layer
 from context_parallel.policy import ShardPolicy
-from context_parallel.shard import deal
+from context_parallel.shard import interleave
 from tests.families import FAMILIES, VOCAB
 from tests.worker.cases import GANGS, UNBOUNDED, committed, name_of, parameters, product_of
 from tests.worker.gang_processes import Job
@@ -79,9 +79,9 @@ def turn_policy(engine: Engine, sharded_from: int) -> None:
 
 def threads(models: Models, ranks: int, job: Job, sharded_from: int):
     """An engine over ranks that are threads of this process."""
-    launch, model = models.load(job.family, job.block_size, dtype=job.dtype)
-    launch = replace(launch, limits=replace(launch.limits, max_batch_tokens=job.chunk))
-    return gang_engine(launch, model, ranks, depth=job.depth, sharded_from=sharded_from)
+    spec, model = models.load(job.family, job.block_size, dtype=job.dtype)
+    spec = replace(spec, limits=replace(spec.limits, max_batch_tokens=job.chunk))
+    return gang_engine(spec, model, ranks, depth=job.depth, sharded_from=sharded_from)
 
 
 def run(models: Models, case: Case, *, dtype: str = "float64", gangs: Gangs | None = None) -> None:
@@ -188,10 +188,10 @@ def test_tokens_equal_when_pages_run_out(
     models: Models, name: str, tokens: int, lengths: tuple[int, ...], sharded_from: int
 ) -> None:
     """All four want twice the pages of both ranks: the engine itself preempts."""
-    launch, model = models.load(name, 8, tokens=tokens)
+    spec, model = models.load(name, 8, tokens=tokens)
     wanted = [alone(models, name, "lasting", length, "float64") for length in lengths]
-    launch = replace(launch, memory=replace(launch.memory, max_model_len=160))
-    with gang_engine(launch, model, 2, sharded_from=sharded_from) as (engine, _):
+    spec = replace(spec, memory=replace(spec.memory, max_model_len=160))
+    with gang_engine(spec, model, 2, sharded_from=sharded_from) as (engine, _):
         said = answer(engine, [request("", length, PARAMS["lasting"]) for length in lengths])
         assert engine.scheduler.preemptions > 0
     assert said == wanted
@@ -204,10 +204,10 @@ def test_blocks_stored_on_all_ranks_are_hit_at_degree_one(
 ) -> None:
     """A request that would run on one rank uses what lies there, or all ranks where that saves
     enough; either way it says the same."""
-    launch, model = models.load(name, 8)
+    spec, model = models.load(name, 8)
     lengths = (133, 70)
     wanted = [alone(models, name, "alone", length, "float64") for length in lengths]
-    with gang_engine(launch, model, 4, sharded_from=1, hit_tokens=hit_tokens) as (engine, members):
+    with gang_engine(spec, model, 4, sharded_from=1, hit_tokens=hit_tokens) as (engine, members):
         exchange, stats = members.gangs[0].exchange, engine.scheduler.prefix.stats
         assert answer(engine, [request("a", n, PARAMS["alone"]) for n in lengths]) == wanted
         engine.scheduler.state.policy = ShardPolicy(4, NEVER, hit_tokens)
@@ -254,11 +254,11 @@ def test_a_tile_that_is_dealt_twice_is_seen(
     """Rank 1 computes rank 0's first tile in place of its own."""
 
     def dealt(count: int, ranks: int) -> list[shard.Ints]:
-        found = deal(count, ranks)
+        found = interleave(count, ranks)
         found[1][: shard.TILE] = found[0][: len(found[1][: shard.TILE])]
         return found
 
     run(models, CASE)
-    monkeypatch.setattr(shard, "deal", dealt)
+    monkeypatch.setattr(shard, "interleave", dealt)
     with pytest.raises(AssertionError):
         run(models, CASE)

@@ -23,7 +23,7 @@ from tests.worker.gangs import gang_engine
 from worker.params import SamplingParams
 from worker.request import Request
 from worker.startup.build import build_engine
-from worker.startup.start import Launch, load, resolve
+from worker.startup.start import EngineSpec, load, resolve
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +39,9 @@ LENGTHS = [8192, *(pytest.param(length, marks=pytest.mark.full) for length in (3
 NEEDLES = [8192, pytest.param(131072, marks=pytest.mark.full)]
 
 
-def started(directory: Path, model: tf.PreTrainedModel, tokens: int) -> tuple[Launch, PagedModel]:
+def started(
+    directory: Path, model: tf.PreTrainedModel, tokens: int
+) -> tuple[EngineSpec, PagedModel]:
     """A model with room for the whole prompt on each rank, so that one rank can be asked too."""
     model.save_pretrained(directory)
     settings = {
@@ -53,8 +55,8 @@ def started(directory: Path, model: tf.PreTrainedModel, tokens: int) -> tuple[La
         "scheduler.max_batch_tokens": CHUNK,
     }
     config = load_config(None, [f"{name}={value}" for name, value in settings.items()])
-    launch = resolve(config, directory, free_bytes=1 << 34)
-    return launch, load(launch, lambda: 0.0)[0]
+    spec = resolve(config, directory, free_bytes=1 << 34)
+    return spec, load(spec, lambda: 0.0)[0]
 
 
 def small_llama(tokens: int) -> tf.PreTrainedModel:
@@ -114,11 +116,11 @@ class Seen:
         return self.logits, said[0]
 
 
-def opened(stack: ExitStack, launch: Launch, model: PagedModel, ranks: int) -> Seen:
+def opened(stack: ExitStack, spec: EngineSpec, model: PagedModel, ranks: int) -> Seen:
     if ranks == 1:
-        engine = build_engine(launch, model, lambda: 0.0)
+        engine = build_engine(spec, model, lambda: 0.0)
         return Seen(engine, [engine.runner])
-    opened = gang_engine(launch, model, ranks, sharded_from=1, timeout_s=600.0)
+    opened = gang_engine(spec, model, ranks, sharded_from=1, timeout_s=600.0)
     engine, members = stack.enter_context(opened)
     return Seen(engine, [engine.runner, *(f.runner for f in members.followers)])
 
@@ -129,14 +131,14 @@ def changed(tokens: list[int], position: int) -> list[int]:
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_long_prompts_have_the_same_logits_and_every_stripe_counts(tmp_path: Path, length: int):
-    launch, model = started(tmp_path, small_llama(length), length)
+    spec, model = started(tmp_path, small_llama(length), length)
     tokens = Random(1).choices(range(VOCAB), k=length)
     with ExitStack() as stack:
-        wanted, _ = opened(stack, launch, model, 1).ask(tokens)
+        wanted, _ = opened(stack, spec, model, 1).ask(tokens)
     spread = float(wanted.std())
     for ranks in (2, 4):
         with ExitStack() as stack:
-            seen = opened(stack, launch, model, ranks)
+            seen = opened(stack, spec, model, ranks)
             got, _ = seen.ask(tokens)
             assert float((got - wanted).abs().max()) <= 1e-7 * spread
             assert seen.engine.runner.gang.exchange.calls > 0
@@ -170,7 +172,7 @@ def _codes() -> None:
 def test_the_token_after_the_needle_is_found_in_every_stripe(tmp_path: Path, length: int):
     """One haystack with needles in every stripe, early and late; each is asked for by one token."""
     _codes()
-    launch, model = started(tmp_path, copying.build(length + BLOCK), length)
+    spec, model = started(tmp_path, copying.build(length + BLOCK), length)
     draw = Random(2)
     tokens = draw.choices(range(40), k=length - 1)
     needles = list(range(40, copying.VOCAB))
@@ -184,7 +186,7 @@ def test_the_token_after_the_needle_is_found_in_every_stripe(tmp_path: Path, len
         tokens[position : position + 2] = needle, answers[needle]
     for ranks in (1, 2, 4):
         with ExitStack() as stack:
-            seen = opened(stack, launch, model, ranks)
+            seen = opened(stack, spec, model, ranks)
             owners = set()
             for needle, position in places.items():
                 _, said = seen.ask([*tokens, needle])
@@ -197,7 +199,7 @@ def test_a_rank_that_is_not_looked_at_loses_its_needles(tmp_path: Path, monkeypa
     """So the test above can fail: without one rank's sums its needles are not found."""
     from context_parallel.attention import _Layer
 
-    launch, model = started(tmp_path, copying.build(1024 + BLOCK), 1024)
+    spec, model = started(tmp_path, copying.build(1024 + BLOCK), 1024)
     tokens = Random(2).choices(range(40), k=1023)
     tokens[5 * BLOCK + 3 : 5 * BLOCK + 5] = 50, 7
     true = _Layer.finished
@@ -211,7 +213,7 @@ def test_a_rank_that_is_not_looked_at_loses_its_needles(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(_Layer, "finished", finished)
     with ExitStack() as stack:
-        seen = opened(stack, launch, model, 4)
+        seen = opened(stack, spec, model, 4)
         assert seen.ask([*tokens, 50])[1] == 7
         lost.append(seen.owners[5])
         assert seen.ask([*tokens, 50])[1] != 7

@@ -16,17 +16,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster.routing.block_hashes import Identities
+from cluster.routing.block_hashes import BlockHasher
 from configs.loading import load
 from configs.schema import Config
 from context_parallel.exchange import ExchangeFailed
-from context_parallel.group import Deadline, Meeting, MeetingFailed
+from context_parallel.group import Deadline, MeetingFailed, Rendezvous
 from tests.cluster import tiny
 from worker import messages
 from worker.execution.runner import EngineDead
 from worker.gang import member as seat_module
 from worker.gang.follower import GPUFollower
-from worker.gang.member import Seat
+from worker.gang.member import GangMember
 from worker.params import SamplingParams
 from worker.startup import start
 from worker.startup.memory import DoesNotFit
@@ -76,12 +76,14 @@ def config(directory: Path, ranks: int, *, blocks: int = 32, threshold: int = 40
     return made.of_pool(made.pool)
 
 
-def seats(ranks: int, within_s: float = 60.0) -> list[Seat]:
+def members(ranks: int, within_s: float = 60.0) -> list[GangMember]:
     deadline = Deadline(time.monotonic() + within_s, within_s, "cluster.x", time.monotonic)
     clocks = (time.monotonic, time.perf_counter, time.thread_time)
-    first = Meeting.open(HOST, 5, ranks, deadline)
-    others = [Meeting.join(first.address, rank, ranks, deadline) for rank in range(1, ranks)]
-    return [Seat("gang-7", meeting, HOST, 30.0, 60.0, *clocks) for meeting in (first, *others)]
+    first = Rendezvous.open(HOST, 5, ranks, deadline)
+    others = [Rendezvous.join(first.address, rank, ranks, deadline) for rank in range(1, ranks)]
+    return [
+        GangMember("gang-7", meeting, HOST, 30.0, 60.0, *clocks) for meeting in (first, *others)
+    ]
 
 
 def together(makers: Sequence[Any]) -> list[Any]:
@@ -99,13 +101,13 @@ def together(makers: Sequence[Any]) -> list[Any]:
     return [future.exception(60) or future.result() for future in found]
 
 
-def makers(configs: Sequence[Config], places: Sequence[Seat]) -> list[Any]:
+def makers(configs: Sequence[Config], places: Sequence[GangMember]) -> list[Any]:
     directory = configs[0].model.path
     return [
-        lambda: replica.GPUWorker(configs[0], directory, KEY, seat=places[0]),
+        lambda: replica.GPUWorker(configs[0], directory, KEY, member=places[0]),
         *(
-            lambda made=made, seat=seat: GPUFollower(made, directory, f"r{seat.rank}", seat)
-            for made, seat in zip(configs[1:], places[1:], strict=True)
+            lambda made=made, member=member: GPUFollower(made, directory, f"r{member.rank}", member)
+            for made, member in zip(configs[1:], places[1:], strict=True)
         ),
     ]
 
@@ -116,7 +118,7 @@ def gang(
 ) -> Iterator[tuple[Any, list[Any]]]:
     made = config(directory, ranks)
     made = replace(made, cluster=replace(made.cluster, pull_timeout_s=pull_timeout_s))
-    leader, *followers = together(makers([made] * ranks, seats(ranks)))
+    leader, *followers = together(makers([made] * ranks, members(ranks)))
     try:
         yield leader, followers
     finally:
@@ -135,7 +137,7 @@ class Lost(Exception):
 
 async def answer(worker: Any, prompt: list[int], count: int = 30) -> list[int]:
     params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
-    submit = messages.Submit("r", MODEL, prompt, params, 60.0)
+    submit = messages.GenerateRequest("r", MODEL, prompt, params, 60.0)
     tokens: list[int] = []
     async for message in worker.generate(messages.encode(submit)):
         event = messages.decode(message)
@@ -158,8 +160,8 @@ def test_a_gang_starts_as_one_and_answers_as_one_worker(directory: Path) -> None
             shown = await leader.debug_kv()
             assert (shown["degree"], shown["epoch"]) == (4, 5)
             assert [rank["rank"] for rank in shown["ranks"]] == [0, 1, 2, 3]
-            assert all(rank["idle"] for rank in shown["ranks"][1:])
-            assert all(rank["owned"] == rank["leased"] == 0 for rank in shown["ranks"])
+            assert all(rank["cached"] for rank in shown["ranks"][1:])
+            assert all(rank["active"] == rank["pinned"] == 0 for rank in shown["ranks"])
             for member in (leader, *followers):
                 await member.check_health()
             runners = [one.loop.follower.runner for one in followers]
@@ -201,8 +203,8 @@ def left_in_peace(leader: Any, followers: Sequence[Any]) -> None:
 
 async def same_bytes(alone: Any, leader: Any) -> None:
     """A prefix that lies on four ranks is given away as one that lies on one."""
-    chain = b"".join(Identities(KEY).chain(await alone.info(), PROMPT, b""))
-    exported = [await worker.export([chain]) for worker in (alone, leader)]
+    hashes = b"".join(BlockHasher(KEY).block_hashes(await alone.info(), PROMPT, b""))
+    exported = [await worker.export([hashes]) for worker in (alone, leader)]
     assert [count for count, _ in exported] == [len(PROMPT) // 8] * 2
     one, other = (np.frombuffer(data, np.float64) for _, data in exported)
     assert np.allclose(one, other, rtol=1e-9, atol=1e-12)
@@ -210,7 +212,7 @@ async def same_bytes(alone: Any, leader: Any) -> None:
 
 def test_a_rank_that_cannot_start_is_why_the_others_do_not(directory: Path) -> None:
     configs = [config(directory, 2), config(directory, 2, blocks=1 << 40)]
-    first, second = together(makers(configs, seats(2)))
+    first, second = together(makers(configs, members(2)))
     assert isinstance(second, DoesNotFit)
     assert isinstance(first, MeetingFailed)
     assert str(first).startswith("rank 1: the pages do not fit: ")
@@ -218,7 +220,7 @@ def test_a_rank_that_cannot_start_is_why_the_others_do_not(directory: Path) -> N
 
 def test_all_ranks_take_what_the_least_can_hold(directory: Path) -> None:
     configs = [config(directory, 2, blocks=blocks) for blocks in (32, 20)]
-    leader, follower = together(makers(configs, seats(2)))
+    leader, follower = together(makers(configs, members(2)))
     assert leader.launch.memory.slices == 20
     assert follower.loop.follower.runner.model.store.slices == 20
     assert leader.launch.memory.max_model_len == 2 * 20 * 8
@@ -228,7 +230,7 @@ def test_all_ranks_take_what_the_least_can_hold(directory: Path) -> None:
 def test_a_threshold_below_a_block_is_refused(directory: Path) -> None:
     made = config(directory, 2, threshold=8)
     large = load(None, ["kv.block_size=64"]).kv
-    (refused, _) = together(makers([type(made)(**{**_fields(made), "kv": large})] * 2, seats(2)))
+    (refused, _) = together(makers([type(made)(**{**_fields(made), "kv": large})] * 2, members(2)))
     assert isinstance(refused, DoesNotFit | MeetingFailed)
     assert "shard_from_tokens=8 is less than a block of 64 tokens" in str(refused)
 

@@ -13,7 +13,7 @@ import torch
 from context_parallel.exchange import ExchangeFailed
 from kvpaging.host_pool import Moves
 from kvpaging.store import BlockStore, LayerShape, layout
-from kvpaging.windows import GONE
+from kvpaging.windows import NULL_BLOCK
 from tests.context_parallel.channels import channels
 from worker.gang.pages import Copied, GangPages, serve_pages
 
@@ -61,7 +61,7 @@ def test_blocks_of_several_ranks_travel_as_one_store_would_send_them(owners):
     blocks = wide(owners, local)
     data = np.random.default_rng(3).integers(0, 256, 3 * PAGES.slice_bytes, np.uint8)
     with gang(3) as (pages, stores):
-        pages.beat()
+        pages.heartbeat()
         pages.import_(blocks, data.tobytes())
         assert (pages.export(blocks) == data).all()
         for i, owner in enumerate(owners):
@@ -74,7 +74,7 @@ def test_blocks_of_several_ranks_travel_as_one_store_would_send_them(owners):
 def test_what_a_group_gave_back_takes_no_bytes():
     local, owners = [[1, 4, 7], [2, 0, 9], [3, 4, 0]], [1, 0, 2]
     blocks = wide(owners, local)
-    blocks[1][0] = blocks[1][2] = GONE
+    blocks[1][0] = blocks[1][2] = NULL_BLOCK
     sizes = [group.block_bytes for group in PAGES.groups]
     wanted = 3 * PAGES.slice_bytes - 2 * sizes[1]
     data = np.random.default_rng(3).integers(0, 256, wanted, np.uint8)
@@ -82,7 +82,7 @@ def test_what_a_group_gave_back_takes_no_bytes():
         assert pages.bytes_of(blocks) == wanted
         pages.import_(blocks, data.tobytes())
         assert (pages.export(blocks) == data).all()
-        first = stores[1].export([[1], [GONE], [3]])
+        first = stores[1].export([[1], [NULL_BLOCK], [3]])
         assert (first == data[: sizes[0] + sizes[2]]).all()
         written = sum(int(arena.any(1).sum()) for store in stores for arena in store.arenas)
     assert written == 7
@@ -170,7 +170,7 @@ def test_who_gives_blocks_away_is_told_before_a_late_import_ends(monkeypatch):
     assert [type(error) for error in told] == [ExchangeFailed]
     ends[0].abort("over")
     with pytest.raises(ExchangeFailed, match="over"):
-        pages.beat()
+        pages.heartbeat()
     assert len(told) == 2
     awake.set()
     follower.join(10)

@@ -13,10 +13,10 @@ from kvpaging.table import BlockTable, Copy
 from worker import messages
 from worker.execution.runner import StepResult
 from worker.gang import protocol
-from worker.gang.protocol import STEP, Listener, Result, Teller, WrongMessage
+from worker.gang.protocol import STEP, PlanDecoder, PlanEncoder, Result, WrongMessage
 from worker.params import SamplingParams
 from worker.request import Request
-from worker.scheduling.step import Offer, Row, StepPlan
+from worker.scheduling.step import BeamCandidates, Row, StepPlan
 
 SIZE = 8
 PARAMS = SamplingParams(
@@ -29,7 +29,7 @@ PARAMS = SamplingParams(
 )
 
 
-def seated(tokens: list[int], slot: int, pools: list[BlockPool]):
+def slot_filled(tokens: list[int], slot: int, pools: list[BlockPool]):
     sequence = Request("r", tokens, PARAMS).sequences[0]
     sequence.slot, sequence.table = slot, BlockTable(pools, SIZE)
     sequence.table.append(len(tokens) + 1)
@@ -50,7 +50,9 @@ def row(sequence, start: int, count: int, changed_from: int = 0, **options) -> R
     )
 
 
-def sent(teller: Teller, listener: Listener, plan: StepPlan, digest: int = 0) -> protocol.Told:
+def sent(
+    teller: PlanEncoder, listener: PlanDecoder, plan: StepPlan, digest: int = 0
+) -> protocol.Told:
     kind, body = protocol.read(teller.step(plan, protocol.changes_of(plan), digest))
     assert kind == STEP
     return listener.step(body)
@@ -58,12 +60,12 @@ def sent(teller: Teller, listener: Listener, plan: StepPlan, digest: int = 0) ->
 
 def test_a_follower_sees_the_rows_that_rank_0_sees():
     pools = [BlockPool(50), BlockPool(50)]
-    sequence = seated(list(range(20)), 2, pools)
+    sequence = slot_filled(list(range(20)), 2, pools)
     options = {"stored": 3, "scored_from": 1, "candidates": 4, "home": 1, "sharded": True}
     options |= {"targets": [*range(2, 20)], "history": ([*range(20)], [])}
     mine = row(sequence, 0, 20, sampled=True, **options)
     copy = Copy(1, 7, 9)
-    told = sent(Teller(5), Listener(), StepPlan(8, (mine,), (copy,)), (1 << 64) - 1)
+    told = sent(PlanEncoder(5), PlanDecoder(), StepPlan(8, (mine,), (copy,)), (1 << 64) - 1)
     assert (told.epoch, told.step, told.digest) == (5, 8, (1 << 64) - 1)
     assert told.plan.copies == (copy,)
     assert told.changes == [(2, 0, tuple(sequence.table.blocks))]
@@ -78,8 +80,8 @@ def test_a_follower_sees_the_rows_that_rank_0_sees():
 def test_only_what_is_new_is_sent():
     """A step of a long sequence costs the bytes of one token, however long it is."""
     pools = [BlockPool(5000)]
-    sequence = seated(list(range(20_000)), 0, pools)
-    teller, listener = Teller(1), Listener()
+    sequence = slot_filled(list(range(20_000)), 0, pools)
+    teller, listener = PlanEncoder(1), PlanDecoder()
     sizes = []
     for step in range(3):
         start = len(sequence.tokens) - 1 if step else 0
@@ -97,8 +99,8 @@ def test_only_what_is_new_is_sent():
 
 def test_a_slot_that_changes_hands_or_starts_again_is_told_from_the_beginning():
     pools = [BlockPool(50)]
-    teller, listener = Teller(1), Listener()
-    first, second = seated([1, 2, 3], 0, pools), seated([4, 5], 0, pools)
+    teller, listener = PlanEncoder(1), PlanDecoder()
+    first, second = slot_filled([1, 2, 3], 0, pools), slot_filled([4, 5], 0, pools)
     one = sent(teller, listener, StepPlan(0, (row(first, 0, 3),), ())).plan.rows[0]
     assert (one.tokens, one.prompt_tokens, one.params) == ([1, 2, 3], 3, PARAMS)
     second.params = replace(PARAMS, seed=8)
@@ -118,7 +120,7 @@ def test_results_come_back_as_they_were():
         [False, True],
         [None, messages.TokenLogprob(-0.25, top)],
         [[messages.PromptLogprob(-1.0, 3, top)], []],
-        [Offer([7, 8], [-0.1, -0.2]), None],
+        [BeamCandidates([7, 8], [-0.1, -0.2]), None],
     )
     result = Result(2, 1, 9, done, "", 0, 11)
     assert protocol.unpack_result(protocol.pack_result(result)) == result
@@ -152,4 +154,4 @@ def test_copies_come_back_as_they_were_or_are_refused():
 def test_a_step_that_cannot_be_read_is_refused():
     for body in ([], [1, 2, 3, [[0]], [], []], [1, 2, 3, [], [], [[0] * 13]]):
         with pytest.raises(WrongMessage, match="cannot be read"):
-            Listener().step(body)
+            PlanDecoder().step(body)

@@ -215,7 +215,7 @@ def test_no_rank_is_in_a_step_whose_blocks_are_given_back(models, depth, when):
             submit(engine, index)
         for _ in range(4):
             engine.step(0.0)
-        ended, given_back = set(), []
+        ended, out_of_window_blocks = set(), []
         answer_one, roll_back = members.followers[0]._answer, engine.scheduler.rollback
 
         def answered(step, *rest):
@@ -223,7 +223,7 @@ def test_no_rank_is_in_a_step_whose_blocks_are_given_back(models, depth, when):
             answer_one(step, *rest)
 
         def rollback(plan):
-            given_back.append(plan.step in ended)
+            out_of_window_blocks.append(plan.step in ended)
             return roll_back(plan)
 
         members.followers[0]._answer, engine.scheduler.rollback = answered, rollback
@@ -235,8 +235,8 @@ def test_no_rank_is_in_a_step_whose_blocks_are_given_back(models, depth, when):
         setattr(part, method, fault)
         fault.armed = True
         run_out(engine)
-        assert len(given_back) == (depth if when == "after" else 1)
-        assert all(given_back)
+        assert len(out_of_window_blocks) == (depth if when == "after" else 1)
+        assert all(out_of_window_blocks)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -376,7 +376,7 @@ class Waits:
     def __init__(self, timeouts_s: list[float | None]) -> None:
         self.timeouts_s = timeouts_s
 
-    def gather(self, message: bytes, timeout_s: float | None = None) -> list[bytes]:
+    def all_gather(self, message: bytes, timeout_s: float | None = None) -> list[bytes]:
         self.timeouts_s.append(timeout_s)
         raise ExchangeFailed(2, None, "nothing came")
 
@@ -406,9 +406,9 @@ def test_an_idle_gang_hears_that_rank_0_is_alive_and_goes_on(models, depth):
         engine,
         members,
     ):
-        engine.runner.beat()
+        engine.runner.heartbeat()
         first = generate(engine, ALL)
-        engine.runner.beat()
+        engine.runner.heartbeat()
         second = generate(engine, ALL)
         assert members.gangs[1].exchange.calls == members.gangs[0].exchange.calls > 0
     assert first == second == {i: reference("llama", i) for i in ALL}
@@ -419,7 +419,7 @@ def test_a_word_to_a_gang_that_is_gone_ends_the_engine(models):
     with gang_engine(launch, model, 2, fails=True, sharded_from=EVERYTHING) as (engine, members):
         members.gangs[1].abort("the host is going down")
         with pytest.raises(EngineDead, match="the host is going down"):
-            engine.runner.beat()
+            engine.runner.heartbeat()
     assert isinstance(members.ends[1], EngineDead)
 
 

@@ -140,11 +140,11 @@ def test_storms_meet_what_they_are_for():
     for seed in range(50, 58):
         engine = storm(seed, 2)
         met.update(engine.runner.seen)
-        met["spreads"] += engine.scheduler.spreads
+        met["reshards"] += engine.scheduler.reshards
         met["preemptions"] += engine.scheduler.preemptions
         met["copies"] += engine.scheduler.copies
     assert min(met[kind] for kind in ("narrow", "short", "long")) > 5
-    assert min(met[kind] for kind in ("spreads", "preemptions", "copies")) > 5
+    assert min(met[kind] for kind in ("reshards", "preemptions", "copies")) > 5
 
 
 def tables_of(engine):
@@ -180,7 +180,7 @@ def test_a_long_prompt_takes_one_rank_s_budget_from_each(ranks):
     assert counts[-2:] == [1, 1]
     assert all(row.sharded for plan in plans for row in plan.rows)
     assert tokens_of(outputs, "long") == expected(prompt, 3)
-    assert scheduler.spreads == 0
+    assert scheduler.reshards == 0
 
 
 def scheduler_plans(engine):
@@ -214,7 +214,7 @@ def test_a_running_one_grows_to_all_ranks_and_computes_nothing_again(ranks, dept
     assert [row.sharded for row in rows] == sorted(row.sharded for row in rows)
     assert {row.start >= 23 for row in rows if row.sharded} == {True}
     assert {row.home for row in rows} == {rows[0].home}
-    assert engine.scheduler.spreads == 1
+    assert engine.scheduler.reshards == 1
     mixed = [{row.sharded for row in plan.rows} for plan in plans]
     assert {True, False} in mixed
     assert tokens_of(outputs, "r") == expected(range(10), 40)
@@ -235,7 +235,7 @@ def test_a_full_home_lets_its_sequence_go_on_elsewhere(ranks):
         check(engine)
         for table in tables_of(engine).values():
             most = max(most, len(table.blocks[0]))
-    assert engine.scheduler.spreads == 1
+    assert engine.scheduler.reshards == 1
     assert engine.scheduler.preemptions == 0
     count = min(60, 6 * 4 * ranks) - 10
     assert tokens_of(outputs, "r") == expected(range(10), count)
@@ -320,7 +320,7 @@ def test_a_twin_on_another_rank_keeps_its_own_block():
     outputs = engine.step(NOW)
     engine.scheduler.prefix.enabled = True
     outputs += run(engine)
-    assert engine.scheduler.prefix.stats.swapped_blocks == 0
+    assert engine.scheduler.prefix.stats.dedup_blocks == 0
     assert engine.scheduler.pools[0].stats.duplicates >= 3
     for name in ("a", "b"):
         assert tokens_of(outputs, name) == expected(prompt, 8)
@@ -379,23 +379,23 @@ def test_a_block_whose_groups_are_on_different_ranks_is_no_hit():
     for table in tables:
         table.append(12)
     # Of the second block, each group finds that of another table.
-    for group, chain in enumerate(prefix.chains(sequence)):
+    for group, hashes in enumerate(prefix.block_hashes(sequence)):
         parent = None
-        for index, identity in enumerate(chain):
+        for index, block_hash in enumerate(hashes):
             blocks = tables[group if index == 1 else 0].blocks[group]
-            pools[group].publish(blocks[index], identity, parent)
-            parent = identity
+            pools[group].register(blocks[index], block_hash, parent)
+            parent = block_hash
     found = prefix.match(sequence)
     assert found == [column[:1] for column in tables[0].blocks]
 
 
-def published(engine, prompt, rank):
-    """A sequence with all of the prompt computed on a rank, and published."""
+def registered(engine, prompt, rank):
+    """A sequence with all of the prompt computed on a rank, and registered."""
     (sequence,) = make_request("r", prompt, 1).sequences
     sequence.table = BlockTable(engine.scheduler.pools, 4, (rank,))
     sequence.table.append(len(prompt))
     sequence.computed = len(prompt)
-    engine.scheduler.prefix.publish(sequence)
+    engine.scheduler.prefix.register(sequence)
     return sequence
 
 
@@ -403,14 +403,14 @@ def published(engine, prompt, rank):
 def test_a_prefix_that_one_group_has_lost_is_found_whole_once_computed_elsewhere(lost):
     engine = make_engine(policy=gang(2), groups=2)
     prefix, pools = engine.scheduler.prefix, engine.scheduler.pools
-    first = published(engine, range(12), 0)
+    first = registered(engine, range(12), 0)
     first.table.release()
-    pools[lost].forget(prefix.chains(first)[lost][0])
-    second = published(engine, range(12), 1)
+    pools[lost].forget(prefix.block_hashes(first)[lost][0])
+    second = registered(engine, range(12), 1)
     assert prefix.match(second) == second.table.blocks
-    twin = published(engine, range(12), 1)
+    twin = registered(engine, range(12), 1)
     assert twin.table.blocks == second.table.blocks
-    elsewhere = published(engine, range(12), 0)
+    elsewhere = registered(engine, range(12), 0)
     assert elsewhere.table.blocks != second.table.blocks
     assert prefix.match(elsewhere) == second.table.blocks
     for sequence in (second, twin, elsewhere):
@@ -426,13 +426,13 @@ def test_a_block_found_on_several_ranks_gives_way_to_one_that_is_not():
     for group, (pool, table) in enumerate(zip(pools, tables, strict=True)):
         table.append(8)
         parent = None
-        for block, identity in zip(
-            table.blocks[group], prefix.chains(sequence)[group], strict=True
+        for block, block_hash in zip(
+            table.blocks[group], prefix.block_hashes(sequence)[group], strict=True
         ):
-            pool.publish(block, identity, parent)
-            parent = identity
+            pool.register(block, block_hash, parent)
+            parent = block_hash
     assert prefix.match(sequence) == [[], []]
-    own = published(engine, range(8), 0)
+    own = registered(engine, range(8), 0)
     assert prefix.match(sequence) == own.table.blocks
     assert own.table.blocks[0] == tables[0].blocks[0]
     for table in (*tables, own.table):
@@ -470,7 +470,7 @@ def test_one_without_a_prefix_starts_where_the_step_has_room():
 
 def test_a_step_looks_in_vain_at_a_bounded_number_of_waiting_ones():
     engine = make_engine(policy=gang(2, shard_from_tokens=1000), batch_tokens=8)
-    published(engine, range(20), 0).table.release()
+    registered(engine, range(20), 0).table.release()
     engine.submit(make_request("busy", range(30, 54), 2, options=IGNORE))
     engine.step(NOW)
     for i in range(40):

@@ -11,8 +11,8 @@ def served(*queue: tuple[str, int], **priorities: int) -> str:
     done = ""
     while not engine.idle:
         done += "".join(r.tenant or r.id for r, _ in engine.step(0.0) if r.finished)
-    engine.scheduler._turns.take("z", 1)
-    assert len(engine.scheduler._turns._ends) <= 2  # of those before only who was served last
+    engine.scheduler._fair_queue.take("z", 1)
+    assert len(engine.scheduler._fair_queue._ends) <= 2  # of those before only who was served last
     return done
 
 

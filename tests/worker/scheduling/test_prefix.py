@@ -88,7 +88,7 @@ def test_duplicates_are_swapped_for_the_earlier_block(depth):
         check(engine)
         tables = [t.blocks[0] for t in engine.scheduler.tables()]
         peak.append(len({b for t in tables for b in t}))
-    assert engine.scheduler.prefix.stats.swapped_blocks >= 3
+    assert engine.scheduler.prefix.stats.dedup_blocks >= 3
     assert max(peak) <= 4 + 2 + depth
     assert tokens_of(outputs, "a") == tokens_of(outputs, "b") == expected([1, 2], 15)
     assert_empty(engine)
@@ -128,7 +128,7 @@ def test_a_flush_forgets_and_a_disabled_cache_never_knew():
         run(engine)
         if flush:
             assert engine.scheduler.prefix.flush() == 3
-        assert engine.scheduler.pools[0].counts().idle == 0
+        assert engine.scheduler.pools[0].counts().cached == 0
         engine.submit(make_request("again", range(12), 1))
         assert finish_of(run(engine), "again").cached_tokens == 0
 
@@ -140,7 +140,7 @@ def test_a_preempted_sequence_hits_its_own_blocks(depth):
     outputs = []
     for _ in range(8):
         outputs += engine.step(0.0)
-    while engine._flying:
+    while engine._in_flight:
         outputs += engine._settle(0.0)
     (sequence,) = engine.scheduler.running
     before, known = computed(engine), len(sequence.tokens)
@@ -214,8 +214,8 @@ def test_its_time_is_counted_where_it_is_on():
         engine.submit(make_request("r", range(8), 2))
         run(engine)
         stats = engine.scheduler.prefix.stats
-        # Two blocks: digested once, looked up once, noted and struck off, published once.
-        assert (stats.hash_s, stats.match_s, stats.publish_s) == (
+        # Two blocks: digested once, looked up once, noted and struck off, registered once.
+        assert (stats.hash_s, stats.match_s, stats.register_s) == (
             (1, 3, 1) if enabled else (0,) * 3
         )
 

@@ -57,7 +57,7 @@ def test_families_that_pages_cannot_hold_are_refused_by_name_and_reason(name, tm
 
 @pytest.mark.parametrize("damage", ["last key hidden", "window of two too many"])
 def test_the_check_sees_an_attention_that_is_not_the_models_own(models, monkeypatch, damage):
-    launch, model = models.load("mistral", 16)
+    spec, model = models.load("mistral", 16)
     true = model.pages.__class__.attend
 
     def damaged(self, q, k, v, **rest):
@@ -79,10 +79,10 @@ def test_the_check_sees_an_attention_that_is_not_the_models_own(models, monkeypa
         )
 
     monkeypatch.setattr(model.pages.__class__, "attend", damaged)
-    hf = AutoModelForCausalLM.from_pretrained(launch.directory, dtype=torch.float64)
-    store = BlockStore(launch.layout, 32, torch.float64, launch.device)
+    hf = AutoModelForCausalLM.from_pretrained(spec.directory, dtype=torch.float64)
+    store = BlockStore(spec.layout, 32, torch.float64, spec.device)
     with pytest.raises(UnsupportedModel, match=r"give other logits"):
-        checked_model(hf, store, launch.shape)
+        checked_model(hf, store, spec.shape)
 
 
 def test_a_length_that_cannot_fit_is_refused_before_weights_are_read(models):
@@ -209,12 +209,12 @@ def test_end_tokens_come_from_the_generation_config_first(tmp_path):
 
 
 def test_the_table_names_every_size(models):
-    launch, _ = models.load("gemma4", 16)
-    table = launch.table()
+    spec, _ = models.load("gemma4", 16)
+    table = spec.table()
     assert table["tokens"] == table["blocks"] * 16
     assert table["kv_bytes"] == table["tokens"] * table["kv_bytes_per_token"]
     assert table["layer_groups"] == 2
-    assert launch.params.vocab_size == VOCAB
+    assert spec.params.vocab_size == VOCAB
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
@@ -225,9 +225,9 @@ def test_a_compiled_model_compiles_before_it_is_ready(models, monkeypatch, backe
     monkeypatch.setattr(
         PagedModel, "compile", lambda model, **options: true(model, backend=backend, **options)
     )
-    launch, _ = models.load("qwen3", 16)
+    spec, _ = models.load("qwen3", 16)
     compiled = replace(
-        launch, config=replace(launch.config, model=replace(launch.config.model, compile=True))
+        spec, config=replace(spec.config, model=replace(spec.config.model, compile=True))
     )
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -246,9 +246,9 @@ def test_a_compiled_model_compiles_before_it_is_ready(models, monkeypatch, backe
 
 
 def test_start_reports_what_it_does(models):
-    launch, _ = models.load("llama", 16)
+    spec, _ = models.load("llama", 16)
     lines = []
-    assert start(launch, clock=float, progress=lines.append).idle
+    assert start(spec, clock=float, progress=lines.append).cached
     assert [line.split()[0] for line in lines] == ["loading", "checking"]
 
 
@@ -257,9 +257,9 @@ def test_a_gang_starts_with_what_its_smallest_rank_holds(models):
     config = config_for(directory, "kv.block_size=8", "model.dtype=float32")
     free = [FREE_BYTES, FREE_BYTES // 4, FREE_BYTES // 2]
     launches = [resolve(config, directory, free_bytes=size, ranks=3) for size in free]
-    slices = [launch.memory.slices for launch in launches]
+    slices = [spec.memory.slices for spec in launches]
     assert min(slices) == slices[1] < max(slices)
-    got = [agreed(launch, slices) for launch in launches]
+    got = [agreed(spec, slices) for spec in launches]
     assert {(one.memory.slices, one.memory.max_model_len) for one in got} == {(slices[1], 256)}
     assert {one.memory.tokens for one in got} == {3 * 8 * slices[1]}
     assert {one.memory.kv_bytes for one in got} == {slices[1] * launches[0].layout.slice_bytes}
@@ -276,16 +276,16 @@ def test_a_gang_holds_a_sequence_that_no_rank_holds_alone(models):
     options = ("kv.block_size=8", "model.dtype=float32", "kv.blocks=8", "model.max_model_len=240")
     with pytest.raises(DoesNotFit, match="which is 64 tokens"):
         resolve(config_for(directory, *options), directory, free_bytes=FREE_BYTES)
-    launch = resolve(config_for(directory, *options), directory, free_bytes=FREE_BYTES, ranks=4)
-    assert (launch.memory.slices, launch.memory.tokens) == (8, 256)
+    spec = resolve(config_for(directory, *options), directory, free_bytes=FREE_BYTES, ranks=4)
+    assert (spec.memory.slices, spec.memory.tokens) == (8, 256)
 
 
 def test_a_rank_of_a_gang_prepares_kernels_of_both_kinds(models, monkeypatch):
-    launch, model = models.load("gemma2", 16)
+    spec, model = models.load("gemma2", 16)
     prepared = []
     monkeypatch.setattr(ops, "warm_up", lambda *_, **kwargs: prepared.append(kwargs))
-    warm_up(model.store, launch.shape, launch.dtype)
+    warm_up(model.store, spec.shape, spec.dtype)
     assert [one["partials"] for one in prepared] == [False, False]  # of windowed and full layers
     prepared.clear()
-    warm_up(model.store, launch.shape, launch.dtype, partials=True)
+    warm_up(model.store, spec.shape, spec.dtype, partials=True)
     assert sorted(one["partials"] for one in prepared) == [False, False, True, True]

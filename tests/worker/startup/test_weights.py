@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from tests.worker.served import Models
     from worker.engine.engine import Engine
     from worker.execution.model import PagedModel
-    from worker.startup.start import Launch
+    from worker.startup.start import EngineSpec
 
 ALL = range(4)
 NAMED = {"bitsandbytes_4bit": {"load_in_4bit": True}, "bitsandbytes_8bit": {"load_in_8bit": True}}
@@ -77,7 +77,7 @@ def config_for(directory: Path, *more: str) -> Any:
     return load(None, [f"model.path={directory}", "model.device=cpu", *more])
 
 
-def launch_for(models: Models, name: str, *more: str) -> Launch:
+def launch_for(models: Models, name: str, *more: str) -> EngineSpec:
     directory = models.directory(name)
     settings = (
         "model.weights=int8",
@@ -91,18 +91,18 @@ def launch_for(models: Models, name: str, *more: str) -> Launch:
 
 
 @pytest.fixture(scope="module")
-def served(models: Models) -> dict[str, tuple[Launch, PagedModel]]:
+def served(models: Models) -> dict[str, tuple[EngineSpec, PagedModel]]:
     found = {}
     for name in ("llama", "qwen2"):
-        launch = launch_for(models, name)
-        found[name] = launch, start(launch, clock=float).runner.model
+        spec = launch_for(models, name)
+        found[name] = spec, start(spec, clock=float).runner.model
     return found
 
 
-def engine_for(launch: Launch, model: PagedModel, chunk: int) -> Engine:
+def engine_for(spec: EngineSpec, model: PagedModel, chunk: int) -> Engine:
     fill(model.store)
-    limits = replace(launch.limits, max_batch_tokens=chunk)
-    return build_engine(replace(launch, limits=limits), model, lambda: 0.0)
+    limits = replace(spec.limits, max_batch_tokens=chunk)
+    return build_engine(replace(spec, limits=limits), model, lambda: 0.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -164,18 +164,18 @@ def test_tokens_are_those_of_plain_torch(name: str, served: Any) -> None:
 
 
 def test_a_gang_says_what_one_rank_says(served: Any) -> None:
-    launch, model = served["llama"]
-    alone = generate(engine_for(launch, model, chunk=64), ALL)
-    limits = replace(launch.limits, max_batch_tokens=64)
-    with gang_engine(replace(launch, limits=limits), model, 2, sharded_from=60) as (engine, ranks):
+    spec, model = served["llama"]
+    alone = generate(engine_for(spec, model, chunk=64), ALL)
+    limits = replace(spec.limits, max_batch_tokens=64)
+    with gang_engine(replace(spec, limits=limits), model, 2, sharded_from=60) as (engine, ranks):
         assert generate(engine, ALL) == alone
         assert ranks.gangs[0].exchange.calls > 0
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 def test_a_compiled_model_says_the_same(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch, model = served["llama"]
-    alone = generate(engine_for(launch, model, chunk=64), ALL)
+    spec, model = served["llama"]
+    alone = generate(engine_for(spec, model, chunk=64), ALL)
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Any:
@@ -185,26 +185,26 @@ def test_a_compiled_model_says_the_same(served: Any, monkeypatch: pytest.MonkeyP
     torch._dynamo.reset()
     monkeypatch.setattr(model, "call", model.call)
     model.compile(fullgraph=True, dynamic=True, backend=backend)
-    assert generate(engine_for(launch, model, chunk=64), ALL) == alone
+    assert generate(engine_for(spec, model, chunk=64), ALL) == alone
     assert any("int8_product" in graph.code for graph in graphs)
     torch._dynamo.reset()
 
 
 def test_memory_and_fingerprint(models: Models, served: Any) -> None:
-    launch, model = served["llama"]
+    spec, model = served["llama"]
     plain = launch_for(models, "llama", "model.weights=auto")
-    assert held_bytes(model.hf) <= 1.02 * launch.memory.weight_bytes
-    assert launch.memory.weight_bytes < 0.6 * plain.memory.weight_bytes
-    assert launch.weights.loading_bytes == plain.memory.weight_bytes
+    assert held_bytes(model.hf) <= 1.02 * spec.memory.weight_bytes
+    assert spec.memory.weight_bytes < 0.6 * plain.memory.weight_bytes
+    assert spec.weights.loading_bytes == plain.memory.weight_bytes
     assert plain.table()["weights"] == "float32"
-    assert str(launch.table()["weights"]).startswith("int8")
+    assert str(spec.table()["weights"]).startswith("int8")
     prints = {
         fingerprint(one.directory, "", one.weights.format)
-        for one in (launch, plain, launch_for(models, "llama", "model.dtype=bfloat16"))
+        for one in (spec, plain, launch_for(models, "llama", "model.dtype=bfloat16"))
     }
     assert len(prints) == 2
     with pytest.raises(DoesNotFit, match="while it is loaded"):
-        resolve(launch.config, launch.directory, free_bytes=plain.memory.weight_bytes - 1)
+        resolve(spec.config, spec.directory, free_bytes=plain.memory.weight_bytes - 1)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_each_method_is_served_or_refused_by_name(
     directory = with_method(models, tmp_path, **NAMED.get(method, {"quant_method": method}))
     config = config_for(directory, "model.dtype=bfloat16")
     try:
-        launch = resolve(config, directory, free_bytes=FREE_BYTES)
+        spec = resolve(config, directory, free_bytes=FREE_BYTES)
     except UnsupportedModel as error:
         text = str(error)
         assert "\n" not in text
@@ -257,10 +257,10 @@ def test_each_method_is_served_or_refused_by_name(
         assert "not quantised" in text
         assert method not in UNPACKED | PACKED
     else:
-        assert launch.weights.packed == (method not in UNPACKED)
-        assert str(launch.table()["weights"]).startswith(method.split("_")[0])
-        if not launch.weights.packed:
-            assert launch.memory.weight_bytes == launch.shape.weight_count * 2
+        assert spec.weights.packed == (method not in UNPACKED)
+        assert str(spec.table()["weights"]).startswith(method.split("_")[0])
+        if not spec.weights.packed:
+            assert spec.memory.weight_bytes == spec.shape.weight_count * 2
         assert method in UNPACKED | PACKED
     packed = config_for(directory, "model.weights=int8")
     with pytest.raises(UnsupportedModel, match=r"quantised already.*model\.weights=auto"):
@@ -281,10 +281,10 @@ def test_fp8_is_unpacked_on_a_cpu_and_planned_so(models: Models, tmp_path: Path)
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     assert tensor_bytes(directory) == sum(t.nbytes for t in tensors.values())
     config = config_for(directory, "model.dtype=float32", "kv.block_size=8", "kv.blocks=64")
-    launch = resolve(config, directory, free_bytes=FREE_BYTES)
-    model = start(launch, clock=float).runner.model
-    assert launch.table()["weights"] == "fp8, unpacked"
-    assert held_bytes(model.hf) <= 1.02 * launch.memory.weight_bytes
+    spec = resolve(config, directory, free_bytes=FREE_BYTES)
+    model = start(spec, clock=float).runner.model
+    assert spec.table()["weights"] == "fp8, unpacked"
+    assert held_bytes(model.hf) <= 1.02 * spec.memory.weight_bytes
     plain = build("llama", dtype=torch.float32)
     plain.load_state_dict(wide)
     ids = torch.tensor([prompts()[2]])
@@ -295,14 +295,12 @@ def test_fp8_is_unpacked_on_a_cpu_and_planned_so(models: Models, tmp_path: Path)
 
 
 def test_weights_that_turn_out_larger_than_planned_are_refused(models: Models) -> None:
-    launch = launch_for(models, "llama", "model.weights=auto")
-    hf = load_weights(
-        launch.directory, launch.hf_config, launch.weights, launch.dtype, launch.device
-    )
-    check_size(nn.ModuleList([hf]), launch.weights)
+    spec = launch_for(models, "llama", "model.weights=auto")
+    hf = load_weights(spec.directory, spec.hf_config, spec.weights, spec.dtype, spec.device)
+    check_size(nn.ModuleList([hf]), spec.weights)
     larger = nn.Linear(1024, 1024)
     with pytest.raises(DoesNotFit, match="were planned"):
-        check_size(nn.ModuleList([hf, larger]), launch.weights)
+        check_size(nn.ModuleList([hf, larger]), spec.weights)
 
 
 def test_whatever_fails_with_packed_weights_is_one_message() -> None:

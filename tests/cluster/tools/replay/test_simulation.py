@@ -35,7 +35,7 @@ def replay(arrivals: Sequence[Arrival], settings: Settings) -> Outcome:
     outcome = Replay(arrivals, settings).run()
     for worker in outcome.workers:
         assert audit.check(worker.pool, []) == []
-        assert worker.pool.counts().owned == worker.pool.counts().leased == 0
+        assert worker.pool.counts().active == worker.pool.counts().pinned == 0
     return outcome
 
 

@@ -17,7 +17,7 @@ ENGINE = Engine(blocks=256, block_size=64, max_batch_tokens=2048, max_num_seqs=1
 
 
 def task(arrival: Arrival) -> Task:
-    return Task(arrival, arrival.chain(64), arrival.prompt_tokens, 0)
+    return Task(arrival, arrival.block_hashes(64), arrival.prompt_tokens, 0)
 
 
 def serve(worker: Worker, tasks: list[Task], step_s: float = math.inf) -> None:
@@ -83,7 +83,7 @@ def test_jumping_over_quiet_stretches_equals_stepping(seed: int) -> None:
         serve(worker, tasks, step_s)
         assert audit.check(worker.pool, []) == []
         worker.pool.allocate(blocks)
-        removed = [identity for stored, identity in worker.changes if not stored]
+        removed = [block_hash for stored, block_hash in worker.changes if not stored]
         found.append(
             (
                 [(one.first_s, one.end_s, one.cached_tokens) for one in tasks],
@@ -113,9 +113,9 @@ def test_the_jump_is_taken_at_all() -> None:
     assert plans == [101, 3]  # the prompt, the last step, and that nothing is left
 
 
-def filled(blocks: int, chain: list[bytes]) -> BlockPool:
+def filled(blocks: int, block_hashes: list[bytes]) -> BlockPool:
     pool = BlockPool(blocks)
-    adopt(pool, 64, chain)
+    adopt(pool, 64, block_hashes)
     return pool
 
 
@@ -126,11 +126,11 @@ def test_a_pull_copies_what_is_there() -> None:
     source, mine = filled(16, CHAIN[:6]), filled(16, CHAIN[:2])
     held = export(source, CHAIN)
     assert len(held) == 6
-    assert source.counts().leased == 6
+    assert source.counts().pinned == 6
     adopt(mine, 64, CHAIN[: len(held)])
     assert (leading(mine, CHAIN), mine.counts().idle, audit.check(mine, [])) == (6, 6, [])
     for block in reversed(held):
-        source.unhold(block)
+        source.unpin(block)
     source.allocate(11)
     assert leading(source, CHAIN) == 5  # the tail went first
 
