@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 SPLITS = 32  # of a query, at most
 SHORTEST_SPLIT = 256  # keys
 SCRATCH_ROWS = 2048  # partials of a token and all its heads that wait for a merge, at most
-BUSY = (1024, 256)  # programs with narrow and with wide tiles that keep a large device busy
+BUSY = (1024, 256)  # programs with decode and with prefill tiles that keep a large device busy
 
 # Row, first token, queries, first position, first split, splits, length, target.  Where the token
 # is -1 - i, the tile stacks the tokens listed from entry i on, and all of them see all its keys.
@@ -56,8 +56,8 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class WorkList:
-    """The pieces of one step, as flat lists of integers: `narrow` and `wide` hold items of
-    ITEM_FIELDS, `merges` the entries of MERGE_FIELDS that join partial sums."""
+    """The pieces of one step, as flat lists of integers: `decode_tile` and `prefill_tile` hold
+    items of ITEM_FIELDS, `merges` the entries of MERGE_FIELDS that join partial sums."""
 
     decode_tile: list[int]
     prefill_tile: list[int]
@@ -121,9 +121,10 @@ def build(
 ) -> WorkList:
     """The work of a step.
 
-    Rows of up to `narrow` queries become narrow tiles, longer ones tiles of `wide` queries; a tile
-    takes `programs` programs.  `keys` counts each row's keys on this rank where the rank does not
-    hold the row's keys from 0 on, but about one of `shards`.  `groups` tells which rows share keys.
+    Rows of up to `decode_tile` queries become decode tiles, longer ones tiles of `prefill_tile`
+    queries; a tile takes `programs` programs.  `keys` counts each row's keys on this rank where the
+    rank does not hold the row's keys from 0 on, but about one of `shards`.  `groups` tells which
+    rows share keys.
     """
     lists: tuple[list[Tile], list[Tile]] = ([], [])
     token = 0
@@ -136,10 +137,10 @@ def build(
     if groups:
         lists = pieces.group(lists, groups)
     pieces.spread(lists, programs)
-    narrows, wides = pieces.items
+    decodes, prefills = pieces.items
     return WorkList(
-        decode_tile=narrows,
-        prefill_tile=wides,
+        decode_tile=decodes,
+        prefill_tile=prefills,
         merges=pieces.merges,
         sources=pieces.sources,
         stacked=pieces.stacked,
@@ -151,7 +152,7 @@ class _Pieces:
     """The lists while they are built, and how many scratch rows are left."""
 
     def __init__(self, sizes: tuple[int, int]) -> None:
-        """`sizes` are the queries of a narrow and of a wide tile."""
+        """`sizes` are the queries of a decode and of a prefill tile."""
         self.sizes = sizes
         self.items: tuple[list[int], list[int]] = ([], [])
         self.merges: list[int] = []
@@ -182,7 +183,7 @@ class _Pieces:
     ) -> tuple[list[Tile], list[Tile]]:
         """Pieces of the rows in groups, while scratch rows last; returns the other tiles.
 
-        A row that alone fills half a wide tile stays alone: its keys already serve many queries.
+        A row that alone fills half a prefill tile stays alone: its keys already serve many queries.
         """
         most = max(self.sizes[0], self.sizes[1] // 2)
         count = Counter(tile.row for some in lists for tile in some)
@@ -202,8 +203,8 @@ class _Pieces:
         for row, some_cells in cells.items():
             tile, items = tiles[row]
             self._private(tile, some_cells, found, items)
-        narrows, wides = ([tile for tile in some if tile.row not in cells] for some in lists)
-        return narrows, wides
+        decodes, prefills = ([tile for tile in some if tile.row not in cells] for some in lists)
+        return decodes, prefills
 
     def _cells(
         self, tiles: dict[int, Tile], groups: Sequence[SharedPrefix]

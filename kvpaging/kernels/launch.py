@@ -32,7 +32,7 @@ class LaunchPlan:
     sources: Tensor  # int32 [n]
     stacked: Tensor  # int32 [n]
     scratch: int  # rows
-    shapes: tuple[Shape, Shape]  # of narrow and wide tiles
+    shapes: tuple[Shape, Shape]  # of decode and prefill tile
 
 
 def write(
@@ -133,7 +133,7 @@ def warm_up(
     _, kv_heads, block, k_dim = k_pages.shape
     device = k_pages.device
     chosen = shapes(chip(device), dtype.itemsize, max(k_dim, v_pages.shape[3]), scales is not None)
-    lens = (1, 1 + max(shape.rows for shape in chosen))  # a narrow and a wide tile
+    lens = (1, 1 + max(shape.rows for shape in chosen))  # a decode and a prefill tile
     first = 2 * tiling.SHORTEST_SPLIT  # so that there is something to merge
     width = -(-(first + max(lens)) // block)
     rows = Rows(

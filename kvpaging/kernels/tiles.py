@@ -1,8 +1,8 @@
 """Tile, warps and pipeline stages of the attention kernel for each kind of chip.
 
 Chosen so that nothing spills and shared memory fits; docs/kernels.md has the figures.  Narrow and
-wide tiles of one chip, dtype and head size have the same keys: those are part of the order in which
-keys are summed.
+prefill tiles of one chip, dtype and head size have the same keys: those are part of the order in
+which keys are summed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _float32(small: Shape, large: Shape, huge: Shape) -> _Sizes:
     return {128: (small, small), 256: (large, large), 512: (huge, huge)}
 
 
-# chip -> bytes of an element -> largest head size -> (narrow, wide)
+# chip -> bytes of an element -> largest head size -> (decode, prefill)
 _SHAPES: dict[str, dict[int, _Sizes]] = {
     "sm_80": {
         2: {
@@ -92,7 +92,8 @@ def chip(device: torch.device) -> str:
 def shapes(
     chip: str, item_bytes: int, head_dim: int, quantised: bool = False
 ) -> tuple[Shape, Shape]:
-    """Narrow and wide tile for queries of `item_bytes` an element and heads of at most `head_dim`.
+    """Narrow and prefill tile for queries of `item_bytes` an element and heads of at most
+    `head_dim`.
 
     Raises:
         ValueError: there are none, as for float64 or heads of more than 512.

@@ -39,7 +39,7 @@ A test fails where the kernels or their variants have changed since; others comp
 here, any spill, more shared memory than the chip has, or fewer accesses of 16 bytes than a tile
 needs.
 
-Attention variants name the tile (narrow for single tokens, wide for chunks), dtype, block size,
+Attention variants name the tile (decode for single tokens, prefill for chunks), dtype, block size,
 head size (`K/V` where they differ), query heads of a KV head, then window, soft cap, sink, logical
 block indices, whether they finish the output or return partials, and the 8-bit pages they read if
 any; sm_80 has no fp8.  A tile is rows x keys, rows being queries times the heads of a group.

@@ -20,7 +20,7 @@ BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 PAGES = {"int8": "*i8", "fp8": "*fp8e4nv"}
 
 PARAMETERS = {
-    "tile": ("narrow", "wide"),
+    "tile": ("decode", "prefill"),
     "dtype": ("bf16", "fp16", "fp32"),
     "block": ("8", "16", "64", "256"),
     "head": ("64", "80", "96", "128", "256", "512", "192/128"),
@@ -34,38 +34,38 @@ PARAMETERS = {
 }
 
 ATTEND = """
-wide    bf16  16   64       1  -       softcap  -     -        partial  fp8
-wide    bf16  64   80       3  window  -        -     -        partial  fp8
-narrow  bf16  256  96       8  -       softcap  -     logical  partial  -
-wide    bf16  8    128      3  window  -        sink  -        output   fp8
-wide    bf16  256  192/128  4  window  -        sink  logical  output   -
-narrow  bf16  64   256      3  -       softcap  sink  logical  output   -
-narrow  bf16  256  256      4  window  softcap  sink  -        output   fp8
-narrow  bf16  16   512      3  window  softcap  sink  -        output   int8
-narrow  fp16  256  64       3  window  softcap  -     -        output   -
-narrow  fp16  256  80       1  -       softcap  sink  -        output   int8
-wide    fp16  16   96       4  window  -        sink  -        output   fp8
-narrow  fp16  64   128      8  window  -        -     logical  partial  int8
-narrow  fp16  8    192/128  8  -       softcap  -     -        partial  fp8
-wide    fp16  8    256      1  window  softcap  sink  logical  output   int8
-narrow  fp16  64   512      4  -       -        -     logical  partial  fp8
-narrow  fp32  8    64       8  window  -        sink  logical  output   -
-narrow  fp32  64   64       4  -       softcap  -     logical  partial  int8
-narrow  fp32  16   80       8  -       softcap  -     logical  output   -
-wide    fp32  8    80       4  window  softcap  -     logical  output   -
-narrow  fp32  8    96       1  -       -        -     -        partial  int8
-wide    fp32  64   96       3  window  -        sink  logical  output   -
-narrow  fp32  16   128      4  -       softcap  -     logical  partial  -
-wide    fp32  256  128      1  window  -        sink  logical  output   fp8
-narrow  fp32  16   192/128  3  -       -        -     logical  partial  -
-wide    fp32  64   192/128  1  window  softcap  sink  logical  output   int8
-wide    fp32  16   256      8  window  -        -     -        partial  int8
-narrow  fp32  8    512      8  window  -        -     logical  partial  -
-wide    fp32  256  512      1  window  -        -     logical  output   -
-narrow  bf16  64   128      4  -       -        -     logical  partial  -
-narrow  bf16  16   64       1  window  -        -     logical  partial  -
-wide    bf16  64   128      4  -       -        -     logical  partial  -
-wide    bf16  16   128      8  window  softcap  -     logical  partial  -
+prefill bf16  16   64       1  -       softcap  -     -        partial  fp8
+prefill bf16  64   80       3  window  -        -     -        partial  fp8
+decode  bf16  256  96       8  -       softcap  -     logical  partial  -
+prefill bf16  8    128      3  window  -        sink  -        output   fp8
+prefill bf16  256  192/128  4  window  -        sink  logical  output   -
+decode  bf16  64   256      3  -       softcap  sink  logical  output   -
+decode  bf16  256  256      4  window  softcap  sink  -        output   fp8
+decode  bf16  16   512      3  window  softcap  sink  -        output   int8
+decode  fp16  256  64       3  window  softcap  -     -        output   -
+decode  fp16  256  80       1  -       softcap  sink  -        output   int8
+prefill fp16  16   96       4  window  -        sink  -        output   fp8
+decode  fp16  64   128      8  window  -        -     logical  partial  int8
+decode  fp16  8    192/128  8  -       softcap  -     -        partial  fp8
+prefill fp16  8    256      1  window  softcap  sink  logical  output   int8
+decode  fp16  64   512      4  -       -        -     logical  partial  fp8
+decode  fp32  8    64       8  window  -        sink  logical  output   -
+decode  fp32  64   64       4  -       softcap  -     logical  partial  int8
+decode  fp32  16   80       8  -       softcap  -     logical  output   -
+prefill fp32  8    80       4  window  softcap  -     logical  output   -
+decode  fp32  8    96       1  -       -        -     -        partial  int8
+prefill fp32  64   96       3  window  -        sink  logical  output   -
+decode  fp32  16   128      4  -       softcap  -     logical  partial  -
+prefill fp32  256  128      1  window  -        sink  logical  output   fp8
+decode  fp32  16   192/128  3  -       -        -     logical  partial  -
+prefill fp32  64   192/128  1  window  softcap  sink  logical  output   int8
+prefill fp32  16   256      8  window  -        -     -        partial  int8
+decode  fp32  8    512      8  window  -        -     logical  partial  -
+prefill fp32  256  512      1  window  -        -     logical  output   -
+decode  bf16  64   128      4  -       -        -     logical  partial  -
+decode  bf16  16   64       1  window  -        -     logical  partial  -
+prefill bf16  64   128      4  -       -        -     logical  partial  -
+prefill bf16  16   128      8  window  softcap  -     logical  partial  -
 """
 OTHERS = """
 write   bf16  128
@@ -122,7 +122,7 @@ def _attend(name: str, target: str, words: list[str]) -> Build:
     dtype, item = case["dtype"], BYTES[case["dtype"]]
     k_dim, v_dim = _dims(case["head"])
     quantised = case["pages"] in PAGES
-    shape = shapes(target, item, max(k_dim, v_dim), quantised)[case["tile"] == "wide"]
+    shape = shapes(target, item, max(k_dim, v_dim), quantised)[case["tile"] == "prefill"]
     fixed = constants(shape, int(case["group"]), int(case["block"]), k_dim, v_dim=v_dim)
     pointer = f"*{dtype}"
     types = dict.fromkeys(("q", "out", "sink"), pointer) | _pages(case["pages"], dtype)

@@ -50,7 +50,7 @@ def build(
     some: list[tuple[int, int]], window: int | None = None, **options: Any
 ) -> tiling.WorkList:
     lens, firsts = zip(*some, strict=True)
-    settings = {"narrow": DECODE_TILE, "wide": PREFILL_TILE, "programs": 2} | options
+    settings = {"decode_tile": DECODE_TILE, "prefill_tile": PREFILL_TILE, "programs": 2} | options
     return tiling.build(lens, firsts, window=window, **settings)
 
 
@@ -243,7 +243,7 @@ def test_a_grouped_query_folds_its_splits_in_order_and_each_once(
 
 
 def test_a_split_of_many_rows_is_one_piece() -> None:
-    """Thirty rows of one query fill two wide tiles; four of them would fill a narrow one."""
+    """Thirty rows of one query fill two prefill tiles; four of them would fill a decode one."""
     some = [Sprout(0, 0, 1100)] + [Sprout(0, 1024, 1030)] * 29
     table, lens, firsts = table_of(some, 64)
     groups = find(table, lens, firsts, 64)

@@ -47,7 +47,7 @@ def rows_of(kind: str, group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def across(group: int) -> tuple[int, int]:
     """Length and first position of a chunk that crosses the end of a split and is the least that a
-    narrow tile, of 16 rows, has no room for."""
+    decode tile, of 16 rows, has no room for."""
     count = 16 // group + 2
     return count, tiling.SHORTEST_SPLIT - count // 2
 

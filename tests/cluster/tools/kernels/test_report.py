@@ -70,7 +70,7 @@ def test_a_worse_figure_is_named() -> None:
 
 
 def test_limits_are_named() -> None:
-    name = next(name for name in variants.names() if name.startswith("attend narrow bf16 64 256"))
+    name = next(name for name in variants.names() if name.startswith("attend decode bf16 64 256"))
     cost = Cost(registers=255, spills=8, shared=200 << 10, quads=0)
     assert report.problems(name, "sm_80", cost) == [
         "spills 8", f"shared memory {200 << 10} > {163 << 10}", "16-byte accesses 0 < 16",
