@@ -112,7 +112,7 @@ def _pages(kind: str) -> Feature:
     return Feature(
         f"{kind} pages",
         ({"kv_dtype": kind},),
-        lambda ran: ran.launch.layout.quantised and ran.launch.kv_dtype == kind,
+        lambda ran: ran.spec.layout.quantised and ran.spec.kv_dtype == kind,
         f"`kv.dtype={kind}`",
         "what the pages hold",
     )
