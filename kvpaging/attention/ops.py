@@ -1,9 +1,9 @@
-"""Attention over pages: the public ops, each beside the plain formula it must equal.
+"""Attention over pages: the public ops, and for each the reference that it must equal.
 
 Shapes: T tokens of the step, R rows, Hq and Hkv query and KV heads, G = Hq / Hkv, Dk and Dv head
 sizes of keys and values, B slots of a block, W entries of a table.  Pages: `[blocks, Hkv, B, D]`;
-quantised ones (`kvpaging.quant`) have `scales`, and every op reads them as `pages * scales`.
-Partial sums are float32, or float64 for float64 queries; exponentials are base e.
+quantised ones (`kvpaging.quant`) have `scales` and mean `pages * scales`.  Partial sums are
+float32, or float64 for float64 queries; exponentials are base e.
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ def write(
 ) -> None:
     """Store the step's keys and values in their slots.
 
-    k `[T, Hkv, Dk]` and v `[T, Hkv, Dv]` are cast to the pages' dtype, or quantised where there are
-    `scales`, which are stored too; slots int64 `[T]`, where -1 stores nothing.  No slot may occur
-    twice.  Numbers that are not finite become zero: a page outlives the request that wrote it, and
-    a masked NaN would reach whoever gets the block next.
+    k `[T, Hkv, Dk]` and v `[T, Hkv, Dv]` are cast to the pages' dtype, or quantised into pages and
+    `scales`; slots int64 `[T]`, -1 stores nothing.  No slot may occur twice.  Numbers that are not
+    finite become zero: a page outlives its request, and a masked NaN would reach the next one.
     """
     if k.is_cuda:
         _kernels().write(k, v, k_pages, v_pages, slots=slots, scales=scales)
@@ -57,7 +56,7 @@ def attend(
     options: AttentionOptions,
     scales: Scales | None = None,
 ) -> Partial:
-    """Attend with q `[T, Hq, Dk]` over the rows' blocks; Partial of `[T, Hq, Dv]`, sink left out.
+    """Attend with q `[T, Hq, Dk]` over the rows' blocks; Partial of `[T, Hq, Dv]` without the sink.
 
     Query head h reads KV head `h // G`.
     """
@@ -73,23 +72,22 @@ def attend_finish(
     options: AttentionOptions,
     scales: Scales | None = None,
 ) -> Tensor:
-    """`finish(attend(q, ...), options.sink, q.dtype)` of rows whose keys are all here."""
+    """`finish(attend(q, ...), options.sink, q.dtype)`, for rows whose keys are all on this rank."""
     backend = _kernels() if q.is_cuda else cpu
     out: Tensor = backend.attend_finish(q, k_pages, v_pages, rows, options=options, scales=scales)
     return out
 
 
 def merge(parts: Partial) -> Partial:
-    """Fold partials along their leading axis, in ascending order; any of them may be empty."""
+    """Fold partials along their leading axis, in ascending order; any may be empty."""
     if parts.m.is_cuda:
         return Partial(*_kernels().merge(parts.acc, parts.m, parts.l))
     return merge_reference(parts)
 
 
 def finish(partial: Partial, sink: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Attention output `[T, Hq, Dv]` in `dtype`; sink is a logit per head `[Hq]` without a value.
-
-    Apply once, after the last merge.  A query that saw no key gives zeros.
+    """Attention output `[T, Hq, Dv]` in `dtype`, after the last merge; sink is a logit per head
+    `[Hq]` without a value.  A query without visible keys gives zeros.
     """
     if partial.m.is_cuda:
         out: Tensor = _kernels().finish(partial.acc, partial.m, partial.l, sink, dtype=dtype)
@@ -118,10 +116,10 @@ def warm_up(
     scales: Scales | None = None,
     partials: bool = False,
 ) -> None:
-    """Compile and run every kernel that a layer's pages can reach; nothing is stored.
+    """Compile and run every kernel that a layer's pages need; nothing is stored.
 
-    The layer has `heads` query heads of `dtype`. `partials` prepares attend, merge and finish over
-    some of the blocks, otherwise attend_finish over all of them.
+    The layer has `heads` query heads of `dtype`. `partials` prepares attend, merge and finish,
+    otherwise attend_finish is prepared.
     """
     if k_pages.is_cuda:
         _kernels().warm_up(
@@ -130,7 +128,7 @@ def warm_up(
 
 
 def _kernels() -> Any:
-    """The launchers; imported late, since only a GPU needs Triton."""
+    """The launchers; imported late because only GPUs need Triton."""
     from kvpaging.kernels import launch
 
     return launch
@@ -144,7 +142,7 @@ def write_reference(
     slots: Tensor,
     scales: Scales | None = None,
 ) -> None:
-    """`pages[slot // B, :, slot % B] = x` for every token with a slot, where x is finite."""
+    """`pages[slot // B, :, slot % B] = x`, finite or zero, for every token with a slot."""
     size = k_pages.shape[2]
     kept = slots >= 0
     block, offset = slots[kept] // size, slots[kept] % size
@@ -166,7 +164,7 @@ def attend_reference(
     options: AttentionOptions,
     scales: Scales | None = None,
 ) -> Partial:
-    """The formula of `attend`, a row at a time, all keys at once."""
+    """Plain `attend`: a row at a time, all keys at once."""
     dtype = accumulator(q.dtype)
     heads, size = k_pages.shape[1], k_pages.shape[2]
     acc, maxima, sums = [], [], []
@@ -182,10 +180,10 @@ def attend_reference(
         if options.window is not None:
             visible &= ahead < options.window
         k, v = (
-            (pages[entries].to(dtype) if some is None else _read(pages, some, entries, dtype))
+            (pages[entries].to(dtype) if scale is None else _read(pages, scale, entries, dtype))
             .transpose(1, 2)
             .flatten(0, 1)  # [keys, Hkv, D]
-            for pages, some in zip((k_pages, v_pages), scales or (None, None), strict=True)
+            for pages, scale in zip((k_pages, v_pages), scales or (None, None), strict=True)
         )
         v = torch.where(visible.any(0)[:, None, None], v, 0)  # unwritten slots may hold NaN
         x = torch.einsum("thgd,khd->thgk", query, k) * options.scale
