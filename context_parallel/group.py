@@ -173,20 +173,8 @@ class Rendezvous:
         return {rank: self._store.get(key).decode() for rank, key in keys.items()}
 
     def control(self, own_host: str, timeout_s: float, name: str = "control") -> Any:
-        """A group for messages. `own_host` is where others reach this rank. Raises MeetingFailed
-        where the ranks cannot connect."""
-        return self._gloo(name, own_host, timeout_s)
-
-    def data(self, own_host: str, timeout_s: float, device: torch.device) -> Any:
-        """The group for tensors on `device`: NCCL on a GPU, gloo on a CPU."""
-        if device.type != "cuda":
-            return self._gloo("data", own_host, timeout_s)
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = _seconds(2 * timeout_s)  # at its own deadline it ends the process
-        store = dist.PrefixStore("data", self._store)
-        return dist.ProcessGroupNCCL(store, self.rank, self.ranks, options)
-
-    def _gloo(self, name: str, own_host: str, timeout_s: float) -> Any:
+        """A gloo group. `own_host` is where others reach this rank. Raises MeetingFailed where the
+        ranks cannot connect."""
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_host)]
         options._timeout = _seconds(timeout_s)
@@ -195,6 +183,15 @@ class Rendezvous:
             return dist.ProcessGroupGloo(store, self.rank, self.ranks, options)
         except RuntimeError as error:
             raise MeetingFailed(f"rank {self.rank} cannot connect: {_cause(error)}") from None
+
+    def data(self, own_host: str, timeout_s: float, device: torch.device) -> Any:
+        """The group for tensors on `device`: NCCL on a GPU, gloo on a CPU."""
+        if device.type != "cuda":
+            return self.control(own_host, timeout_s, "data")
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = _seconds(2 * timeout_s)  # at its own deadline it ends the process
+        store = dist.PrefixStore("data", self._store)
+        return dist.ProcessGroupNCCL(store, self.rank, self.ranks, options)
 
 
 class TorchChannel:

@@ -69,11 +69,7 @@ def block_hash(parent: bytes, tokens: Sequence[int], key: bytes = b"") -> bytes:
 
 
 def block_hashes(
-    root: bytes,
-    tokens: Sequence[int],
-    block_size: int,
-    *,
-    key: bytes = b"",
+    root: bytes, tokens: Sequence[int], block_size: int, *, key: bytes = b""
 ) -> list[bytes]:
     """The block hashes of all full blocks of `tokens`; a partial last block has none.
 

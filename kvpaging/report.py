@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvpaging.pool import BlockPool
+from kvpaging.pool import STATES, BlockPool
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -144,11 +144,7 @@ def snapshot(
         rank=rank,
         block_size=block_size,
         blocks=sum(pool.per_rank for pool in pools),
-        free=sum(c.free for c in counts),
-        active=sum(c.active for c in counts),
-        cached=sum(c.cached for c in counts),
-        pinned=sum(c.pinned for c in counts),
-        quarantined=sum(c.quarantined for c in counts),
+        **{state: sum(getattr(c, state) for c in counts) for state in STATES},
         tokens=sum(stored),
         wasted_tokens=len(stored) * block_size - sum(stored),
         saved_blocks=shared.saved,

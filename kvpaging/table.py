@@ -142,9 +142,6 @@ class BlockTable:
         if self.length <= end <= self._limit:
             self.length = end
             return []
-        return self._grow(n)
-
-    def _grow(self, n: int) -> list[Copy]:
         if n < 0:
             raise ValueError(f"room for {n} tokens was asked for; truncate makes a table shorter")
         if n == 0:

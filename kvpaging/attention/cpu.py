@@ -242,11 +242,7 @@ def _join(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Ten
 
 
 def _attend_bucket(
-    q: Tensor,
-    pages: PageView,
-    bucket: Bucket,
-    options: AttentionOptions,
-    values_dtype: torch.dtype,
+    q: Tensor, pages: PageView, bucket: Bucket, options: AttentionOptions, values_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """q [S*Q, Hq, Dk] -> output [S*Q, Hq, Dv] and log-sum-exp [S*Q, Hq].
 

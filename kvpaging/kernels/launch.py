@@ -309,5 +309,5 @@ def _upload(
         ends.append((start, len(flat), fields))
     host = torch.tensor(flat, dtype=torch.int32, pin_memory=device.type == "cuda")
     copied = host.to(device, non_blocking=True)
-    parts = (copied[a:b].view(-1, fields) for a, b, fields in ends)
-    return LaunchPlan(*parts, scratch=lists.scratch, shapes=chosen)
+    decode, prefill, merges, sources, stacked = (copied[a:b].view(-1, n) for a, b, n in ends)
+    return LaunchPlan(decode, prefill, merges, sources, stacked, lists.scratch, chosen)
