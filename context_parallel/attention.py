@@ -1,9 +1,9 @@
-"""Attention of sharded rows: every rank attends over its own blocks, small partial sums travel.
+"""Attention of sharded rows: every rank attends over its own blocks and ranks exchange partials.
 
-Short rows are computed on every rank and exchange their partials once. The tokens of long rows are
-dealt out to the ranks (`shard.deal`). Then either queries are sent to where the blocks lie and
-partials come back (pass-Q, `Queries`), or the blocks of the history are fetched into temporary
-pages (pass-KV, `History`).
+Short rows are computed on every rank, with one exchange of partials. The tokens of long rows are
+interleaved over the ranks (`shard.interleave`). Then either queries are sent to the ranks that have
+the blocks and partials are returned (`PassQ`), or the blocks of the history are fetched into
+temporary pages (`PassKV`).
 """
 
 from __future__ import annotations
@@ -43,24 +43,22 @@ def attend(
     options: AttentionOptions,
     scales: Scales | None = None,
 ) -> Tensor:
-    """Store what this rank owns and attend: `[n, Hq, Dv]` in q's dtype.
+    """Store this rank's keys and values and attend: `[n, Hq, Dv]` in q's dtype.
 
     q `[n, Hq, Dk]`, k `[n, Hkv, Dk]` and v `[n, Hkv, Dv]` are of the rank's tail (`shard.Tail`);
     padding gives zeros. Pages and options are those of `kvpaging.attention.ops`. All ranks of the
-    gang call this with batches of one step. Raises ExchangeFailed.
+    gang call this together in each step. Raises ExchangeFailed.
     """
     assert batch.window == options.window
-    layer = _Layer(
-        k_pages=k_pages, v_pages=v_pages, scales=scales, exchange=exchange, options=options
-    )
+    layer = _Layer(k_pages, v_pages, scales, exchange, options)
     out = q.new_zeros(len(q), q.shape[1], v.shape[2])
     if batch.short:
         stop = batch.short_tokens
         ops.write(k[:stop], v[:stop], k_pages, v_pages, slots=batch.short_slots, scales=scales)
     for part in batch.short:
-        some = slice(part.start, part.stop)
-        everywhere = exchange.all_gather(layer.packed(q[some], part.rows))
-        out[some] = layer.finished(everywhere, q.dtype)
+        tokens = slice(part.start, part.stop)
+        gathered = exchange.all_gather(layer.packed(q[tokens], part.rows))
+        out[tokens] = layer.finished(gathered, q.dtype)
     if batch.long is not None:
         start, real = batch.short_tokens, batch.long.real
         out[start : start + real] = layer.long(q[start:], k[start:], v[start:], batch.long)
@@ -78,7 +76,7 @@ class _Layer:
     options: AttentionOptions
 
     def packed(self, q: Tensor, rows: Rows) -> Tensor:
-        """This rank's partial, acc, m and l side by side: `[T, Hq, Dv + 2]`."""
+        """This rank's partial as one tensor of acc, m and l: `[T, Hq, Dv + 2]`."""
         partial = ops.attend(
             q, self.k_pages, self.v_pages, rows, options=self.options, scales=self.scales
         )
@@ -86,71 +84,66 @@ class _Layer:
 
     def finished(self, parts: Tensor, dtype: torch.dtype) -> Tensor:
         """Output `[T, Hq, Dv]` of all ranks' packed partials `[ranks, T, Hq, Dv + 2]`."""
-        whole = ops.merge(Partial(parts[..., :-2], parts[..., -2], parts[..., -1]))
-        return ops.finish(whole, self.options.sink, dtype)
+        merged = ops.merge(Partial(parts[..., :-2], parts[..., -2], parts[..., -1]))
+        return ops.finish(merged, self.options.sink, dtype)
 
     def long(self, q: Tensor, k: Tensor, v: Tensor, plan: Long) -> Tensor:
-        """Output of the rank's dealt tokens without padding."""
+        """Output of the rank's tokens of long rows, without padding."""
         way = plan.way
         moved = (q, k, v) if isinstance(way, PassQ) else (k, v)
         gathered = self.exchange.all_gather(torch.cat([x.flatten(1) for x in moved], 1))
         flat = gathered.flatten(0, 1).split([x[0].numel() for x in moved], 1)
         *queries, all_k, all_v = (
-            some.unflatten(1, x.shape[1:]) for some, x in zip(flat, moved, strict=True)
+            part.unflatten(1, x.shape[1:]) for part, x in zip(flat, moved, strict=True)
         )
         ops.write(all_k, all_v, self.k_pages, self.v_pages, slots=plan.slots, scales=self.scales)
         if isinstance(way, PassQ):
-            out = self._by_queries(queries[0], way, q.dtype)
+            out = self._pass_q(queries[0], way, q.dtype)
         else:
-            out = self._by_history(q[: plan.real], all_k, all_v, way)
+            out = self._pass_kv(q[: plan.real], all_k, all_v, way)
         return out[: plan.real]
 
-    def _by_queries(self, q: Tensor, way: PassQ, dtype: torch.dtype) -> Tensor:
-        """q `[ranks * n, Hq, Dk]` of all ranks -> output of the own n."""
+    def _pass_q(self, q: Tensor, way: PassQ, dtype: torch.dtype) -> Tensor:
+        """q `[ranks * n, Hq, Dk]` of all ranks -> output of this rank's n."""
         ranks = self.exchange.ranks
         parts = []
-        for some in way.slices:
-            packed = self.packed(q[some.tokens], some.rows)[some.back]
+        for part in way.slices:
+            packed = self.packed(q[part.tokens], part.rows)[part.order]
             mine = self.exchange.all_to_all(packed.unflatten(0, (ranks, -1)))
             parts.append(self.finished(mine, dtype))
         return torch.cat(parts)
 
-    def _by_history(self, q: Tensor, k: Tensor, v: Tensor, way: PassKV) -> Tensor:
-        """q of this rank without padding; k, v `[ranks * n, Hkv, D*]` of all, with it."""
-        there = self._planes
-        here = [plane.new_zeros(way.blocks, *plane.shape[1:]) for plane in there]
+    def _pass_kv(self, q: Tensor, k: Tensor, v: Tensor, way: PassKV) -> Tensor:
+        """q of this rank without padding; k, v `[ranks * n, Hkv, D*]` of all ranks with padding."""
+        pages = self.k_pages, self.v_pages, *(self.scales or ())  # moved as raw bytes
+        temporary = [page.new_zeros(way.blocks, *page.shape[1:]) for page in pages]
         if len(way.send):
-            stored = [plane.view(torch.uint8)[way.send].flatten(1) for plane in there]
-            found = self.exchange.all_gather(torch.cat(stored, 1)).flatten(0, 1)
-            sizes = [some.shape[1] for some in stored]
-            for plane, some in zip(here, found.split(sizes, 1), strict=True):
-                into = plane.view(torch.uint8)
-                into.index_copy_(0, way.put, some[way.take].unflatten(1, into.shape[1:]))
-        k_pages, v_pages, *rest = here
+            sent = [page.view(torch.uint8)[way.send].flatten(1) for page in pages]
+            received = self.exchange.all_gather(torch.cat(sent, 1)).flatten(0, 1)
+            sizes = [part.shape[1] for part in sent]
+            for page, part in zip(temporary, received.split(sizes, 1), strict=True):
+                into = page.view(torch.uint8)
+                into.index_copy_(0, way.put, part[way.take].unflatten(1, into.shape[1:]))
+        k_pages, v_pages, *rest = temporary
         scales = (rest[0], rest[1]) if rest else None
         ops.write(k, v, k_pages, v_pages, slots=way.slots, scales=scales)
         if way.rows is None:
             return q.new_zeros(0, q.shape[1], v.shape[2])
         return ops.attend_finish(q, k_pages, v_pages, way.rows, options=self.options, scales=scales)
 
-    @property
-    def _planes(self) -> tuple[Tensor, ...]:
-        """K and V pages of this layer, and scales where quantised; moved as raw bytes."""
-        return self.k_pages, self.v_pages, *(self.scales or ())
-
 
 def workspace_bytes(geometry: Geometry, ranks: int, max_batch_tokens: int, block_size: int) -> int:
-    """Device bytes that `attend` takes beside pages, q, k, v and its output, at most.
+    """The most device bytes that `attend` needs beside pages, q, k, v and its output.
 
     A step has at most `max_batch_tokens` tokens of sharded rows on each rank. Masks and gathered
-    keys of the attention itself are not counted: on a GPU there are none.
+    keys of CPU attention are not counted.
     """
     partial = geometry.partial_token_bytes * SLICE_ROWS
     slices = (ranks + 5) * partial + geometry.q_token_bytes * SLICE_ROWS
-    dealt = ranks * max_batch_tokens
+    tokens = ranks * max_batch_tokens
     new = geometry.heads * geometry.k_dim + geometry.kv_heads * (geometry.k_dim + geometry.v_dim)
-    gathered = (dealt + max_batch_tokens) * new * geometry.q_bytes
-    history = min(HISTORY_BYTES_MAX, dealt * geometry.moved_token_bytes)
+    gathered = (tokens + max_batch_tokens) * new * geometry.q_bytes
+    history = min(HISTORY_BYTES_MAX, tokens * geometry.moved_token_bytes)
     padding = ranks * block_size * geometry.kv_token_bytes
-    pages = 3 * (history + padding) + dealt * geometry.kv_token_bytes
+    pages = 3 * (history + padding) + tokens * geometry.kv_token_bytes
     return gathered + max(slices, pages)

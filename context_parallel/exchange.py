@@ -1,7 +1,7 @@
-"""What the ranks of a gang send each other inside a step; only data moves, nothing is summed.
+"""Collectives between the ranks of a gang inside a step; they move data and sum nothing.
 
-Every rank makes the same calls in the same order with the same shapes. A call that does not end in
-time, or whose peer is gone, raises ExchangeFailed on every rank that waits for it.
+Every rank makes the same calls in the same order with the same shapes. A call that times out, or
+whose peer is gone, raises ExchangeFailed on every rank that waits in it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _NEVER = 1 << 20  # a tag that no message has
 
 
 class ExchangeFailed(RuntimeError):
-    """The gang can do no more steps: says which rank is at fault, in which step, and why."""
+    """The gang can run no more steps; names the rank at fault, the step and the cause."""
 
     def __init__(self, rank: int | None, step: int | None, cause: str) -> None:
         where = "" if step is None else f"step {step}: "
@@ -24,7 +24,7 @@ class ExchangeFailed(RuntimeError):
 
 
 class Exchange(Protocol):
-    """One rank's end. `step` is set by whoever runs steps and only named in errors."""
+    """One rank's end. `step` is set by the caller and only used in errors."""
 
     rank: int
     ranks: int
@@ -41,24 +41,24 @@ class Exchange(Protocol):
         ...
 
     def synchronize(self, step: int | None = None) -> None:
-        """Wait until all calls up to those of `step` have ended, None for all so far. Raises
-        ExchangeFailed after the deadline."""
+        """Wait until all calls up to `step` (None: all so far) have ended. Raises ExchangeFailed
+        after the deadline."""
         ...
 
     def abort(self, reason: str) -> None:
-        """Make all calls, those that others wait in too, fail with `reason`."""
+        """Make all calls fail with `reason`, also those that other ranks wait in."""
         ...
 
 
 class TorchExchange:
     """Over a torch process group: gloo for tensors in host memory, NCCL on GPUs.
 
-    On gloo each pair of ranks talks by itself, so that a failure names the peer and nothing is
-    passed on twice. On NCCL calls only queue work; `settle` waits for it.
+    On gloo each pair of ranks exchanges its data directly, so that a failure names the peer. On
+    NCCL calls only queue work; `synchronize` waits for it.
     """
 
     def __init__(self, process_group: Any, timeout_s: float) -> None:
-        """`timeout_s` bounds each call on gloo and each `settle` on NCCL."""
+        """`timeout_s` bounds each call on gloo and each `synchronize` on NCCL."""
         self.group, self.timeout_s = process_group, timeout_s
         self.rank, self.ranks = process_group.rank(), process_group.size()
         self.step = self.calls = self.bytes_sent = 0
@@ -72,7 +72,7 @@ class TorchExchange:
         if x.is_cuda:
             self._queue(lambda: self.group._allgather_base(out.view(-1), x.view(-1)))
         else:
-            self._meet([x] * self.ranks, out)
+            self._exchange([x] * self.ranks, out)
         return out
 
     def all_to_all(self, x: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class TorchExchange:
         if x.is_cuda:
             self._queue(lambda: self.group.alltoall_base(out, x, [], []))
         else:
-            self._meet(list(x), out)
+            self._exchange(list(x), out)
         return out
 
     def synchronize(self, step: int | None = None) -> None:
@@ -107,8 +107,8 @@ class TorchExchange:
         except RuntimeError as error:
             raise self._failed(None, error) from error
 
-    def _meet(self, parts: list[Tensor], out: Tensor) -> None:
-        """Send `parts[r]` to rank r and fill `out[r]` with what it sends."""
+    def _exchange(self, parts: list[Tensor], out: Tensor) -> None:
+        """Send `parts[r]` to rank r and receive `out[r]` from it."""
         out[self.rank].copy_(parts[self.rank])
         peers = [peer for peer in range(self.ranks) if peer != self.rank]
         works = []
@@ -140,9 +140,9 @@ class TorchExchange:
 
 
 def cut(group: Any) -> None:
-    """Abort a group now: all that wait in it, on any rank, fail at once.
+    """Abort a group: all calls that wait in it, on any rank, fail at once.
 
-    Gloo's own abort does nothing; what closes its connections is a wait that runs out.
+    Gloo's own abort does nothing, but a wait that times out closes its connections.
     """
     if not isinstance(group, torch.distributed.ProcessGroupGloo):
         group.abort()
@@ -151,4 +151,4 @@ def cut(group: Any) -> None:
     try:
         gloo.recv([nowhere], (gloo.rank() + 1) % gloo.size(), _NEVER).wait(0.001)
     except RuntimeError:
-        return  # as meant
+        return  # as intended

@@ -1,8 +1,8 @@
-"""The ranks of a gang: they meet at rank 0's address, then pass messages over torch.distributed.
+"""The ranks of a gang: rendezvous at rank 0's address, then messages over torch.distributed.
 
-A gang lives for one epoch. Whatever breaks ends it: each rank aborts (nobody waits for a peer that
-may be dead, as `destroy` would), says why in the store of rank 0, and new processes meet under the
-next epoch. Seconds come from `now`, a monotonic clock that is given.
+A gang lives for one epoch. Any failure ends it: each rank aborts (`destroy` would wait for dead
+peers), reports the reason in the store of rank 0, and new processes join under the next epoch.
+`now` is a monotonic clock in seconds.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ log = logging.getLogger("kvatlas.gang")
 dist: Any = torch.distributed  # most of what is used here has no annotations, or wrong ones
 
 LOOK_S = 0.5
-"""How long a rank waits for the others before it looks whether one of them has given up."""
+"""How often a waiting rank checks whether another one has failed."""
 
 REPORT_S = 0.5
-"""How long rank 0 waits for the others to say why they stopped; who says nothing is to blame."""
+"""How long rank 0 waits for the reports of the others; a rank without one is to blame."""
 
 FRAME = 4096
-"""Bytes of the first part of a message; a longer one has a second part."""
+"""Bytes of the first part of a message; longer messages have a second part."""
 
 _HEAD = 8  # bytes of a message's length
 _FAILURE = "failure"
 
 
 class Channel(Protocol):
-    """Messages between rank 0 and the others: one each way in every step."""
+    """Messages between rank 0 and the others, one each way in every step."""
 
     @property
     def rank(self) -> int: ...
@@ -44,26 +44,26 @@ class Channel(Protocol):
     def ranks(self) -> int: ...
 
     def broadcast(self, message: bytes | None) -> bytes:
-        """Rank 0 gives a message, the others None; all get it. Raises ExchangeFailed."""
+        """Rank 0 passes a message, the others None; all return it. Raises ExchangeFailed."""
         ...
 
     def all_gather(self, message: bytes, timeout_s: float | None = None) -> list[bytes] | None:
-        """Rank 0 gets the messages of all, in the order of ranks; `timeout_s` takes the place of
-        its deadline. Raises ExchangeFailed."""
+        """On rank 0 the messages of all ranks, in order; `timeout_s` replaces its deadline. Raises
+        ExchangeFailed."""
         ...
 
     def abort(self, reason: str) -> None:
-        """End it for this rank; the others find out."""
+        """Closes this rank's end, which the others notice."""
         ...
 
 
 class MeetingFailed(Exception):
-    """The ranks of a gang did not come together; the message names who was missing."""
+    """The ranks of a gang could not connect; the message names the missing ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where rank 0 of a gang is met, and in which epoch."""
+    """Where rank 0 of a gang listens, and for which epoch."""
 
     host: str
     port: int
@@ -72,7 +72,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """One moment by which all of a start must be over; `setting` moves it."""
+    """The time by which a start must be complete; `setting` is the setting that moves it."""
 
     until_s: float
     within_s: float
@@ -85,7 +85,7 @@ class Deadline:
 
 
 class Rendezvous:
-    """The store of one epoch. Rank 0 opens it and the others join."""
+    """The store of one epoch, opened by rank 0 and joined by the others."""
 
     def __init__(
         self, store: Any, address: Address, rank: int, ranks: int, deadline: Deadline
@@ -105,7 +105,7 @@ class Rendezvous:
 
     @classmethod
     def join(cls, address: Address, rank: int, ranks: int, deadline: Deadline) -> Rendezvous:
-        """The side of another rank. Raises MeetingFailed where rank 0 is not there."""
+        """The side of another rank. Raises MeetingFailed where rank 0 cannot be reached."""
         try:
             store = dist.TCPStore(
                 address.host,
@@ -120,25 +120,24 @@ class Rendezvous:
             ) from None
         return cls(store, address, rank=rank, ranks=ranks, deadline=deadline)
 
-    def barrier(self, stage: str, said: bytes = b"") -> list[bytes]:
-        """Wait until every rank has come to this stage; what each said, in the order of ranks.
+    def barrier(self, stage: str, message: bytes = b"") -> list[bytes]:
+        """Waits until every rank has reached this stage; returns the messages of all, by rank.
 
-        Raises MeetingFailed at the deadline, with the ranks that are missing, and as soon as one
-        has failed.
+        Raises MeetingFailed at the deadline, with the missing ranks, or as soon as one has failed.
         """
         keys = [f"{stage}/{rank}" for rank in range(self.ranks)]
         try:
-            self._store.set(keys[self.rank], said)
+            self._store.set(keys[self.rank], message)
             while True:
                 try:
                     self._store.wait(keys, _seconds(min(LOOK_S, self.deadline.left_s)))
                     return [self._store.get(key) for key in keys]
                 except dist.DistStoreError:
-                    self._look(stage, keys)
+                    self._check(stage, keys)
         except dist.DistNetworkError as error:
             raise MeetingFailed(f"rank 0 of the gang is gone: {_cause(error)}") from None
 
-    def _look(self, stage: str, keys: Sequence[str]) -> None:
+    def _check(self, stage: str, keys: Sequence[str]) -> None:
         if self._store.check([_FAILURE]):
             raise MeetingFailed(self._store.get(_FAILURE).decode())
         if self.deadline.left_s:
@@ -151,21 +150,21 @@ class Rendezvous:
             )
 
     def fail(self, reason: str) -> None:
-        """Tell the others that this rank gives up, where they can still be told."""
+        """Makes the others fail with this rank's reason, if rank 0 can be reached."""
         try:
             self._store.compare_set(_FAILURE, "", f"rank {self.rank}: {reason}")
         except RuntimeError:
-            return  # rank 0 is gone, which the others see as well
+            return  # rank 0 is gone, which the others notice too
 
     def report(self, reason: str) -> None:
-        """Say why this rank has stopped, where rank 0 still hears it."""
+        """Stores why this rank has stopped, if rank 0 can be reached."""
         try:
             self._store.set(f"stopped/{self.rank}", reason)
         except RuntimeError:
             return
 
     def reports(self) -> dict[int, str]:
-        """Rank 0: why the others stopped, of those who have said so `REPORT_S` after it asks."""
+        """On rank 0: why other ranks stopped, as far as reported within `REPORT_S`."""
         keys = {rank: f"stopped/{rank}" for rank in range(1, self.ranks)}
         try:
             self._store.wait(list(keys.values()), _seconds(REPORT_S))
@@ -174,22 +173,8 @@ class Rendezvous:
         return {rank: self._store.get(key).decode() for rank, key in keys.items()}
 
     def control(self, own_host: str, timeout_s: float, name: str = "control") -> Any:
-        """A group for messages. `own_host` is how others reach this rank.
-
-        Raises MeetingFailed where the ranks cannot connect to each other.
-        """
-        return self._gloo(name, own_host, timeout_s)
-
-    def data(self, own_host: str, timeout_s: float, device: torch.device) -> Any:
-        """The group for tensors on `device`: NCCL on a GPU, gloo on a CPU."""
-        if device.type != "cuda":
-            return self._gloo("data", own_host, timeout_s)
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = _seconds(2 * timeout_s)  # at its own deadline it ends the process
-        store = dist.PrefixStore("data", self._store)
-        return dist.ProcessGroupNCCL(store, self.rank, self.ranks, options)
-
-    def _gloo(self, name: str, own_host: str, timeout_s: float) -> Any:
+        """A gloo group. `own_host` is where others reach this rank. Raises MeetingFailed where the
+        ranks cannot connect."""
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_host)]
         options._timeout = _seconds(timeout_s)
@@ -199,12 +184,21 @@ class Rendezvous:
         except RuntimeError as error:
             raise MeetingFailed(f"rank {self.rank} cannot connect: {_cause(error)}") from None
 
+    def data(self, own_host: str, timeout_s: float, device: torch.device) -> Any:
+        """The group for tensors on `device`: NCCL on a GPU, gloo on a CPU."""
+        if device.type != "cuda":
+            return self.control(own_host, timeout_s, "data")
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = _seconds(2 * timeout_s)  # at its own deadline it ends the process
+        store = dist.PrefixStore("data", self._store)
+        return dist.ProcessGroupNCCL(store, self.rank, self.ranks, options)
+
 
 class TorchChannel:
-    """A `Channel` over a gloo group. Rank 0 waits `timeout_s` for a message, and the others
-    `idle_s` for the next of rank 0: it must say something that often, also when it has no work.
+    """A `Channel` over a gloo group. Rank 0 waits `timeout_s` for a message, and the others wait
+    `idle_s` for rank 0's next one: it must send that often, even when idle.
 
-    After a failure nothing works any more; rank 0's error names the ranks that say nothing.
+    After a failure every call fails; rank 0's error names the ranks that do not answer.
     """
 
     def __init__(
@@ -249,7 +243,7 @@ class TorchChannel:
         group = self._open()
         parts = _parts(message)
         until_s = self._now() + self._timeout_s
-        # All at once: the deadline is one for all, and the slowest rank decides.
+        # Concurrently, since all ranks share one deadline.
         works = [
             (rank, self._start(group.send, part, rank, tag))
             for rank in to
@@ -259,7 +253,7 @@ class TorchChannel:
             self._wait(work, rank, until_s, self._timeout_s)
 
     def _receive(self, limits_s: dict[int, float]) -> dict[int, bytes]:
-        """One message of each rank, with the seconds that it may take."""
+        """One message from each rank, within its number of seconds."""
         group, began_s = self._open(), self._now()
         heads = {rank: torch.empty(FRAME, dtype=torch.uint8) for rank in limits_s}
         works = {rank: self._start(group.recv, head, rank, 0) for rank, head in heads.items()}
@@ -297,12 +291,12 @@ class TorchChannel:
             raise self.failed(rank, cause) from None
 
     def failed(self, rank: int, cause: str) -> ExchangeFailed:
-        """Ends the channel; the error, which names the rank that is really to blame if rank 0
-        finds one: when one rank stops, the first to be missed may be another that waits for it."""
-        if self._reason:  # another thread has ended it while this one waited
+        """Aborts; returns the error to raise. On rank 0 it names the rank that is really to blame,
+        since the first one missed may itself wait for another."""
+        if self._reason:  # another thread aborted while this one waited
             return ExchangeFailed(self.rank, self.step, self._reason)
         self.abort(f"step {self.step}: rank {rank}: {cause}")
-        # At once: whoever finds out as well may end this process before its engine can say more.
+        # Log first: this process may be ended before its engine can report more.
         log.error("rank %d at message %d: rank %d: %s", self.rank, self.step, rank, cause)
         if self.rank:
             return ExchangeFailed(rank, self.step, cause)
@@ -316,12 +310,12 @@ class TorchChannel:
 
 
 def named(ranks: Sequence[int]) -> str:
-    """Ranks for people: "rank 2", "ranks 2, 3"."""
+    """For messages: "rank 2", "ranks 2, 3"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _parts(message: bytes) -> list[Tensor]:
-    """A message as one tensor of `FRAME` bytes with its length, and one with what is over."""
+    """A message as a tensor of `FRAME` bytes that begins with its length, and one of the rest."""
     head = bytearray(FRAME)
     first = message[: FRAME - _HEAD]
     head[:_HEAD] = len(message).to_bytes(_HEAD, "little")
@@ -333,11 +327,11 @@ def _parts(message: bytes) -> list[Tensor]:
 
 
 def _seconds(seconds: float) -> Any:
-    """What torch takes for a duration, which its annotations call timedelta."""
+    """A timeout as torch takes it, although annotated as timedelta."""
     return max(seconds, 0.001)
 
 
 def _cause(error: BaseException) -> str:
-    """The part of torch's message that says what happened."""
+    """The essential part of torch's message."""
     text = re.sub(r"^\[[^\]]*\] ", "", str(error).strip().split("\n")[0])
     return text.partition(". This is typically")[0]

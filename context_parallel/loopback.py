@@ -1,4 +1,4 @@
-"""An exchange in one process: every rank is a thread, so N shards run on one device."""
+"""An exchange within one process: every rank is a thread, so N ranks run on one device."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from context_parallel.exchange import ExchangeFailed
 
 @dataclass(slots=True)
 class _Meeting:
-    """What the threads share."""
+    """State shared by the threads."""
 
     ranks: int
     timeout_s: float
     barrier: threading.Barrier
-    given: list[Tensor | None]
+    tensors: list[Tensor | None]  # of the current call, by rank
     arrived: list[int]  # calls that each rank has entered
     reason: tuple[int, str] | None = None
 
@@ -32,33 +32,34 @@ class LoopbackExchange:
 
     def all_gather(self, x: Tensor) -> Tensor:
         self.bytes_sent += x.nbytes * (self.ranks - 1)
-        return self._meet(x, None)
+        return self._exchange(x, None)
 
     def all_to_all(self, x: Tensor) -> Tensor:
         self.bytes_sent += x.nbytes // self.ranks * (self.ranks - 1)
-        return self._meet(x, self.rank)
+        return self._exchange(x, self.rank)
 
     def synchronize(self, step: int | None = None) -> None:
-        """Every call has ended when it returns."""
+        """Calls have ended when they return."""
 
     def abort(self, reason: str) -> None:
         meeting = self._meeting
         meeting.reason = meeting.reason or (self.rank, reason)
         meeting.barrier.abort()
 
-    def _meet(self, x: Tensor, part: int | None) -> Tensor:
+    def _exchange(self, x: Tensor, part: int | None) -> Tensor:
         """x of every rank, or x[part] of every rank."""
         meeting = self._meeting
         self.calls += 1
         meeting.arrived[self.rank] = self.calls
-        meeting.given[self.rank] = x
+        meeting.tensors[self.rank] = x
         self._wait()
-        given = [some for some in meeting.given if some is not None]
-        alike = all(some.shape == x.shape and some.dtype == x.dtype for some in given)
-        out = torch.stack(given if part is None else [some[part] for some in given]) if alike else x
-        self._wait()  # nobody may go on and write into what another still reads
+        tensors = [each for each in meeting.tensors if each is not None]
+        alike = all(each.shape == x.shape and each.dtype == x.dtype for each in tensors)
+        parts = tensors if part is None or not alike else [each[part] for each in tensors]
+        out = torch.stack(parts) if alike else x
+        self._wait()  # before any rank may overwrite what another still reads
         if not alike:
-            raise ExchangeFailed(None, self.step, f"shapes differ: {[s.shape for s in given]}")
+            raise ExchangeFailed(None, self.step, f"shapes differ: {[t.shape for t in tensors]}")
         return out
 
     def _wait(self) -> None:
@@ -75,11 +76,5 @@ class LoopbackExchange:
 
 def loopback(n: int, timeout_s: float) -> list[LoopbackExchange]:
     """The n ends of an exchange between n threads."""
-    meeting = _Meeting(
-        ranks=n,
-        timeout_s=timeout_s,
-        barrier=threading.Barrier(n),
-        given=[None] * n,
-        arrived=[0] * n,
-    )
+    meeting = _Meeting(n, timeout_s, threading.Barrier(n), tensors=[None] * n, arrived=[0] * n)
     return [LoopbackExchange(rank, meeting) for rank in range(n)]

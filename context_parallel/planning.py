@@ -1,4 +1,8 @@
-"""The index tensors of a step's sharded rows on one rank: made once per step and layer group."""
+"""The index tensors of a step's sharded rows on one rank, made once per step and layer group.
+
+Rows are *short* or *long* as in `context_parallel.policy`; long ones use pass-Q or pass-KV. Index
+letters: n tokens of long rows of each rank with padding, m blocks that each rank sends.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +24,12 @@ SLICE_ROWS = 1024  # queries whose partials are made and sent together
 
 @dataclass(frozen=True, slots=True)
 class ShardedRows:
-    """The sharded rows of a step, the same on every rank; each int64 `[R]`."""
+    """The sharded rows of a step, equal on all ranks; each int64 `[R]`."""
 
     slot: Ints
     start: Ints  # position of the first token
     count: Ints
-    stored: Ints  # tokens before this position are in their pages and not written
+    stored: Ints  # tokens before this position are in the pages already
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,38 +43,38 @@ class Short:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """As many dealt tokens of each rank, attended together in the order of their positions."""
+    """Equally many tokens of long rows of each rank, attended together in order of position."""
 
-    tokens: Tensor  # int64 [n], which of all ranks' dealt tokens
-    back: Tensor  # int64 [ranks * width], where among them each rank's tokens are; any for padding
+    tokens: Tensor  # int64 [k], indices into all ranks' tokens [ranks * n]
+    order: Tensor  # int64 [ranks * width], index in `tokens` of each rank's tokens; 0 for padding
     rows: Rows
 
 
 @dataclass(frozen=True, slots=True)
 class PassQ:
-    """Pass-Q: queries are sent to where the blocks lie."""
+    """Pass-Q: queries are sent to the ranks that have the blocks."""
 
     slices: tuple[Slice, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PassKV:
-    """Pass-KV: blocks of the history are sent, into temporary pages that all ranks fill alike."""
+    """Pass-KV: blocks of the history are sent into temporary pages, equal on all ranks."""
 
     blocks: int  # temporary ones
     send: Tensor  # int64 [m], physical blocks of this rank, padded to the most that a rank sends
-    take: Tensor  # int64 [h], which of all `ranks * m` sent blocks
+    take: Tensor  # int64 [h], indices into the `ranks * m` sent blocks
     put: Tensor  # int64 [h], their temporary blocks
-    slots: Tensor  # int64 [ranks * n], temporary slots of all ranks' dealt tokens
-    rows: Rows | None  # this rank's dealt tokens over temporary pages; None: all are padding
+    slots: Tensor  # int64 [ranks * n], temporary slots of all ranks' tokens
+    rows: Rows | None  # this rank's tokens over temporary pages; None: all are padding
 
 
 @dataclass(frozen=True, slots=True)
 class Long:
-    """The dealt tokens of all long rows, `[ranks, n]` with padding."""
+    """The tokens of all long rows, `[ranks, n]` with padding."""
 
     real: int  # tokens of this rank that are no padding
-    slots: Tensor  # int64 [ranks * n], where this rank stores them; -1 for what others store
+    slots: Tensor  # int64 [ranks * n], where this rank stores them; -1 for other ranks' tokens
     way: PassQ | PassKV
 
 
@@ -97,19 +101,11 @@ def plan(
     window: int | None = None,
     history: bool | None = None,
 ) -> ShardedBatch:
-    """The batch of `tables.rank`. `tails` are `shard.tails(rows.count, ranks)`; `tables` know the
-    step's blocks already. `history` chooses how long rows are attended, None by the rule of
-    `shard.moves_history`. All arguments but `tables` are the same on all ranks.
+    """The batch of `tables.rank`. `tails` are `shard.tails(rows.count, ranks)`; `tables` have the
+    step's blocks already. `history` chooses pass-KV for long rows, None leaves it to
+    `shard.moves_history`. All arguments but `tables` are equal on all ranks.
     """
-    planner = _Planner(
-        rows=rows,
-        tails=tails,
-        tables=tables,
-        group=group,
-        size=block_size,
-        window=window,
-        device=device,
-    )
+    planner = _Planner(rows, tails, tables, group, block_size, window, device)
     return planner.batch(geometry, history)
 
 
@@ -126,66 +122,58 @@ class _Planner:
     def batch(self, geometry: Geometry, history: bool | None) -> ShardedBatch:
         tail = self.tails[self.tables.rank]
         stop = tail.short
-        short_slots = self._there(self._slots(tail.row[:stop], tail.offset[:stop]))
+        short_slots = self.to_device(self._slots(tail.row[:stop], tail.offset[:stop]))
         long = None
         if len(tail.row) > stop:
-            row, offset = (
-                np.stack([getattr(some, name)[stop:] for some in self.tails])
-                for name in ("row", "offset")
-            )
+            row = np.stack([each.row[stop:] for each in self.tails])
+            offset = np.stack([each.offset[stop:] for each in self.tails])
             long = self._long(row, offset, geometry, history)
-        return ShardedBatch(
-            short_tokens=stop,
-            short_slots=short_slots,
-            short=tuple(self._short(tail)),
-            long=long,
-            window=self.window,
-        )
+        return ShardedBatch(stop, short_slots, tuple(self._short(tail)), long, self.window)
 
     def _short(self, tail: Tail) -> list[Short]:
-        """Whole rows, in parts of at most SLICE_ROWS tokens."""
+        """Short rows, in parts of at most SLICE_ROWS tokens; a row is never cut."""
         row, _, count = _runs(tail.row[: tail.short], tail.offset[: tail.short])
         ends = count.cumsum()
         parts, since, start = [], 0, 0
         while since < len(row):
             until = int(np.searchsorted(ends, start + SLICE_ROWS, "right"))
             stop = int(ends[until - 1])
-            some = slice(since, until)
-            rows = self._local(row[some], self.rows.start[row[some]], count[some])
+            part = slice(since, until)
+            rows = self._local(row[part], self.rows.start[row[part]], count[part])
             parts.append(Short(start, stop, rows))
             since, start = until, stop
         return parts
 
     def _long(self, row: Ints, offset: Ints, geometry: Geometry, history: bool | None) -> Long:
-        """row and offset int64 `[ranks, n]` of the dealt tokens."""
+        """row and offset int64 `[ranks, n]` of the tokens of long rows."""
         fetch = _Fetch(self, np.unique(row[row >= 0]))
         slots = self._slots(row.flatten(), offset.flatten())
         if history is None:
             cached = int(len(row) * fetch.counts.max()) * self.size  # as padded
             history = moves_history(cached, int((row >= 0).sum()), geometry)
-        way = fetch.way(row, offset) if history else self._queries(row, offset)
+        way = fetch.pass_kv(row, offset) if history else self._pass_q(row, offset)
         real = int((row[self.tables.rank] >= 0).sum())
-        return Long(real, self._there(slots), way)
+        return Long(real, self.to_device(slots), way)
 
-    def _queries(self, row: Ints, offset: Ints) -> PassQ:
+    def _pass_q(self, row: Ints, offset: Ints) -> PassQ:
         ranks, n = row.shape
         width = max(1, SLICE_ROWS // ranks)
         index = np.arange(ranks * n).reshape(ranks, n)
         slices = []
         for start in range(0, n, width):
-            some = slice(start, start + width)
-            rows, offsets, tokens = (x[:, some].flatten() for x in (row, offset, index))
+            part = slice(start, start + width)
+            rows, offsets, tokens = (x[:, part].flatten() for x in (row, offset, index))
             order = np.lexsort((offsets, rows))
             order = order[rows[order] >= 0]
-            back = np.zeros(len(rows), np.int64)
-            back[order] = np.arange(len(order))
+            inverse = np.zeros(len(rows), np.int64)
+            inverse[order] = np.arange(len(order))
             at, first, count = _runs(rows[order], offsets[order])
-            part = self._local(at, self.rows.start[at] + first, count)
-            slices.append(Slice(self._there(tokens[order]), self._there(back), part))
+            local = self._local(at, self.rows.start[at] + first, count)
+            slices.append(Slice(self.to_device(tokens[order]), self.to_device(inverse), local))
         return PassQ(tuple(slices))
 
     def _slots(self, row: Ints, offset: Ints) -> Ints:
-        """Slots of tokens on this rank; -1 for stored ones, for others' and for padding."""
+        """Slots of tokens on this rank; -1 for stored tokens, those of other ranks and padding."""
         position = self.rows.start[row] + offset
         block = self.tables.blocks[self.group, self.rows.slot[row], position // self.size]
         owner, block = np.divmod(block.astype(np.int64), self.tables.per_rank[self.group])
@@ -201,13 +189,11 @@ class _Planner:
         logical = self.tables.logical[slots, :width]
         table = self.tables.host[self.group, slots, :width]
         last = (first + count - 1) // self.size
-        held = [
+        blocks = [
             int(np.searchsorted(logical[i, : used[i]], end, "right"))
             for i, end in zip(index.tolist(), last.tolist(), strict=True)
         ]
-        return self.rows_of(
-            index, first, count, table, logical=logical, held=held, shards=len(self.tails)
-        )
+        return self.rows_of(index, first, count, table, logical, blocks, shards=len(self.tails))
 
     def rows_of(
         self,
@@ -216,30 +202,30 @@ class _Planner:
         count: Ints,
         table: NDArray[np.int32],
         logical: NDArray[np.int32],
-        held: list[int],
+        blocks: list[int],
         shards: int,
     ) -> Rows:
-        """Run i has the first `held[i]` entries of `table[index[i]]`. Slots are kept apart: what a
-        rank stores is not what it attends."""
-        there = self._there
+        """Run i uses the first `blocks[i]` entries of `table[index[i]]`. The rows have no slots: a
+        rank does not store the tokens that it attends with."""
+        to_device = self.to_device
 
-        def shard(x: NDArray[np.int32]) -> Tensor:
-            return there(x).expand(len(index), -1) if len(x) == 1 else there(x[index])
+        def select(x: NDArray[np.int32]) -> Tensor:
+            return to_device(x).expand(len(index), -1) if len(x) == 1 else to_device(x[index])
 
         return Rows(
-            query_start=there(np.concatenate([[0], count.cumsum()]).astype(np.int32)),
-            first=there(first.astype(np.int32)),
-            table=shard(table),
-            blocks=there(np.array(held, np.int32)),
-            logical=shard(logical),
+            query_start=to_device(np.concatenate([[0], count.cumsum()]).astype(np.int32)),
+            first=to_device(first.astype(np.int32)),
+            table=select(table),
+            blocks=to_device(np.array(blocks, np.int32)),
+            logical=select(logical),
             slots=torch.empty(0, dtype=torch.int64, device=self.device),
             lens=tuple(count.tolist()),
             firsts=tuple(first.tolist()),
-            held=tuple(held),
+            held=tuple(blocks),
             shards=shards,
         )
 
-    def _there(self, x: NDArray[np.integer]) -> Tensor:
+    def to_device(self, x: NDArray[np.integer]) -> Tensor:
         host = torch.from_numpy(np.ascontiguousarray(x))
         if self.device.type == "cpu":
             return host
@@ -247,10 +233,9 @@ class _Planner:
 
 
 class _Fetch:
-    """The blocks of long rows' histories that some dealt token sees, and their temporary pages."""
+    """The blocks of long rows' histories that any token sees, and their temporary pages."""
 
     def __init__(self, planner: _Planner, long: Ints) -> None:
-        """`long` are the long rows."""
         self.planner, self.long = planner, long
         rows, size, window = planner.rows, planner.size, planner.window
         start, end = rows.start[long], rows.start[long] + rows.count[long]
@@ -264,10 +249,10 @@ class _Fetch:
         tables = planner.tables
         ids = tables.blocks[planner.group, rows.slot[self.row], self.logical].astype(np.int64)
         self.owner, self.physical = np.divmod(ids, tables.per_rank[planner.group])
-        self.counts = np.bincount(self.owner, minlength=len(planner.tails))  # on each rank
+        self.counts = np.bincount(self.owner, minlength=len(planner.tails))  # by rank
 
-    def way(self, row: Ints, offset: Ints) -> PassKV:
-        rank, there = self.planner.tables.rank, self.planner._there
+    def pass_kv(self, row: Ints, offset: Ints) -> PassKV:
+        rank, to_device = self.planner.tables.rank, self.planner.to_device
         owner, physical, counts = self.owner, self.physical, self.counts
         most = int(counts.max())
         order = np.argsort(owner, kind="stable")
@@ -278,10 +263,10 @@ class _Fetch:
         put = self._temporary(self.row, self.logical)
         return PassKV(
             blocks=int(self.base[-1]),
-            send=there(send),
-            take=there(owner * most + local),
-            put=there(put),
-            slots=there(self._slots(row.flatten(), offset.flatten())),
+            send=to_device(send),
+            take=to_device(owner * most + local),
+            put=to_device(put),
+            slots=to_device(self._slots(row.flatten(), offset.flatten())),
             rows=self._rows(row[rank], offset[rank]),
         )
 
@@ -308,10 +293,8 @@ class _Fetch:
         column = np.arange(width)
         table = np.minimum(self.base[:-1, None] + column, self.base[-1] - 1).astype(np.int32)
         logical = (self.lowest[:, None] + column).astype(np.int32)
-        held = (first + count - 1) // planner.size + 1 - self.lowest[index]
-        return planner.rows_of(
-            index, first, count, table, logical=logical, held=held.tolist(), shards=1
-        )
+        blocks = (first + count - 1) // planner.size + 1 - self.lowest[index]
+        return planner.rows_of(index, first, count, table, logical, blocks.tolist(), shards=1)
 
 
 def _runs(row: Ints, offset: Ints) -> tuple[Ints, Ints, Ints]:

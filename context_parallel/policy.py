@@ -1,7 +1,7 @@
-"""Where sequences run in a gang: on one rank or on all, and what a row of a step costs a rank.
+"""Where sequences of a gang run, on one rank or on all, and how many tokens a rank computes.
 
 Pure arithmetic. A row of a sequence on all ranks is *short* up to a tile of tokens and computed on
-every rank; longer ones are dealt to the ranks in tiles, tile i to rank i % N.
+every rank; longer ones are interleaved in tiles, tile i on rank i % N.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import ClassVar
 
-TILE = 64  # tokens of a long row that are dealt to a rank together
+TILE = 64  # consecutive tokens of a long row that go to one rank
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where a sequence may start: the ranks its blocks may go to, home first, and how many of its
-    cached leading blocks it uses."""
+    """Where a sequence may start: the ranks for its blocks, home first, and how many of its cached
+    leading blocks it uses."""
 
     ranks: tuple[int, ...]
     hit_blocks: int
@@ -27,8 +27,8 @@ class Start:
 class ShardPolicy:
     """When a sequence of a gang of `ranks` runs on all of them.
 
-    From `shard_from_tokens` on; or where its cached blocks lie on several ranks and using all of
-    them, not only those of one rank, saves `hit_tokens`.
+    From `shard_from_tokens` on, or where its cached blocks are on several ranks and using all of
+    them instead of one rank's saves `hit_tokens`.
     """
 
     ranks: int = 1
@@ -41,11 +41,11 @@ class ShardPolicy:
         return tuple((home + i) % self.ranks for i in range(self.ranks))
 
     def sharded(self, tokens: int) -> bool:
-        """Whether a sequence of so many tokens runs on all ranks, for its length alone."""
+        """Whether a sequence of so many tokens runs on all ranks for its length."""
         return self.ranks > 1 and tokens >= self.shard_from_tokens
 
     def wide_for(self, tokens: int, *, block_size: int, rank_blocks: int) -> bool:
-        """As `sharded`, or because no rank has blocks for it and one token more."""
+        """As `sharded`, or because no rank has blocks for it and one more token."""
         return self.sharded(tokens) or -(-(tokens + 1) // block_size) > rank_blocks
 
     def starts(
@@ -57,10 +57,10 @@ class ShardPolicy:
         block_size: int,
         rank_blocks: int,
     ) -> list[Start]:
-        """Where a sequence of `tokens` may start, the best place first.
+        """Where a sequence of `tokens` may start, best first.
 
-        `owners` are the ranks of its cached leading blocks; `queued` the tokens that each rank has
-        yet to compute for others; `rank_blocks` the most blocks that a rank has for a sequence.
+        `owners` are the ranks of its cached leading blocks, `queued` the tokens that each rank has
+        yet to compute for other sequences, `rank_blocks` the most blocks a rank has for a sequence.
         """
         run = sum(1 for _ in takewhile(lambda owner: owner == owners[0], owners))
         saved = (len(owners) - run) * block_size
@@ -75,7 +75,7 @@ class ShardPolicy:
         return [Start((rank,), hits[rank]) for rank in order]
 
     def share(self, count: int) -> int:
-        """Tokens of a row on all ranks that the fullest rank computes."""
+        """The most tokens of a row on all ranks that one rank computes."""
         return share(count, self.ranks, self.tile)
 
     def most(self, budget: int) -> int:
@@ -85,7 +85,6 @@ class ShardPolicy:
 
 
 def share(count: int, ranks: int, tile: int = TILE) -> int:
-    """Tokens of a row on all ranks that the fullest rank computes: all up to a tile, then what is
-    dealt to it."""
+    """The most tokens of a row on all ranks that one rank computes."""
     rounds, rest = divmod(count, ranks * tile)
     return rounds * tile + min(rest, tile)

@@ -1,7 +1,7 @@
-"""Which rank of a gang holds and which computes what: arithmetic on block numbers and counts.
+"""Which rank of a gang stores and which computes each token: arithmetic on block numbers.
 
-Block numbers are gang-wide: `rank * per_rank + block on that rank`. So a sequence's list of blocks
-is its shard map.
+Block numbers are gang-wide, `rank * per_rank + block on that rank`, so a sequence's list of blocks
+says on which rank each lies.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int64]
 
 SHORT_TOKENS = TILE  # rows of up to as many tokens are computed on every rank
-HISTORY_BYTES_MAX = 48 << 20  # of a layer, that is fetched: what it takes holds no pages
+HISTORY_BYTES_MAX = 48 << 20  # fetched for a layer: this memory is taken from the pages
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one token lies."""
+    """Where one token is stored."""
 
     rank: int
-    local: int  # counted over the sequence's blocks on that rank, in ascending logical order
-    block: int  # physical, of that rank
+    local: int  # index among the sequence's blocks on that rank, in ascending logical order
+    block: int  # physical, on that rank
     offset: int
 
 
 class ShardMap:
-    """Where the tokens of one sequence and layer group lie, given its gang-wide `blocks`."""
+    """Where the tokens of one sequence and layer group are, from its gang-wide `blocks`."""
 
     __slots__ = ("_local", "block_size", "owner", "physical")
 
     def __init__(self, blocks: Sequence[int], per_rank: int, block_size: int) -> None:
-        """`per_rank` is how many blocks each rank's arena has. NULL_BLOCK blocks are on no rank."""
+        """`per_rank` is the number of blocks of each rank's arena. NULL_BLOCK is on no rank."""
         ids = np.asarray(blocks, np.int64)
         self.block_size = block_size
         self.owner, self.physical = np.divmod(ids, per_rank)  # int64 [blocks]
@@ -50,7 +50,7 @@ class ShardMap:
         self._local[order] = np.arange(len(ids)) - np.searchsorted(owners, owners)
 
     def locate(self, position: int) -> Place:
-        """Raises IndexError where no block holds `position`."""
+        """The place of a token. Raises IndexError where no block has `position`."""
         index, offset = divmod(position, self.block_size)
         if not 0 <= index < len(self.owner):
             raise IndexError(f"position {position} is not in {len(self.owner)} blocks")
@@ -65,10 +65,8 @@ class ShardMap:
 
 
 def interleave(count: int, ranks: int, tile: int = TILE) -> list[Ints]:
-    """Which of the `count` tokens of a long row each rank computes: tile i goes to rank i % ranks.
-
-    Interleaved, so that the causal mask gives all ranks about the same work.
-    """
+    """Which of the `count` tokens of a long row each rank computes: tile i on rank i % ranks, so
+    that under the causal mask all ranks have about the same work."""
     token = np.arange(count)
     owner = token // tile % ranks
     return [token[owner == rank] for rank in range(ranks)]
@@ -76,12 +74,12 @@ def interleave(count: int, ranks: int, tile: int = TILE) -> list[Ints]:
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """The tokens of a step's sharded rows that one rank computes, as they follow its own rows in
-    the flat batch: those of short rows, then its tiles of long rows, then padding."""
+    """The tokens of a step's sharded rows that one rank computes, after its own rows in the flat
+    batch: those of short rows, then its tiles of long rows, then padding."""
 
     row: Ints  # int64 [n], which of the step's sharded rows; -1 for padding
     offset: Ints  # int64 [n], token of that row; 0 for padding
-    short: int  # tokens of short rows, first of all
+    short: int  # tokens of short rows
 
 
 def tails(counts: Sequence[int], ranks: int) -> list[Tail]:
@@ -97,17 +95,17 @@ def tails(counts: Sequence[int], ranks: int) -> list[Tail]:
                 offsets[rank].append(tokens)
     longest = max(sum(map(len, parts)) for parts in rows)
     found = []
-    for some_rows, some_offsets in zip(rows, offsets, strict=True):
-        short_of = longest - sum(map(len, some_rows))
-        some_rows.append(np.full(short_of, -1))
-        some_offsets.append(np.zeros(short_of, np.int64))
-        found.append(Tail(np.concatenate(some_rows), np.concatenate(some_offsets), len(row)))
+    for row_parts, offset_parts in zip(rows, offsets, strict=True):
+        padding = longest - sum(map(len, row_parts))
+        row_parts.append(np.full(padding, -1))
+        offset_parts.append(np.zeros(padding, np.int64))
+        found.append(Tail(np.concatenate(row_parts), np.concatenate(offset_parts), len(row)))
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Sizes of what attention of one layer moves between ranks."""
+    """Sizes of the data that attention of one layer moves between ranks."""
 
     heads: int  # of queries
     kv_heads: int
@@ -130,22 +128,21 @@ class Geometry:
 
     @property
     def partial_token_bytes(self) -> int:
-        """A partial of one token from one rank: acc, m and l."""
+        """The Partial of one token: acc, m and l."""
         return self.heads * (self.v_dim + 2) * self.sum_bytes
 
     @property
     def moved_token_bytes(self) -> int:
-        """A token's query and its partials."""
+        """A token's query and its Partial."""
         return self.q_token_bytes + self.partial_token_bytes
 
 
 def moves_history(cached: int, new: int, geometry: Geometry) -> bool:
-    """Whether a long chunk of `new` tokens fetches the `cached` tokens that it sees of its history,
-    rather than sending its queries to where they lie.
+    """Whether a long chunk of `new` tokens uses pass-KV, fetching the `cached` tokens of history
+    that it sees, and not pass-Q.
 
-    `P Hkv (Dk+Dv) bytes_kv < T Hq (Dk bytes_q + (Dv+2) 4)`, where P counts what is sent: as much
-    of each rank as of the one that has most. Histories of more than HISTORY_BYTES_MAX stay where
-    they are.
+    `P Hkv (Dk+Dv) bytes_kv < T Hq (Dk bytes_q + (Dv+2) 4)`, where P includes padding: every rank
+    sends as much as the one with most. Histories of more than HISTORY_BYTES_MAX are not fetched.
     """
     history = cached * geometry.kv_token_bytes
     return history <= HISTORY_BYTES_MAX and history < new * geometry.moved_token_bytes

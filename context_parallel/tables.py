@@ -1,4 +1,4 @@
-"""One rank's block tables by slot, cut out of the gang's, and a digest that all ranks share."""
+"""One rank's part of the gang's block tables, by slot, and a digest equal on all ranks."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class LocalTables:
 
     `blocks[g, slot]` are the gang-wide numbers of group g's blocks in logical order, `length[slot]`
     of them. `host[g, slot, :used[slot]]` are the physical blocks on this rank and
-    `logical[slot, :used[slot]]` which blocks of the sequence they are, ascending. All groups of a
-    logical block lie on one rank. Where a group gave its block back, `blocks` may say NULL_BLOCK,
-    and `host` then any block: nobody reads it. What all groups gave back counts for the rank of
-    what follows, so that the list of a sequence on one rank is as long as the sequence.
+    `logical[slot, :used[slot]]` their logical numbers, ascending. A logical block is on one rank in
+    all groups. Where a group has freed its block, `blocks` may have NULL_BLOCK and `host` any
+    block, which is never read. A block freed by all groups counts for the rank of the next one, so
+    that the list of a sequence on one rank is as long as the sequence.
     """
 
     def __init__(
         self, per_rank: Sequence[int], rank: int, *, max_num_seqs: int, max_blocks: int
     ) -> None:
-        """`per_rank[g]` is how many blocks the arena of group g has on each rank."""
+        """`per_rank[g]` is the number of blocks of group g's arena on each rank."""
         self.per_rank, self.rank = tuple(per_rank), rank
         shape = (len(self.per_rank), max_num_seqs, max_blocks)
         self.blocks = np.zeros(shape, np.int32)
@@ -42,16 +42,15 @@ class LocalTables:
 
     @property
     def digest(self) -> int:
-        """64 bits of all entries of all slots, the same on every rank: a sum of one number for each
-        (group, slot, index, block), so that no lost, doubled or swapped entry goes unseen."""
+        """64 bits over all entries of all slots, equal on all ranks: a sum of one number for each
+        (group, slot, index, block), so that a lost, doubled or swapped entry shows."""
         return self._digest
 
     def change(self, slot: int, first: int, ids: Sequence[Sequence[int]]) -> None:
-        """From logical block `first` on the sequence in `slot` has the gang-wide blocks `ids[g]`;
-        what lay there before is dropped.
+        """Replaces the blocks of a slot from logical block `first` on by the gang-wide `ids[g]`.
 
         Raises ValueError where a block before `first` is missing, groups differ in length, or a
-        logical block lies on several ranks.
+        logical block is on several ranks.
         """
         groups, _, width = self.blocks.shape
         new = np.array(ids, np.int64).reshape(groups, -1)
@@ -74,7 +73,7 @@ class LocalTables:
         self.used[slot] = used
 
     def clear(self, slot: int) -> None:
-        """The sequence in `slot` is gone."""
+        """Empties a slot."""
         self.change(slot, 0, [[] for _ in self.per_rank])
 
     def _sum(self, slot: int, first: int, end: int) -> int:

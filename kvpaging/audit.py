@@ -1,8 +1,7 @@
-"""Checks a pool against its plainest facts, and repairs it where it is wrong.
+"""Checks that a pool is consistent, and repairs it where it is not.
 
-The facts are each block's references, holds, last step, quarantine and block hash, and the entries
-of the tables. Everything else (states, counts, lists, the forest of block hashes) must follow from
-them.
+The source of truth is each block's references, pins, last step, quarantine and block hash, and the
+entries of the tables. All else (states, counts, lists, the forest of block hashes) must follow.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ Problem = tuple[int, str]
 
 
 def check(pool: BlockPool, tables: Iterable[BlockTable]) -> list[str]:
-    """All that is wrong, given every table that draws from the pool; empty means sound."""
+    """All problems, given every table that draws from the pool; empty means sound."""
     return [text for _, text in problems(pool, tables)]
 
 
 def problems(pool: BlockPool, tables: Iterable[BlockTable]) -> list[Problem]:
-    """All that is wrong as (block, text), NONE where no single block is; O(blocks + entries)."""
+    """All problems as (block, text), NONE where it is no single block's; O(blocks + entries)."""
     tables = list(tables)
     entries = count_entries(pool, tables)
     found = [p for block in range(pool.blocks) for p in _of_block(pool, block, entries)]
@@ -41,11 +40,11 @@ def problems(pool: BlockPool, tables: Iterable[BlockTable]) -> list[Problem]:
 
 
 def repair(pool: BlockPool, tables: Iterable[BlockTable]) -> list[str]:
-    """`check` for every so many steps in production; quarantines blocks whose record is wrong and
-    makes the rest follow from the facts again. Counts, logs and returns what was wrong.
+    """The check that production runs every so many steps: quarantines blocks whose record is wrong
+    and derives the rest again. Counts, logs and returns the problems.
 
-    Where more than a reference is wrong, all block hashes go too: a pool that miscounts cannot be
-    believed about contents.
+    Where more than references are wrong, all block hashes are dropped: such a pool cannot be
+    trusted about contents either.
     """
     tables = list(tables)
     entries = count_entries(pool, tables)
@@ -61,7 +60,7 @@ def repair(pool: BlockPool, tables: Iterable[BlockTable]) -> list[str]:
             pool.quarantine(block, text)
         elif block != NONE:
             pool.quarantined.setdefault(block, text)
-    # So that tables can still give back what they have.
+    # So that tables can still free their blocks.
     for block in miscounted:
         pool._refs[block] = entries[block]
     if not sound:
@@ -70,8 +69,8 @@ def repair(pool: BlockPool, tables: Iterable[BlockTable]) -> list[str]:
 
 
 def _seems_sound(pool: BlockPool, entries: list[int]) -> bool:
-    """A quick look: all references and totals, and the next `WINDOW` blocks; the lists too when the
-    last block is among them."""
+    """A quick check: references, totals and the next `WINDOW` blocks; the lists too when the last
+    block is among them."""
     start = pool.audited
     end = min(start + WINDOW, pool.blocks)
     pool.audited = end % pool.blocks
@@ -95,41 +94,41 @@ def count_entries(pool: BlockPool, tables: Iterable[BlockTable]) -> list[int]:
 
 
 def derived_state(pool: BlockPool, block: int) -> int:
-    """The state that follows from the facts; first match wins."""
+    """The state that a block's record implies; see `kvpaging.pool`."""
     if block in pool.quarantined:
         return QUARANTINED
     if pool._refs[block]:
         return ACTIVE
-    if pool._holds[block] or pool._last[block] > pool._ended:
+    if pool._pins[block] or pool._last[block] > pool._ended:
         return PINNED
-    return FREE if pool._identity[block] is None else CACHED
+    return FREE if pool._hash[block] is None else CACHED
 
 
 def _of_block(pool: BlockPool, block: int, entries: list[int]) -> list[Problem]:
     texts = []
-    refs, holds, block_hash = pool._refs[block], pool._holds[block], pool._identity[block]
+    refs, pins, block_hash = pool._refs[block], pool._pins[block], pool._hash[block]
     if refs != entries[block]:
         texts.append(f"{refs} references, {entries[block]} table entries")
-    if holds == 0 and pool._kept[block]:
-        texts.append(f"no hold, but {pool._kept[block]} tokens are kept")
+    if pins == 0 and pool._pinned_tokens[block]:
+        texts.append(f"no pin, but {pool._pinned_tokens[block]} tokens are pinned")
     state, derived = pool._state[block], derived_state(pool, block)
     if state != derived:
         texts.append(f"recorded as {STATES[state]}, is {STATES[derived]}")
     if block_hash is not None:
-        texts += _of_identity(pool, block, block_hash)
+        texts += _of_hash(pool, block, block_hash)
     elif pool._child[block] != NONE or pool._parent[block] != NONE:
         texts.append("no block hash, but a parent or children")
     return [(block, f"block {block}: {text}") for text in texts]
 
 
-def _of_identity(pool: BlockPool, block: int, block_hash: bytes) -> list[str]:
+def _of_hash(pool: BlockPool, block: int, block_hash: bytes) -> list[str]:
     texts = []
     if pool._found.get(block_hash) != block:
         texts.append("its block hash finds another block")
     if block in pool.quarantined:
         texts.append("quarantined, but findable")
     parent, elder, younger = pool._parent[block], pool._elder[block], pool._younger[block]
-    if parent != NONE and pool._identity[parent] is None:
+    if parent != NONE and pool._hash[parent] is None:
         texts.append(f"findable although its parent {parent} is not")
     if elder != NONE and (pool._younger[elder] != block or pool._parent[elder] != parent):
         texts.append(f"not the next sibling of {elder}")
@@ -156,12 +155,12 @@ def _of_tables(tables: Iterable[BlockTable]) -> list[Problem]:
         ):
             found.append((NONE, f"a table lacks other blocks than the first {table.first}"))
         elif table.pools[0].ranks > 1:
-            found += _of_places(table)
+            found += _of_ranks(table)
     return found
 
 
-def _of_places(table: BlockTable) -> list[Problem]:
-    """A logical block is on one rank in all groups, one of the table's, and is counted there."""
+def _of_ranks(table: BlockTable) -> list[Problem]:
+    """A logical block is on one rank in all groups, one of the table's, and counted there."""
     rows = [
         [p.rank_of(b) for p, b in zip(table.pools, row, strict=True) if b != NULL_BLOCK]
         for row in zip(*table.blocks, strict=True)
@@ -176,19 +175,19 @@ def _of_places(table: BlockTable) -> list[Problem]:
     if table.loads != loads:
         found.append((NONE, f"a table with blocks by rank {loads} believes {table.loads}"))
     entries = [sum(row.count(rank) for row in rows) for rank in ranks]
-    believed = [*map(table.entries, ranks)]
-    if believed != entries and not found:
-        found.append((NONE, f"a table with entries by rank {entries} believes {believed}"))
+    counted = [*map(table.entries, ranks)]
+    if counted != entries and not found:
+        found.append((NONE, f"a table with entries by rank {entries} believes {counted}"))
     return found
 
 
 def _of_lists(pool: BlockPool) -> list[Problem]:
-    """Each list holds exactly the blocks whose state says so, each once, linked both ways."""
+    """Each list has exactly the blocks of its state, each once, linked both ways."""
     heads: dict[str, int] = {}
     for rank in range(pool.ranks):
         first = rank * pool.per_rank
         heads[f"free{_on(pool, first)}"] = pool._free[first]
-        heads[f"cached{_on(pool, first)}"] = pool._idle[first]
+        heads[f"cached{_on(pool, first)}"] = pool._cached[first]
     heads.update((f"step {step}", head) for step, head in pool._waiting.items())
     expected: dict[str | None, set[int]] = {}
     for block in range(pool.blocks):
@@ -236,17 +235,17 @@ def _of_totals(pool: BlockPool) -> list[Problem]:
         tally = [pool._state.count(state, first, end) for state in range(len(STATES))]
         if tally != counts:
             found.append((NONE, f"counts {counts}, blocks by state {tally}{_on(pool, first)}"))
-    named = pool.blocks - pool._identity.count(None)
+    named = pool.blocks - pool._hash.count(None)
     if named != len(pool._found):
         found.append((NONE, f"{named} blocks have a block hash, {len(pool._found)} are findable"))
     return found
 
 
 def _rebuild(pool: BlockPool) -> None:
-    """States, counts and lists from the facts, without any block hash."""
+    """States, counts and lists derived again, without any block hash."""
     n = pool.blocks
     pool._found.clear()
-    pool._identity[:] = [None] * n
+    pool._hash[:] = [None] * n
     for links in (pool._parent, pool._child, pool._elder, pool._younger):
         links[:] = [NONE] * n
     pool._waiting.clear()
@@ -256,9 +255,9 @@ def _rebuild(pool: BlockPool) -> None:
     for counts in pool._counts:
         counts[:] = [pool.per_rank, 0, 0, 0, 0]
     for block in range(n):
-        if pool._holds[block] == 0:
-            pool._kept[block] = 0
+        if pool._pins[block] == 0:
+            pool._pinned_tokens[block] = 0
         if block not in pool.quarantined:
-            pool._place(block)
+            pool._update_state(block)
     if pool.on_change is not None:
         pool.on_change("cleared", b"", None)

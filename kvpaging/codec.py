@@ -1,14 +1,14 @@
-"""Typed records as msgpack bytes and back, every field of a message that arrives checked.
+"""Encodes typed records as msgpack and decodes them, checking every field.
 
-A *record* is a dataclass or a NamedTuple; its type hints declare what travels. A dataclass travels
-as a map of its fields, a NamedTuple (and a dataclass under `ROW`) as an array without their names.
-Hints are int, float, bool, str, bytes, records, `X | None`, `list[X]`, `tuple[X, ...]`,
-`tuple[X, Y]`, `Mapping[X, Y]`, and `Annotated[X, ...]` with a `Bound`, a `Form` or `ROW`.
+A *record* is a dataclass or a NamedTuple; its type hints are the schema. A dataclass is encoded as
+a map, a NamedTuple (and a dataclass under `ROW`) as an array without field names. Hints are int,
+float, bool, str, bytes, records, `X | None`, `list[X]`, `tuple[X, ...]`, `tuple[X, Y]`,
+`Mapping[X, Y]`, and `Annotated[X, ...]` with a `Bound`, a `Form` or `ROW`.
 
-`plan` compiles a hint once, so that no message is read by looking at hints. Reading is strict: true
-is not 1, no field may lack and none may be added; only a float may travel as an int. A value that
-is not what was declared raises `Refused`, which names the field and stays short whatever came.
-`Codec` is a protocol of such records: maps with a version and a kind. Writing checks nothing.
+`plan` compiles a hint once. Decoding is strict: true is not 1, no field may be missing or unknown;
+only a float may arrive as an int. A wrong value raises `Refused`, which names the field and is
+short whatever was received. `Codec` is a protocol of such records: maps with a version and a kind.
+Encoding checks nothing.
 """
 
 from __future__ import annotations
@@ -34,47 +34,47 @@ _Change = Callable[[Any], Any]
 
 
 class Refused(ValueError):
-    """A value that its record does not allow; `path` is that of the field, "" at the top."""
+    """A value that the schema does not allow; `path` names the field, "" at the top."""
 
     def __init__(self, problem: str, path: str = "") -> None:
         self.problem, self.path = problem, path
         super().__init__(path + problem)
 
     def inside(self, name: str) -> Refused:
-        """The same of a record that is the field `name` of another."""
+        """The same error, with the record as field `name` of another."""
         return Refused(self.problem, f"{name}.{self.path}" if self.path else name)
 
 
 class Bound(NamedTuple):
-    """What more a field's value must hold than its type; `wanted` says both in words."""
+    """A condition on a field beside its type; `wanted` describes both for messages."""
 
     wanted: str
     holds: Callable[[Any], bool]
 
 
 class Form(NamedTuple):
-    """A field that travels as something else: `read` gives it back or raises Refused."""
+    """A field that is encoded by `write`, and decoded by `read`, which may raise Refused."""
 
     write: _Change
     read: _Change
 
 
 class Plan(NamedTuple):
-    """How values of one hint are read, and written where msgpack cannot take them as they are.
-    One of type `exact` needs no reading."""
+    """How values of one hint are decoded, and encoded where msgpack cannot take them directly.
+    Values of type `exact` need no decoding."""
 
     read: _Change
     write: _Change | None = None
     exact: type[Any] | None = None
 
     def written(self, value: Any) -> Any:
-        """What msgpack takes for a value."""
+        """A value as msgpack takes it."""
         return value if self.write is None else self.write(value)
 
 
 class Codec(Generic[_M]):
-    """The messages of one protocol, `kinds` to their dataclasses; `error` is what a bad one raises,
-    never anything else."""
+    """The messages of one protocol. `kinds` maps names to dataclasses; a bad message raises `error`
+    and nothing else."""
 
     def __init__(
         self, version: int, kinds: Mapping[str, type[Any]], error: type[ValueError]
@@ -84,14 +84,14 @@ class Codec(Generic[_M]):
         self._plans = {kind: plan(cls) for kind, cls in kinds.items()}
 
     def encode(self, message: _M) -> bytes:
-        """Pack one message."""
+        """Encodes one message."""
         kind = self.kind_of[type(message)]
         body = self._plans[kind].written(message)
         body["v"], body["kind"] = self.version, kind
         return pack(body)
 
     def decode(self, data: bytes) -> _M:
-        """Unpack one message; raises `error` unless every field is there, known and as declared."""
+        """Decodes one message. Raises `error` where a field is missing, unknown or wrong."""
         try:
             body = unpack(data)
             if type(body) is not dict:
@@ -113,13 +113,13 @@ class Codec(Generic[_M]):
 
 
 def pack(body: Any) -> bytes:
-    """The bytes of what plans have written."""
+    """msgpack bytes of what `Plan.written` returned."""
     data: bytes = msgpack.packb(body)
     return data
 
 
 def unpack(data: bytes) -> Any:
-    """What plans can read. Raises Refused where it is not msgpack."""
+    """The object in msgpack bytes. Raises Refused where they are not msgpack."""
     try:
         return msgpack.unpackb(data, strict_map_key=False)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
@@ -127,17 +127,17 @@ def unpack(data: bytes) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value that came, in at most 80 characters; `repr` fails on one that is nested too deep."""
+    """A received value in at most 80 characters; `repr` fails on one that is nested too deep."""
     return _REPR.repr(value)[:80]
 
 
 def wrong(wanted: str, value: Any) -> Refused:
-    """What to raise of a value that should have been something else."""
+    """The error to raise for a value that should be `wanted`."""
     return Refused(f" must be {wanted}, got {shown(value)}")
 
 
 def one_of(words: Iterable[str]) -> Bound:
-    """Of a str."""
+    """The bound of a str that is one of `words`."""
     words = tuple(words)
     return Bound(f"one of {', '.join(words)}", words.__contains__)
 
@@ -160,11 +160,11 @@ def _read_int32s(value: Any) -> list[int]:
 
 
 Int32s = Annotated[list[int], Form(lambda numbers: array("i", numbers).tobytes(), _read_int32s)]
-"""Ints of 32 bits each, end to end as bytes: a long list is read at once, not int by int."""
+"""Ints of 32 bits as bytes: a long list is decoded at once, not int by int."""
 
 
 def plan(hint: Any) -> Plan:
-    """Compile a type hint. Raises TypeError for one that has no way to travel."""
+    """Compiles a type hint. Raises TypeError for an unsupported one."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         return _annotated(arguments[0], arguments[1:])
@@ -243,7 +243,7 @@ def _optional(item: Plan) -> Plan:
 
 
 def _items(item: Plan, make: type[Any]) -> Plan:
-    """A list or a tuple of any length; what is wrong in an item is told of the whole field."""
+    """A list or a tuple of any length; a wrong item is reported as the whole field."""
     read, write, exact = item
     wanted = "a list" if exact is None else f"a list of {exact.__name__}s"
 
@@ -272,7 +272,7 @@ def _map(key: Plan, item: Plan) -> Plan:
 
 
 def _row(make: _Change, plans: Mapping[str, Plan], values_of: _Change | None = None) -> Plan:
-    """A record as an array; `values_of` gives the fields of one that is no tuple."""
+    """A record as an array; `values_of` returns the fields of one that is no tuple."""
     steps = [(at, name, one.exact, one.read) for at, (name, one) in enumerate(plans.items())]
     writes = [(at, one.write) for at, one in enumerate(plans.values()) if one.write]
 
@@ -308,8 +308,8 @@ def _named(cls: type[Any], plans: Mapping[str, Plan]) -> Plan:
             raise wrong("a map", value)
         if value.keys() != names:
             missing, unknown = (
-                ", ".join(sorted(shown(n).strip("'") for n in some)) or "none"
-                for some in (names - value.keys(), value.keys() - names)
+                ", ".join(sorted(shown(n).strip("'") for n in differing)) or "none"
+                for differing in (names - value.keys(), value.keys() - names)
             )
             raise Refused(f": missing fields: {missing}; unknown fields: {unknown[:80]}")
         name = ""

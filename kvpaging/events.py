@@ -1,12 +1,12 @@
-"""What a gang tells the cluster about its cached blocks: numbered batches, and dumps of all.
+"""KV cache events of a gang: numbered batches of changes, and dumps of the whole set.
 
-A batch says what became findable and what no longer is since the one before, as set transitions,
-with the gang's load. Batches with events are numbered `seq = 1, 2, ...` within an epoch; one
-without repeats the last `seq`, so that whoever lost a batch learns of it. `number` counts all of
-them and orders loads. A digest states the set as of `seq`: how many block hashes, and their XOR.
-After every batch the set is prefix-closed: a block is in it only while its parent is. Each block
-is in one tier, and what is on the GPU is prefix-closed by itself: an event says where a block is
-from now on, and a block that only the host has counts backwards in the XOR.
+A batch has the blocks that were stored and removed since the last one, and the gang's load. Batches
+with events are numbered `seq = 1, 2, ...` within an epoch; one without events repeats the last
+`seq`, so that a receiver notices a lost batch. `number` counts all batches and orders loads. The
+digest describes the set as of `seq`: the number of block hashes and their XOR. After every batch
+the set is prefix-closed: a block is in it only while its parent is. Each block is in one tier, GPU
+or host; the GPU's blocks are prefix-closed by themselves. A stored event names the block's tier
+from now on, and the hash of a block that only the host has enters the XOR with its bytes reversed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Digest:
     xor: Annotated[int, little_endian(BLOCK_HASH_BYTES)] = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """For people, who never see a block hash whole: the XOR of one is that one."""
+        """For people, shortened: the XOR of a single block hash is that hash."""
         return {"count": self.count, "xor": f"{self.xor & 0xFFFFFFFF:08x}"}
 
 
@@ -63,13 +63,13 @@ class Digest:
 class Load:
     """How busy a gang is, and how fast.
 
-    queued_tokens: prompt tokens that waiting requests lack, prefill_tokens: those that running ones
-    still lack, pulling_tokens: on their way from other gangs. waiting and running: sequences.
-    committed_blocks of its `blocks` are in use, or needed by who waits. step_tokens_max: tokens of
-    a step. Measured: prompt_s for having prompts in a step at all and token_s more for each of
-    their tokens; step_s for a step of single tokens on an empty pool and block_s more for each
-    committed block; link_tokens_per_s is 0 where nothing can be pulled, host_tokens_per_s where
-    nothing came back from the host yet.
+    queued_tokens, prefill_tokens: prompt tokens that waiting and running requests have yet to
+    compute; pulling_tokens: being pulled from other gangs. waiting, running: sequences.
+    committed_blocks of `blocks` are in use, or needed by waiting requests. step_tokens_max: tokens
+    of a step. Measured: prompt_s for a step with any prompt and token_s more for each of its
+    tokens; step_s for a decode step on an empty pool and block_s more for each committed block;
+    link_tokens_per_s is 0 where nothing can be pulled, host_tokens_per_s where nothing was loaded
+    from the host yet.
     """
 
     queued_tokens: int = 0
@@ -90,8 +90,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """`ids` are block hashes end to end. Stored ones are a chain: each is the parent of the next,
-    `parent` (empty for none) that of the first. Clearing names no block hashes."""
+    """`ids` are concatenated block hashes. Of stored ones each is the parent of the next, and
+    `parent` (empty for none) that of the first. "cleared" names none."""
 
     kind: Annotated[str, one_of(EVENTS)]
     ids: _Ids = b""
@@ -101,7 +101,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What changed, in order. `capacity` is the most block hashes the gang can ever announce."""
+    """Changes, in order. `capacity` is the most block hashes the gang can ever announce."""
 
     model: str
     gang: str
@@ -116,7 +116,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Dump:
-    """All block hashes as of `seq`, `hosted` those that only the host has."""
+    """All block hashes as of `seq`; `hosted` are those that only the host has."""
 
     model: str
     gang: str
@@ -129,14 +129,13 @@ class Dump:
 
 
 def split(ids: bytes) -> list[bytes]:
-    """Block hashes that stand end to end, one by one."""
+    """A list of concatenated block hashes."""
     width = BLOCK_HASH_BYTES
     return [ids[at : at + width] for at in range(0, len(ids), width)]
 
 
 def xor_of(ids: bytes, tier: str = GPU) -> int:
-    """The XOR of block hashes that stand end to end, taken as little-endian numbers; big-endian
-    ones where only the host has them."""
+    """The XOR of concatenated block hashes, as little-endian numbers; big-endian for the host's."""
     ids = ids if tier == GPU else ids[::-1]
     total, n = int.from_bytes(ids, "little"), len(ids) // BLOCK_HASH_BYTES
     while n > 1:
@@ -151,7 +150,7 @@ encode = _CODEC.encode
 
 
 def decode(data: bytes) -> Batch | Dump:
-    """Unpack a message; raises EventError unless every field is there, known and as declared."""
+    """Decodes a message. Raises EventError where a field is missing, unknown or wrong."""
     message = _CODEC.decode(data)
     if message.digest.count > message.capacity:
         wanted = f"at most the capacity of {message.capacity}"
@@ -160,9 +159,9 @@ def decode(data: bytes) -> Batch | Dump:
 
 
 class Ring:
-    """The latest encoded batches of one gang's epoch, at most `most_bytes` of them, at least 1.
+    """The latest encoded batches of one gang's epoch, at most `most_bytes` but at least one batch.
 
-    Batch `seq = base + 1` is the oldest kept; none before it can be given.
+    Batch `seq = base + 1` is the oldest one.
     """
 
     def __init__(self, base: int = 0, most_bytes: int = RING_BYTES) -> None:
@@ -171,7 +170,7 @@ class Ring:
         self._bytes = 0
 
     def append(self, batch: bytes) -> None:
-        """Keep the batch after the last one."""
+        """Adds the next batch."""
         self._batches.append(batch)
         self._bytes += len(batch)
         while self._bytes > self.most_bytes and len(self._batches) > 1:
@@ -186,11 +185,11 @@ class Ring:
 
 
 class Announcer:
-    """Turns what a gang's pool says into batches. Lives where the pool does: one thread, no clock.
+    """Turns the changes of a gang's pool into batches. Used by the pool's thread only; no clock.
 
-    `epoch` must be a later one wherever another announcer had the same `gang` before.
-    `cut` makes the next batch; what came and went again since the last one is in none. `repair`
-    answers whoever missed some. Without a pool to listen to it announces load alone.
+    `epoch` must be higher than that of an earlier announcer of the same `gang`. `cut` makes the
+    next batch; a block stored and removed since the last one is in none. `repair` answers receivers
+    that missed some. Without a pool it announces only load.
     """
 
     def __init__(
@@ -201,114 +200,106 @@ class Announcer:
         self._xor = 0
         self._ring = Ring(0, ring_bytes)
         self._announced: dict[bytes, str] = {}  # to their tiers
-        self._fresh: dict[bytes, tuple[bytes | None, str]] = {}  # to their parents and tiers
-        self._gone: dict[bytes, None] = {}
+        self._stored: dict[bytes, tuple[bytes | None, str]] = {}  # to their parents and tiers
+        self._removed: dict[bytes, None] = {}
 
     def listen(self, pool: BlockPool, host: HostPool | None = None) -> None:
-        """Announce what `pool` says, or the host below it; nothing was registered in it so far."""
+        """Announce the changes of `pool`, or of its host cache; nothing is registered in it yet."""
         assert self.capacity == 0
         if host is None:
-            pool.on_change = self._hear
+            pool.on_change = self._pool_changed
         else:
-            host.on_change = self._hear
+            host.on_change = self._pool_changed
         self.capacity = pool.blocks + (0 if host is None else host.slots)
 
     @property
     def digest(self) -> Digest:
-        """Of what is announced, as of the last `seq`."""
+        """The digest of the announced blocks, as of the last `seq`."""
         return Digest(len(self._announced), self._xor)
 
     @property
     def changed(self) -> bool:
         """Whether the next batch will have events."""
-        return bool(self._fresh or self._gone)
+        return bool(self._stored or self._removed)
 
     def cut(self, load: Load) -> bytes:
-        """The next batch, encoded: all that changed since the last, at once."""
+        """The next batch, encoded: all changes since the last one."""
         events = []
-        if self._gone and len(self._gone) == len(self._announced):
+        if self._removed and len(self._removed) == len(self._announced):
             events.append(Event(CLEARED))
             self._announced.clear()
             self._xor = 0
-        elif self._gone:
-            events.append(Event(REMOVED, b"".join(self._gone)))
-            self._count(self._gone)
-            for block_hash in self._gone:
+        elif self._removed:
+            events.append(Event(REMOVED, b"".join(self._removed)))
+            self._count(self._removed)
+            for block_hash in self._removed:
                 del self._announced[block_hash]
-        events += _runs(self._fresh)
-        self._count(self._fresh)
-        self._announced.update((block_hash, tier) for block_hash, (_, tier) in self._fresh.items())
-        self._count(self._fresh)
-        self._gone.clear()
-        self._fresh.clear()
+        events += _stored_events(self._stored)
+        self._count(self._stored)
+        self._announced.update((block_hash, tier) for block_hash, (_, tier) in self._stored.items())
+        self._count(self._stored)
+        self._removed.clear()
+        self._stored.clear()
         self.number += 1
         self.seq += bool(events)
-        batch = encode(
-            Batch(
-                self.model,
-                self.gang,
-                self.epoch,
-                self.seq,
-                self.number,
-                self.capacity,
-                self.digest,
-                load,
-                tuple(events),
-            )
-        )
+        head = (self.model, self.gang, self.epoch, self.seq, self.number, self.capacity)
+        batch = encode(Batch(*head, self.digest, load, tuple(events)))
         if events:
             self._ring.append(batch)
         return batch
 
     def _count(self, block_hashes: Iterable[bytes]) -> None:
-        """Take those of these that are announced out of the digest, or in."""
+        """XORs those that are announced into the digest, which adds or removes them."""
         for tier in TIERS:
             known = [i for i in block_hashes if self._announced.get(i) == tier]
             self._xor ^= xor_of(b"".join(known), tier)
 
     def repair(self, epoch: int, seq: int) -> list[bytes]:
-        """For one who knows all up to `seq` of `epoch` (-1: nothing for sure): the batches it
-        lacks, or one dump as of the last `seq`. What was not cut yet is in neither."""
+        """For a receiver that has all up to `seq` of `epoch` (-1: nothing for sure): the batches it
+        lacks, or one dump as of the last `seq`. Neither has changes that were not cut yet."""
         missed = self._ring.since(seq) if epoch == self.epoch else None
         return [self.dump()] if missed is None else missed
 
     def dump(self) -> bytes:
-        """All that is announced, encoded."""
+        """All announced blocks, encoded."""
         ids, hosted = (
             b"".join(i for i, tier in self._announced.items() if tier == which) for which in TIERS
         )
-        place = (self.model, self.gang, self.epoch, self.seq, self.capacity, self.digest)
-        return encode(Dump(*place, ids, hosted))
+        head = (self.model, self.gang, self.epoch, self.seq, self.capacity, self.digest)
+        return encode(Dump(*head, ids, hosted))
 
-    def _hear(self, kind: str, block_hash: bytes, parent: bytes | None, tier: str = GPU) -> None:
+    def _pool_changed(
+        self, kind: str, block_hash: bytes, parent: bytes | None, tier: str = GPU
+    ) -> None:
         if kind == STORED:
-            if tier == HOST and block_hash not in self._fresh and block_hash not in self._announced:
+            known = block_hash in self._stored or block_hash in self._announced
+            if tier == HOST and not known:
                 return  # of a group that is not announced
-            self._gone.pop(block_hash, None)
+            self._removed.pop(block_hash, None)
             if self._announced.get(block_hash) == tier:
-                self._fresh.pop(block_hash, None)
+                self._stored.pop(block_hash, None)
             else:
-                self._fresh[block_hash] = parent, tier
+                self._stored[block_hash] = parent, tier
         elif kind == CLEARED:
-            self._fresh.clear()
-            self._gone.update(dict.fromkeys(self._announced))
+            self._stored.clear()
+            self._removed.update(dict.fromkeys(self._announced))
         else:
-            self._fresh.pop(block_hash, None)
+            self._stored.pop(block_hash, None)
             if block_hash in self._announced:
-                self._gone[block_hash] = None
+                self._removed[block_hash] = None
 
 
-def _runs(fresh: dict[bytes, tuple[bytes | None, str]]) -> Iterator[Event]:
-    """New block hashes in their order, cut where one does not follow the one before it, in its
-    tier."""
+def _stored_events(fresh: dict[bytes, tuple[bytes | None, str]]) -> Iterator[Event]:
+    """Stored events of new block hashes in order: a new event where one is no child of the one
+    before, or in another tier."""
     run: list[bytes] = []
-    first, where = None, GPU
+    first, run_tier = None, GPU
     for block_hash, (parent, tier) in fresh.items():
-        if run and (parent != run[-1] or tier != where):
-            yield Event(STORED, b"".join(run), first or b"", where)
+        if run and (parent != run[-1] or tier != run_tier):
+            yield Event(STORED, b"".join(run), first or b"", run_tier)
             run = []
         if not run:
-            first, where = parent, tier
+            first, run_tier = parent, tier
         run.append(block_hash)
     if run:
-        yield Event(STORED, b"".join(run), first or b"", where)
+        yield Event(STORED, b"".join(run), first or b"", run_tier)

@@ -1,11 +1,12 @@
 """Chained block hashes: the same bytes in every process, on every machine.
 
     root        = H("root",  named fields, each length-prefixed)
-    identity(i) = H("block", identity(i - 1), tokens of block i as little-endian uint32)
+    hash(-1)    = root
+    hash(i)     = H("block", hash(i - 1), tokens of block i as little-endian uint32)
 
 H is BLAKE2b with a 16-byte digest, keyed with the cluster's secret where there is one; the words
-in quotes are its personalisation, so that no root is also a block. A parent has a fixed length
-and the block size is in the root, so the chain needs no length prefixes of its own.
+in quotes are its personalisation, so that no root is also a block hash. Parents have a fixed length
+and the block size is in the root, so blocks need no length prefixes.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def root(
     salt: bytes = b"",
     key: bytes = b"",
 ) -> bytes:
-    """The parent of every first block: a digest of all that decides the K,V of the same tokens.
+    """The parent of every first block: a digest of all that K and V of given tokens depend on.
 
     `fingerprint` names the model and its rotary choice, `kv_dtype` how K,V are stored, `group` the
     layer group, `adapter` the weights on top, `salt` the tenant. Names and values are each preceded
@@ -61,23 +62,19 @@ def root(
 
 
 def block_hash(parent: bytes, tokens: Sequence[int], key: bytes = b"") -> bytes:
-    """The block hash of one full block after `parent`, 16 bytes. Raises as `chain` does."""
+    """The block hash of one full block after `parent`, 16 bytes. Raises as `block_hashes` does."""
     digest = _block_hash(parent, key)
     digest.update(parent + _packed(tokens))
     return digest.digest()
 
 
 def block_hashes(
-    root: bytes,
-    tokens: Sequence[int],
-    block_size: int,
-    *,
-    key: bytes = b"",
+    root: bytes, tokens: Sequence[int], block_size: int, *, key: bytes = b""
 ) -> list[bytes]:
     """The block hashes of all full blocks of `tokens`; a partial last block has none.
 
-    `root` is the parent of the first: a chain goes on behind the last block hash it has. Raises
-    ValueError for a token that is no integer from 0 to 2^32 - 1, a parent that is not 16 bytes
+    `root` is the parent of the first, which may also be an earlier block's hash. Raises ValueError
+    for a token that is no integer from 0 to 2^32 - 1, a parent that is not 16 bytes
     long, or a key longer than 64 bytes.
     """
     block_hashes = []

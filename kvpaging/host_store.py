@@ -1,9 +1,8 @@
-"""The bytes of the tier below a rank's pages: slots of whole blocks in host memory.
+"""The memory of a rank's host cache: slots of one block each, and copies from and to the pages.
 
-On CUDA the memory is page-locked and copies run on a stream of their own. They follow all work that
-was launched before them, so what they read is complete and what they overwrite is not read any
-more. Work that is launched after them waits for the copies out, whose blocks it may overwrite, and
-for those back only where that is asked for.
+On CUDA the memory is page-locked and copies run on their own stream. They wait for all work that
+was launched before, so what they read is complete and what they overwrite is no longer read. Work
+launched later waits for the offloads, whose blocks it may overwrite, and for loads on request.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from kvpaging.host_pool import Move, Moves
 from kvpaging.store import BlockStore
 
 MEASURED_BYTES = 16 << 20
-"""Copied each way when a worker starts, to know how fast that is."""
+"""Copied each way when a worker starts, to measure how fast that is."""
 
 
 class HostMemoryRefused(Exception):
-    """The system does not lock as much memory as was asked for."""
+    """The system refuses to lock that much memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copying:
-    """Copies that were begun: three CUDA events, or the seconds they took where they have ended."""
+    """Copies in flight: three CUDA events, or, where they have ended, the seconds they took."""
 
     events: tuple[Any, Any, Any] | None
     seconds: tuple[float, float] = (0.0, 0.0)
@@ -39,7 +38,7 @@ class Copying:
         return self.events is None or bool(self.events[2].query())
 
     def took_s(self) -> tuple[float, float]:
-        """Seconds of the copies out, and of those back; they have ended."""
+        """Seconds of the offloads and of the loads, which must have ended."""
         if self.events is None:
             return self.seconds
         first, between, last = self.events
@@ -47,10 +46,8 @@ class Copying:
 
 
 class HostStore:
-    """`arenas[a]` is uint8 `[slots, block_bytes]` beside the rank's arena a of `store`, with room
-    for `slices` pieces of `block_size` tokens. `clock` gives seconds.
-
-    Raises HostMemoryRefused.
+    """`arenas[a]` is uint8 `[slots, block_bytes]` for arena a of `store`, with `slices` slots for
+    each of its groups. `clock` returns seconds. Raises HostMemoryRefused.
     """
 
     def __init__(self, store: BlockStore, slices: int, clock: Callable[[], float]) -> None:
@@ -64,8 +61,8 @@ class HostStore:
         self._stream = torch.cuda.Stream(store.device) if self.on_gpu else None
 
     def move(self, moves: Moves, *, wait: bool) -> Copying:
-        """Begin copies of this rank's blocks and slots, numbered from 0 here. With `wait` all work
-        that is launched from now on comes after them."""
+        """Start copies of this rank's blocks and slots, numbered from 0. With `wait` all work that
+        is launched from now on waits for the loads too."""
         if self._stream is None:
             started_s = self.clock()
             for arena, block, slot in moves.out:
@@ -89,19 +86,18 @@ class HostStore:
         return Copying((first, between, last))
 
     def measure(self) -> tuple[int, tuple[float, float]]:
-        """Copy some blocks out and back, which nobody uses yet: bytes each way, and seconds out and
-        back."""
+        """Offload and load blocks that are unused yet: bytes each way, and seconds of both."""
         size = self.arenas[0].shape[1]
         n = min(len(self.arenas[0]), len(self.store.arenas[0]), max(1, MEASURED_BYTES // size))
-        some = tuple(Move(0, at, at) for at in range(n))
-        for _ in range(2):  # memory is only there once it was written to
-            copying = self.move(Moves(some, some), wait=True)
+        moves = tuple(Move(0, at, at) for at in range(n))
+        for _ in range(2):  # the first write to memory is slow
+            copying = self.move(Moves(moves, moves), wait=True)
         if self._stream is not None:
             self._stream.synchronize()
         return n * size, copying.took_s()
 
     def local(self, moves: Moves, rank: int) -> Moves:
-        """The part of gang-wide `moves` that is of `rank`, in its own numbers."""
+        """The moves of `rank` among gang-wide `moves`, numbered from 0."""
         return Moves(self._mine(moves.out, rank), self._mine(moves.back, rank))
 
     def _mine(self, moves: Sequence[Move], rank: int) -> tuple[Move, ...]:

@@ -1,24 +1,23 @@
 """The allocator of KV blocks: which are in use, which are cached, which are free. No tensor here.
 
 A pool has `per_rank` blocks on each of `ranks` ranks; block `rank * per_rank + i` is block i of
-that rank, so a table of such numbers says where everything is. Layer groups whose blocks have the
-same size draw from one pool.
+that rank, so a block number also names its rank. Layer groups whose blocks have the same size share
+one pool.
 
-What keeps a block: *references* (entries of block tables), *holds* (transfers, sources of copies)
-and the last step that may still touch it. Its state follows, the first that matches:
+A block is kept by *references* (entries of block tables), *pins* (transfers, sources of copies) and
+the last step that may still touch it. Its state is the first of these that applies:
 
   quarantined  out of use: a transfer whose end nobody confirmed, or a failed audit
-  owned        has references
-  leased       has holds, or waits for its last step to end
-  cached       findable by its block hash, so a prompt may hit it; evicted when no block is free
-  free         nothing of the above
+  active       has references
+  pinned       has pins, or waits for its last step to end
+  cached       has a block hash, so a prompt may hit it; evicted when no block is free
+  free         none of the above
 
 The *block hash* of a full block is the hash of its tokens and of all tokens before them. Block
-hashes form a forest: a block registered under a parent is found only while that parent is. Losing
-an block hash withdraws all block hashes below it in the same call, deepest first. Eviction avoids
-this
-cost: tables give blocks back tail first, so a chain's tail is older than its head, and where a hold
-or a late step broke that order, cached children go before their parent.
+hashes form a forest: a block is found only while its parent is, so a block hash that is withdrawn
+takes all its descendants with it, leaves first. Eviction is LRU and rarely pays for this: tables
+free their blocks tail first, so children are older than their parents, and where a pin or a late
+step broke that order, cached children are evicted before their parent.
 
 Every operation is O(1), or O(1) per block it moves, and raises before anything has changed.
 `kvpaging.audit` proves a pool sound and repairs it.
@@ -38,7 +37,7 @@ log = logging.getLogger(__name__)
 QUARANTINED, ACTIVE, PINNED, CACHED, FREE = range(5)
 STATES = ("quarantined", "active", "pinned", "cached", "free")
 NONE = -1
-WHOLE = 1 << 62  # tokens of a hold on all of a block
+ALL_TOKENS = 1 << 62  # tokens of a block, when all of it is pinned
 
 
 class OutOfBlocks(Exception):
@@ -47,7 +46,7 @@ class OutOfBlocks(Exception):
     def __init__(self, asked: int, available: int, ranks: tuple[int, ...] = (0,)) -> None:
         """`ranks`: where more blocks would help."""
         super().__init__(
-            f"{asked} KV blocks asked, {available} available (free or idle); "
+            f"{asked} KV blocks asked, {available} available (free or cached); "
             "kv.memory or kv.blocks sets how many there are"
         )
         self.asked = asked
@@ -80,13 +79,13 @@ class Stats:
 
 
 class BlockPool:
-    """References, holds, block hashes and states of `per_rank` blocks on each of `ranks`.
+    """References, pins, block hashes and states of `per_rank` blocks on each of `ranks`.
 
     Steps are numbered upwards from 0. Two callbacks may be set; neither may change the pool or
     raise. `on_change(kind, block hash, parent)` is called for each block hash that becomes findable
     ("stored", unless registered `quiet`; parents first) or no longer is ("removed", quiet ones too;
     children first), and with "cleared" when a repair dropped all. `on_evict(block)` is called while
-    the content of a block about to be evicted, and of all below it, is still there.
+    the content of a block about to be evicted, and of its descendants, is still there.
     """
 
     def __init__(self, per_rank: int, ranks: int = 1) -> None:
@@ -96,25 +95,25 @@ class BlockPool:
         blocks = per_rank * ranks
         self.per_rank, self.ranks, self.blocks = per_rank, ranks, blocks
         self.quarantined: dict[int, str] = {}
-        self.passed: set[int] = set()  # given back from behind a window, and in no table since
+        self.passed: set[int] = set()  # freed out of a window, and in no table since
         self.stats = Stats()
         self.on_change: Callable[[str, bytes, bytes | None], None] | None = None
         self.on_evict: Callable[[int], None] | None = None
         self._refs = [0] * blocks
-        self._holds = [0] * blocks
-        self._kept = [0] * blocks  # tokens that holds keep as they are
+        self._pins = [0] * blocks
+        self._pinned_tokens = [0] * blocks  # leading tokens that must not change
         self._last = [NONE] * blocks  # last step that may touch the block
         self._ended = NONE  # all steps up to this one have
         self._state = bytearray([FREE]) * blocks
         self._counts = [[0, 0, 0, 0, per_rank] for _ in range(ranks)]
-        # By block, what belongs to its rank: the counts, the heads of its free and idle lists.
+        # By block, what belongs to its rank: the counts, the heads of its free and cached lists.
         self._tally = [counts for counts in self._counts for _ in range(per_rank)]
         self._free = [blocks + 2 * rank for rank in range(ranks) for _ in range(per_rank)]
-        self._idle = [blocks + 2 * rank + 1 for rank in range(ranks) for _ in range(per_rank)]
+        self._cached = [blocks + 2 * rank + 1 for rank in range(ranks) for _ in range(per_rank)]
         self._waiting: dict[int, int] = {}  # step -> head of the list of blocks that wait for it
         self._spare: list[int] = []  # heads of such lists to be used again
-        # Doubly linked rings: free and cached blocks, oldest idle first, each with a head for each
-        # rank behind the blocks' own places, and blocks that wait for a step.
+        # Doubly linked rings: free and cached blocks (least recently used first) of each rank, with
+        # their heads behind the blocks' own entries, and blocks that wait for a step.
         self._next: list[int] = [*range(1, blocks + 1), *range(blocks, blocks + 2 * ranks)]
         self._prev: list[int] = [*range(-1, blocks - 1), *range(blocks, blocks + 2 * ranks)]
         for first in range(0, blocks, per_rank):
@@ -122,7 +121,7 @@ class BlockPool:
             self._next[head] = first
             self._next[last] = self._prev[first] = head
             self._prev[head] = last
-        self._identity: list[bytes | None] = [None] * blocks
+        self._hash: list[bytes | None] = [None] * blocks
         self._found: dict[bytes, int] = {}
         # The forest: each block's parent and first child, and its siblings on both sides.
         self._parent = [NONE] * blocks
@@ -142,7 +141,7 @@ class BlockPool:
         return counts[FREE] + counts[CACHED]
 
     def counts(self, rank: int | None = None) -> Counts:
-        """Of one rank, or of all."""
+        """Blocks by state, of one rank or of all."""
         if rank is not None:
             return Counts(*self._counts[rank])
         return Counts(*map(sum, zip(*self._counts, strict=True)))
@@ -153,23 +152,23 @@ class BlockPool:
     def references(self, block: int) -> int:
         return self._refs[block]
 
-    def holds(self, block: int) -> int:
-        return self._holds[block]
+    def pins(self, block: int) -> int:
+        return self._pins[block]
 
     def state(self, block: int) -> str:
         """One of the words in `STATES`."""
         return STATES[self._state[block]]
 
     def block_hash(self, block: int) -> bytes | None:
-        return self._identity[block]
+        return self._hash[block]
 
     def parent(self, block: int) -> bytes | None:
-        """The block hash that a findable block is found after."""
+        """The block hash of a cached block's parent."""
         above = self._parent[block]
-        return None if above == NONE else self._identity[above]
+        return None if above == NONE else self._hash[above]
 
     def lookup(self, block_hash: bytes) -> int | None:
-        """The block that holds `block hash`; valid until the next call that may evict."""
+        """The block with this hash; valid until the next call that may evict."""
         return self._found.get(block_hash)
 
     def writable(self, block: int, offset: int) -> bool:
@@ -178,26 +177,25 @@ class BlockPool:
         Steps that still read the block for a table that is gone are no obstacle: a device runs
         its steps in order, so their reads come before the write.
         """
-        return self._refs[block] == 1 and offset >= self._kept[block]
+        return self._refs[block] == 1 and offset >= self._pinned_tokens[block]
 
     def private(self, block: int) -> bool:
         """Whether one table has `block` and nobody else may read any of it."""
-        return self.writable(block, 0) and self._identity[block] is None
+        return self.writable(block, 0) and self._hash[block] is None
 
     def usable(self, block: int) -> bool:
-        """Whether a table entry or a hold may be added: the block is not free nor out of use."""
+        """Whether a reference or a pin may be added: the block is neither free nor quarantined."""
         return self._refs[block] > 0 or self._state[block] in (PINNED, CACHED)
 
     def describe(self, block: int) -> str:
         """A block's state in words, for messages."""
         name = self.state(block)
-        return f"{name} with {self._refs[block]} references and {self._holds[block]} holds"
+        return f"{name} with {self._refs[block]} references and {self._pins[block]} pins"
 
     def allocate(self, n: int, rank: int = 0) -> list[int]:
-        """`n` blocks of `rank`, one reference each; free ones first, then cached ones, oldest
-        first.
+        """`n` blocks of `rank`, one reference each; free ones first, then cached ones by LRU.
 
-        Raises OutOfBlocks, and then nothing has changed.
+        Raises OutOfBlocks before anything has changed.
         """
         if n < 0:
             raise ValueError(f"{n} blocks were asked for")
@@ -218,7 +216,7 @@ class BlockPool:
         return taken
 
     def ref(self, block: int) -> None:
-        """One more table entry. A cached or waiting block is taken back; a free one is refused."""
+        """Adds a reference, also to a cached or waiting block. Raises ValueError for a free one."""
         if not self.usable(block):
             raise ValueError(f"block {block} is {self.describe(block)}: no entry may be added")
         if self._refs[block] == 0:
@@ -228,11 +226,11 @@ class BlockPool:
         self._refs[block] += 1
 
     def unref(self, block: int, step: int | None = None, *, passed: bool = False) -> None:
-        """One table entry less; `step` is the last step that may touch the block through it. The
-        last one that had it may have `passed` it: of its sequence only a beginning needs it.
+        """Drops a reference; `step` is the last step that may touch the block through it. `passed`
+        says that the block left the attention window of the sequence that had it.
 
-        With its last reference the block waits for the latest step named by any of its
-        references, then for its holds, then goes idle (if it has a block hash) or free.
+        Without references the block waits for the latest step that any of them named, then for its
+        pins, and is then cached (if it has a block hash) or free.
         """
         refs = self._refs[block]
         if refs == 0:
@@ -243,28 +241,28 @@ class BlockPool:
         if refs == 1 and passed:
             self.passed.add(block)
         if refs == 1 and self._state[block] == ACTIVE:
-            self._settle(block)
+            self._release(block)
 
-    def pin(self, block: int, tokens: int = WHOLE) -> None:
+    def pin(self, block: int, tokens: int = ALL_TOKENS) -> None:
         """Keeps the first `tokens` tokens of a block as they are until `unpin`."""
         if not self.usable(block):
-            raise ValueError(f"block {block} is {self.describe(block)}: it cannot be held")
+            raise ValueError(f"block {block} is {self.describe(block)}: it cannot be pinned")
         if self._state[block] == CACHED:
             self._unlink(block)
             self._set(block, PINNED)
-        self._holds[block] += 1
-        self._kept[block] = max(self._kept[block], tokens)
+        self._pins[block] += 1
+        self._pinned_tokens[block] = max(self._pinned_tokens[block], tokens)
 
     def unpin(self, block: int) -> None:
-        """Ends one hold: the transfer ended, or whoever could still write confirmed its end."""
-        holds = self._holds[block]
-        if holds == 0:
-            raise ValueError(f"block {block} is {self.describe(block)}: no hold to end")
-        self._holds[block] = holds - 1
-        if holds == 1:
-            self._kept[block] = 0
+        """Ends one pin: the transfer ended, or whoever could still write confirmed its end."""
+        pins = self._pins[block]
+        if pins == 0:
+            raise ValueError(f"block {block} is {self.describe(block)}: it has no pin")
+        self._pins[block] = pins - 1
+        if pins == 1:
+            self._pinned_tokens[block] = 0
             if self._state[block] == PINNED and self._last[block] <= self._ended:
-                self._settle(block)
+                self._release(block)
 
     def step_ended(self, step: int) -> None:
         """All steps up to and including `step` have ended; blocks waiting for them move on."""
@@ -275,21 +273,22 @@ class BlockPool:
             head = self._waiting.pop(ended)
             while (block := self._next[head]) != head:
                 self._unlink(block)
-                self._settle(block)
+                self._release(block)
             self._spare.append(head)
 
     def register(
         self, block: int, block_hash: bytes, parent: bytes | None, *, quiet: bool = False
     ) -> int:
-        """Makes a full block findable under `block hash`; returns the block that is.
+        """Makes a full block findable by its hash; returns the block that is found by it.
 
-        A duplicate keeps no block hash and is told the earlier block, which its table may swap in.
-        `parent` is None for a block found without its predecessor (a chain's first, or one of a
-        windowed group). A block whose parent is not findable is not registered (an orphan).
+        That is an earlier block with the same content where there is one; a table may `dedup` its
+        duplicate. `parent` is None for a block found without its predecessor (the first of a
+        prompt, or one of a windowed group). A block whose parent is not findable is not registered
+        (an orphan).
         """
-        if self._refs[block] == 0 and self._holds[block] == 0:
+        if self._refs[block] == 0 and self._pins[block] == 0:
             raise ValueError(f"block {block} is {self.describe(block)}: it cannot be registered")
-        if self._identity[block] not in (None, block_hash):
+        if self._hash[block] not in (None, block_hash):
             raise ValueError(f"block {block} already has another block hash")
         found = self._found.get(block_hash)
         if found is not None:
@@ -299,7 +298,7 @@ class BlockPool:
         if block in self.quarantined or (above == NONE and parent is not None):
             self.stats.orphans += 1
             return block
-        self._identity[block] = block_hash
+        self._hash[block] = block_hash
         self._found[block_hash] = block
         self._adopt(block, above)
         self.stats.registered += 1
@@ -308,12 +307,12 @@ class BlockPool:
         return block
 
     def forget(self, block_hash: bytes) -> int:
-        """Withdraws a block hash and all below it; returns how many were withdrawn."""
+        """Withdraws a block hash and its descendants; returns how many."""
         block = self._found.get(block_hash)
         return 0 if block is None else self._withdraw(block)
 
     def flush(self) -> int:
-        """Withdraws the block hashes of all cached blocks and all below them; returns how many."""
+        """Withdraws the hashes of all cached blocks and their descendants; returns how many."""
         withdrawn = 0
         for head in range(self.blocks + 1, self.blocks + 2 * self.ranks, 2):
             while (block := self._next[head]) != head:
@@ -321,14 +320,14 @@ class BlockPool:
         return withdrawn
 
     def quarantine(self, block: int, reason: str) -> None:
-        """Takes a block out of use until `readmit`: nobody is given it, nobody finds it.
+        """Takes a block out of use until `readmit`: it is neither allocated nor found.
 
-        Tables that have it keep their entries. For a transfer whose end nobody confirmed.
+        Tables keep their references to it. For a transfer whose end nobody confirmed.
         """
         if block in self.quarantined:
             return
         log.error("KV block %d quarantined (%s): %s", block, self.describe(block), reason)
-        if self._identity[block] is not None:
+        if self._hash[block] is not None:
             self._withdraw(block)
         if self._refs[block] == 0:
             self._detach(block)
@@ -336,10 +335,10 @@ class BlockPool:
         self.quarantined[block] = reason
 
     def readmit(self, block: int) -> None:
-        """Ends a quarantine (not the holds): whoever could still write is known to be gone."""
+        """Ends a quarantine (not the pins): whoever could still write is known to be gone."""
         if self.quarantined.pop(block, None) is None:
             raise ValueError(f"block {block} is {self.describe(block)}: not quarantined")
-        self._place(block)
+        self._update_state(block)
 
     def _set(self, block: int, state: int) -> None:
         counts = self._tally[block]
@@ -360,26 +359,26 @@ class BlockPool:
         self._prev[then] = before
 
     def _detach(self, block: int) -> None:
-        """Out of whichever list a block without references is in; held ones are in none."""
+        """Unlinks a block without references; pinned ones that wait for no step are in no list."""
         if self._state[block] != PINNED or self._last[block] > self._ended:
             self._unlink(block)
 
-    def _place(self, block: int) -> None:
+    def _update_state(self, block: int) -> None:
         if self._refs[block]:
             self._set(block, ACTIVE)
         else:
-            self._settle(block)
+            self._release(block)
 
-    def _settle(self, block: int) -> None:
-        """Where an unreferenced, unlinked block goes. The newest free block is reused first."""
+    def _release(self, block: int) -> None:
+        """State and list of an unreferenced, unlinked block; free blocks are reused LIFO."""
         if (step := self._last[block]) > self._ended:
             self._set(block, PINNED)
             self._link(block, self._prev[self._waiting_for(step)])
-        elif self._holds[block]:
+        elif self._pins[block]:
             self._set(block, PINNED)
-        elif self._identity[block] is not None:
+        elif self._hash[block] is not None:
             self._set(block, CACHED)
-            self._link(block, self._prev[self._idle[block]])
+            self._link(block, self._prev[self._cached[block]])
         else:
             self._set(block, FREE)
             self._link(block, self._free[block])
@@ -397,17 +396,17 @@ class BlockPool:
         return head
 
     def _evict(self, rank: int) -> int:
-        """Frees the oldest cached block of a rank, or rather the last idle one there of the chains
-        below it. What hangs below on other ranks could not be found without it and goes too.
+        """Frees the least recently used cached block of a rank, or its last cached descendant
+        there. Descendants on other ranks could not be found without it and are withdrawn too.
 
-        Each child there passed on the way down moves to the front, so that the next eviction finds
-        it there: a chain of any length costs one move per block.
+        Each child passed on the way down moves to the front, where the next eviction finds it: so a
+        path of any length costs one move per block.
         """
         head = self.blocks + 2 * rank + 1
         block = found = self._next[head]
         while (child := self._child[block]) != NONE and self._state[child] == CACHED:
             block = child
-            if self._idle[child] == head:
+            if self._cached[child] == head:
                 self._unlink(child)
                 self._link(child, head)
                 found = child
@@ -427,7 +426,7 @@ class BlockPool:
             self._child[parent] = block
 
     def _withdraw(self, block: int) -> int:
-        """Takes the block hashes of `block` and all below it away, leaves first."""
+        """Withdraws the block hashes of `block` and its descendants, leaves first."""
         withdrawn = 0
         node = block
         while True:
@@ -442,7 +441,7 @@ class BlockPool:
             node = parent
 
     def _drop(self, leaf: int, parent: int) -> None:
-        block_hash = self._identity[leaf]
+        block_hash = self._hash[leaf]
         assert block_hash is not None
         elder, younger = self._elder[leaf], self._younger[leaf]
         if elder != NONE:
@@ -452,11 +451,11 @@ class BlockPool:
         if younger != NONE:
             self._elder[younger] = elder
         self._parent[leaf] = self._elder[leaf] = self._younger[leaf] = NONE
-        self._identity[leaf] = None
+        self._hash[leaf] = None
         del self._found[block_hash]
         if self._state[leaf] == CACHED:
             self._unlink(leaf)
-            self._settle(leaf)
+            self._release(leaf)
         if self.on_change is not None:
-            above = None if parent == NONE else self._identity[parent]
+            above = None if parent == NONE else self._hash[parent]
             self.on_change("removed", block_hash, above)

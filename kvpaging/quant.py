@@ -6,11 +6,10 @@ the largest number of the format, s is `a / L` rounded up to bfloat16, so no `x 
     int8       L = 127, q = round(x / s)       |x - q s| <= s / 2
     fp8 e4m3   L = 448, q = e4m3(x / s)        |x - q s| <= max(|x| / 16, s / 1024)
 
-Scales are bfloat16 and not float16: rounding them up makes s at most 2^-7 too coarse (2^-10 in
-float16), but that holds wherever float32 has numbers, while a float16 scale loses precision from
-a = 0.008 down and is zero from a = 4e-6 on. The error of rounding a scale is no error of x: q is
-made with the rounded one. A scale depends on nothing but its own vector, so neither batch nor chunk
-nor what else is in the block changes what is stored.
+Scales are bfloat16 because it has the range of float32. Rounding up makes s at most 2^-7 too large
+(2^-10 in float16), but a float16 scale would lose precision below a = 0.008 and become zero below
+a = 4e-6. Rounding a scale adds no error to x: q is computed with the rounded scale. A scale depends
+only on its own vector, so what is stored is independent of batch, chunk and block.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch import Tensor
 
 SCALE_BYTES = 2
 FORMATS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-"""Values of `kv.dtype` that quantise, and what pages hold then."""
+"""The values of `kv.dtype` that quantise, with the dtype of their pages."""
 NAMES = {dtype: name for name, dtype in FORMATS.items()}
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 SMALLEST = 2.0**-126  # a scale that is a normal float32, so that no device flushes it to zero
@@ -32,7 +31,7 @@ Scales = tuple[Tensor, Tensor]
 def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x `[..., D]` -> numbers of `dtype` `[..., D]` and their scales, bfloat16 `[...]`.
 
-    `dtype` is a value of FORMATS. What is not finite counts as zero.
+    `dtype` is a value of FORMATS. Numbers that are not finite count as zero.
     """
     x = torch.nan_to_num(x.float(), 0.0, 0.0, 0.0)
     wanted = x.abs().amax(-1) / LARGEST[dtype]
@@ -43,12 +42,12 @@ def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(q: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """q `[..., D]` times scales `[...]`, taken in float32 at least and rounded to `dtype` once."""
-    wide = torch.promote_types(dtype, torch.float32)
-    factors = scales.to(wide)[..., None]
+    """q `[..., D]` times scales `[...]`, in float32 at least and rounded to `dtype` once."""
+    exact = torch.promote_types(dtype, torch.float32)
+    factors = scales.to(exact)[..., None]
     if q.dtype == torch.int8:
-        return q.to(wide).mul_(factors).to(dtype)
-    # torch converts fp8 one number at a time. Moved by 7, its bits are those of the float16 that is
-    # 256 times smaller; the upper one of the two sign bits stays.
+        return q.to(exact).mul_(factors).to(dtype)
+    # torch converts fp8 one number at a time. Shifted by 7, its bits are those of the float16 that
+    # is 256 times smaller; of the two sign bits the upper one stays.
     bits = q.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
-    return bits.view(torch.float16).to(wide).mul_(factors * 256).to(dtype)
+    return bits.view(torch.float16).to(exact).mul_(factors * 256).to(dtype)

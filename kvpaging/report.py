@@ -1,4 +1,4 @@
-"""Read-only pictures of a rank's pools: the totals of `/debug/kv`, and its page map."""
+"""Read-only reports on a rank's pools: the totals of `/debug/kv`, and the page map."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvpaging.pool import BlockPool
+from kvpaging.pool import STATES, BlockPool
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """What sharing saves: `stored` blocks are in use, `unshared` would be if no two tables had one
-    in common."""
+    """What sharing saves: `stored` blocks are in use; without sharing it would be `unshared`."""
 
     unshared: int
     stored: int
@@ -28,20 +27,19 @@ class Sharing:
 
     @property
     def ratio(self) -> float:
-        """Saved blocks over unshared ones, the figure of the PagedAttention paper; 0 when idle."""
+        """Saved blocks over unshared ones, as in the PagedAttention paper; 0 without blocks."""
         return self.saved / self.unshared if self.unshared else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class RankPages:
-    """One rank of `/debug/kv`.
+    """One rank of `/debug/kv`, summed over all pools.
 
-    `blocks` is the sum of `free`, `active`, `cached`, `pinned` and `quarantined`, over all pools,
-    on this rank; so are the others.
-    `tokens` are stored (or being stored) by tables, shared ones counted once; `wasted_slots` lie
-    behind them in the same blocks. Both count positions, not once per layer group, in the group
-    that keeps most: with one group `tokens + wasted_slots == owned * block_size`. `saved_blocks`
-    and `saved_ratio` are of `Sharing`.
+    `blocks` is the sum of `free`, `active`, `cached`, `pinned` and `quarantined`.
+    `tokens` are stored (or being stored) by tables, shared ones counted once; `wasted_tokens` are
+    the unused slots after them in the same blocks. Both count in one layer group, the one that
+    keeps most: with one group `tokens + wasted_tokens == active * block_size`. `saved_blocks` and
+    `saved_ratio` are of `Sharing`.
     """
 
     rank: int
@@ -62,13 +60,14 @@ MAP_BLOCKS = 16_384
 """Blocks of one `PageMap`."""
 
 MAP_ENTRIES = 4 * MAP_BLOCKS
-"""Table entries of one `PageMap`; where there are more it says so."""
+"""Table entries of one `PageMap`, at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageMap:
     """At most `MAP_BLOCKS` blocks of a pool of `blocks`, from `first` on: the first letter of each
-    one's state, and by their owners the table entries there, as (block, layer group, index)."""
+    one's state, and by owner the table entries (block, layer group, index). `cut` where some of
+    these are left out."""
 
     blocks: int
     block_size: int
@@ -78,55 +77,44 @@ class PageMap:
     cut: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """The same for JSON, without a copy of the entries."""
+        """For JSON, without a copy of the entries."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 
 def page_map(
     pool: BlockPool, tables: Mapping[str, BlockTable], block_size: int, first: int
 ) -> PageMap:
-    """A piece of the pool as the page map draws it; `tables` by their owner's name."""
+    """The page map of a pool from block `first` on; `tables` by owner."""
     last = min(pool.blocks, first + MAP_BLOCKS)
     entries: dict[str, list[tuple[int, int, int]]] = {}
     left = MAP_ENTRIES
     for owner, table in tables.items():
-        there = [
+        found = [
             (block, group, index)
             for group, blocks in enumerate(table.blocks)
             if table.pools[group] is pool
             for index, block in enumerate(blocks)
             if first <= block < last
         ]
-        if there[:left]:
-            entries[owner] = there[:left]
-        left -= len(there)
+        if found[:left]:
+            entries[owner] = found[:left]
+        left -= len(found)
         if left < 0:
             break
     states = "".join(pool.state(block)[0] for block in range(first, last))
-    return PageMap(
-        blocks=pool.blocks,
-        block_size=block_size,
-        first=first,
-        states=states,
-        entries=entries,
-        cut=left < 0,
-    )
+    return PageMap(pool.blocks, block_size, first, states, entries, cut=left < 0)
 
 
 def sharing(
     pools: Iterable[BlockPool], tables: Iterable[BlockTable], rank: int | None = None
 ) -> Sharing:
-    """What all tables that draw from the pools share, on one rank or all; O(tables), not their
-    entries."""
+    """What all tables of the pools share, on one rank or all; O(tables), not O(entries)."""
     stored = 0
     for pool in dict.fromkeys(pools):
         stored += pool.counts(rank).active
-        doubted = (b for b in list(pool.quarantined) if rank in (None, pool.rank_of(b)))
-        stored += sum(pool.references(block) > 0 for block in doubted)
-    entries = 0
-    for table in tables:
-        entries += table.entries(rank)
-    return Sharing(entries, stored)
+        quarantined = (b for b in list(pool.quarantined) if rank in (None, pool.rank_of(b)))
+        stored += sum(pool.references(block) > 0 for block in quarantined)
+    return Sharing(sum(table.entries(rank) for table in tables), stored)
 
 
 def snapshot(
@@ -136,7 +124,7 @@ def snapshot(
     *,
     rank: int = 0,
 ) -> RankPages:
-    """Totals of one rank: of the pools, and of all tables that draw from them; O(table entries)."""
+    """Totals of the pools of one rank and of all their tables; O(table entries)."""
     pools = [pools] if isinstance(pools, BlockPool) else list(dict.fromkeys(pools))
     counts = [pool.counts(rank) for pool in pools]
     tables = list(tables)
@@ -144,7 +132,7 @@ def snapshot(
     full: set[int] = set()
     partial: dict[int, int] = {}
     for table in tables:
-        # Of groups with a window the widest keeps most; without one, everything.
+        # The group that keeps most: one without a window, else the one with the widest.
         group = max(range(len(table.blocks)), key=lambda g: table.windows[g] or math.inf)
         pool, blocks = table.pools[group], table.blocks[group]
         n, rest = divmod(table.length, block_size)
@@ -156,11 +144,7 @@ def snapshot(
         rank=rank,
         block_size=block_size,
         blocks=sum(pool.per_rank for pool in pools),
-        free=sum(c.free for c in counts),
-        active=sum(c.active for c in counts),
-        cached=sum(c.cached for c in counts),
-        pinned=sum(c.pinned for c in counts),
-        quarantined=sum(c.quarantined for c in counts),
+        **{state: sum(getattr(c, state) for c in counts) for state in STATES},
         tokens=sum(stored),
         wasted_tokens=len(stored) * block_size - sum(stored),
         saved_blocks=shared.saved,

@@ -4,23 +4,21 @@ A sequence has one list of blocks per layer group. All groups share one length, 
 equally long, and entry i is logical block i. Group g draws from `pools[g]`; several groups may
 share a pool. A table is bookkeeping: it keeps one reference per entry and moves no bytes.
 
-  append         room for more tokens: new blocks, and a copy of a last block that is shared
-  attach         adopts cached full blocks, the hit of a prefix
-  fork           a second table of the same tokens, all blocks shared
-  truncate       drops the tail; `release` drops everything
-  give_back      drops blocks that have left a group's attention window
-  swap           replaces a block by the one that was registered before it with the same content
+  append              room for more tokens: new blocks, copy-on-write of a shared last block
+  attach              adopts cached full blocks, a prefix hit
+  fork                a second table of the same tokens, all blocks shared
+  truncate            drops the tail; `release` drops everything
+  free_out_of_window  drops blocks that have left a group's attention window
+  dedup               replaces a block by an earlier registered one with the same content
 
-Every operation happens in all groups or changes nothing. What it cannot do it refuses with
-ValueError or OutOfBlocks.
+Every operation happens in all groups, or raises ValueError or OutOfBlocks and changes nothing.
 
-A block that was given back leaves `NULL_BLOCK` in its place, so an entry's index is its logical
-block all the same. It never comes back: a table is not cut so short that its next query would look
-there.
+A block freed out of the window leaves `NULL_BLOCK` in its place, so that indices remain those of
+logical blocks. It never comes back: a table cannot be truncated to where a query would need it.
 
-In a gang blocks are numbered over all ranks (see `kvpaging.pool`), so the lists say who owns what.
-New blocks go to `ranks`: one rank, or each block to the one of them that has fewest of this table.
-All groups have a logical block on one rank.
+In a gang block numbers include the rank (see `kvpaging.pool`). New blocks go to `ranks`: to the
+only one, or each to the one that has fewest of this table. A logical block lies on one rank in all
+groups.
 """
 
 from __future__ import annotations
@@ -38,11 +36,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Copy-on-write of one whole block of `group`, to be done before the step writes.
+    """Copy-on-write of one block of `group`, to be done before the step writes.
 
-    The source is held until the step commits and the caller calls `pools[group].unhold(src)`: a
-    failed step can be issued again with the same copies. If the destination is released meanwhile
-    the copy must be dropped, because the block may have another owner by then.
+    The source is pinned until the step commits and the caller calls `pools[group].unpin(src)`: so a
+    failed step can be issued again with the same copies. If the destination is freed meanwhile the
+    copy must be dropped, because the block may have another owner by then.
     """
 
     group: int
@@ -52,10 +50,10 @@ class Copy:
 
 class BlockTable:
     """Blocks and length of one sequence. `length` counts tokens stored or being stored; the first
-    `first[g]` blocks of group g were given back."""
+    `first[g]` blocks of group g were freed out of its window."""
 
     __slots__ = (
-        *("_behind", "_limit", "block_size", "blocks", "first", "length", "loads", "pools"),
+        *("_freed", "_limit", "block_size", "blocks", "first", "length", "loads", "pools"),
         *("ranks", "windows"),
     )
 
@@ -76,32 +74,32 @@ class BlockTable:
         self.first = [0] * len(self.pools)
         self.length = 0
         self.ranks = tuple(ranks)  # widened when the sequence grows to more ranks
-        # On each rank of a gang: logical blocks of which some group has its part there, and how
-        # many parts of these were given back.
+        # On each rank of a gang: logical blocks that some group still has there, and how many
+        # entries of these other groups have freed.
         self.loads = [0] * pools[0].ranks if pools[0].ranks > 1 else []
-        self._behind = self.loads.copy()
-        # The end of the last block where this table was once alone in it, else 0. Whoever shares
-        # it since (a fork, a hold) has only what was stored then and copies before it writes, so
+        self._freed = self.loads.copy()
+        # The end of the last block where this table once had it alone, else 0. Whoever shares it
+        # since (a fork, a pin) reads only what was stored then and copies before it writes, so
         # appending up to here needs no block and no copy.
         self._limit = 0
 
     @property
     def wasted_tokens(self) -> int:
-        """Slots per layer group that this table keeps and does not use: at most B - 1."""
+        """Allocated slots per layer group without a token: at most B - 1."""
         return len(self.blocks[0]) * self.block_size - self.length
 
     def entries(self, rank: int | None = None) -> int:
-        """Blocks that it has in all groups, on one rank or all."""
+        """Its blocks in all groups, on one rank or all."""
         if rank is None or not self.loads:
             return sum(map(len, self.blocks)) - sum(self.first)
-        return len(self.pools) * self.loads[rank] - self._behind[rank]
+        return len(self.pools) * self.loads[rank] - self._freed[rank]
 
     def held(self, group: int) -> int:
-        """Blocks that it has in one group."""
+        """Its blocks in one group."""
         return len(self.blocks[group]) - self.first[group]
 
     def rank_at(self, index: int) -> int | None:
-        """The rank of logical block `index`; None where every group gave it back."""
+        """The rank of logical block `index`; None where every group has freed it."""
         for pool, blocks in zip(self.pools, self.blocks, strict=True):
             if blocks[index] != NULL_BLOCK:
                 return pool.rank_of(blocks[index])
@@ -136,7 +134,7 @@ class BlockTable:
         return self.lacking(n) is None
 
     def append(self, n: int) -> list[Copy]:
-        """Makes room for `n` more tokens; returns the copies to do before they are written.
+        """Makes room for `n` more tokens; returns the copies to do before these are written.
 
         Raises OutOfBlocks (of the pool that lacks them) before anything has changed.
         """
@@ -144,9 +142,6 @@ class BlockTable:
         if self.length <= end <= self._limit:
             self.length = end
             return []
-        return self._grow(n)
-
-    def _grow(self, n: int) -> list[Copy]:
         if n < 0:
             raise ValueError(f"room for {n} tokens was asked for; truncate makes a table shorter")
         if n == 0:
@@ -173,7 +168,7 @@ class BlockTable:
                     pool.unref(last)
                     blocks.pop()
                 elif (block_hash := pool.block_hash(last)) is not None:
-                    # Its content is about to change: nobody may find the old one there.
+                    # Its content is about to change.
                     pool.forget(block_hash)
             blocks.extend(fresh)
         for rank in places or ():
@@ -192,9 +187,10 @@ class BlockTable:
         return None
 
     def _places(self, n: int, needed: Sequence[int]) -> list[int] | OutOfBlocks | None:
-        """The rank of each logical block that `append(n)` adds, None where there is only one rank:
-        that with the fewest of this table among those with room, of several the next after the last
-        block's. A copy stays on the rank of its source.
+        """The rank of each logical block that `append(n)` adds; None where the pool has one rank.
+
+        It is the rank with room that has fewest blocks of this table; of several, the next after
+        the last block's. A copy stays on the rank of its source.
         """
         if not self.loads:
             return self._lacking(needed)
@@ -223,13 +219,13 @@ class BlockTable:
         return places
 
     def fork(self) -> BlockTable:
-        """A second table with the same tokens. All blocks are shared, a partial last one too.
+        """A second table with the same tokens, all blocks shared.
 
-        Whoever appends to a shared last block copies it first, except the last table that has it.
-        This table needs no copy where it could write on before.
+        Appending to a shared last block copies it first, except for the last table that has it, and
+        for this table where it needed no copy before.
         """
         twin = BlockTable(self.pools, self.block_size, self.ranks, self.windows)
-        twin.loads[:], twin._behind[:], twin.first[:] = self.loads, self._behind, self.first
+        twin.loads[:], twin._freed[:], twin.first[:] = self.loads, self._freed, self.first
         for pool, mine, theirs in zip(self.pools, self.blocks, twin.blocks, strict=True):
             for block in mine:
                 if block != NULL_BLOCK:
@@ -239,28 +235,27 @@ class BlockTable:
         return twin
 
     def truncate(self, length: int, step: int | None = None) -> None:
-        """Keeps the first `length` tokens; surplus blocks go back tail first, after `step`.
+        """Keeps the first `length` tokens; the other blocks are freed tail first, after `step`.
 
-        Raises ValueError where a query at `length` would see what was given back, unless nothing
-        is kept.
+        Raises ValueError where a query at `length` would need a freed block, unless it is 0.
         """
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot truncate a table of {self.length} tokens to {length}")
         if length and not self.keeps(length):
-            raise ValueError(f"a table cut to {length} tokens would lack blocks it gave back")
+            raise ValueError(f"a table cut to {length} tokens would lack blocks that were freed")
         keep = -(-length // self.block_size)
         if self.loads:
             for index in range(keep, len(self.blocks[0])):
                 if (rank := self.rank_at(index)) is not None:
                     self.loads[rank] -= 1
-        # All of a logical block goes before any of the one before it: a hit needs all groups.
+        # Block by block in all groups, since a hit needs all of them.
         for _ in range(keep, len(self.blocks[0])):
             for pool, blocks in zip(self.pools, self.blocks, strict=True):
                 if (block := blocks.pop()) != NULL_BLOCK:
                     pool.unref(block, step)
         if not keep:
             self.first[:] = [0] * len(self.pools)
-            self._behind[:] = [0] * len(self._behind)
+            self._freed[:] = [0] * len(self._freed)
         self.length = length
         private = keep and all(
             pool.private(blocks[-1]) for pool, blocks in zip(self.pools, self.blocks, strict=True)
@@ -268,43 +263,42 @@ class BlockTable:
         self._limit = keep * self.block_size if private else 0
 
     def release(self, step: int | None = None) -> None:
-        """Gives all blocks back, tail first, after `step`; the table is then empty."""
+        """Frees all blocks, tail first, after `step`; the table is then empty."""
         self.truncate(0, step)
 
     def free_out_of_window(self, position: int, step: int | None = None) -> int:
-        """No query before `position` will come: blocks that its window hides, and those before,
-        go back, the first ones first, after `step`. Groups without a window keep theirs. Gives how
-        many went."""
+        """Frees blocks that no query from `position` on can see, first ones first, after `step`;
+        returns how many. Groups without a window keep theirs."""
         before = sum(self.first)
         for group, window in enumerate(self.windows):
             stop = first_seen(position, window, self.block_size)
             for index in range(self.first[group], min(stop, len(self.blocks[group]))):
-                self._give(group, index, step)
+                self._free(group, index, step)
                 self.first[group] = index + 1
         return sum(self.first) - before
 
-    def _give(self, group: int, index: int, step: int | None) -> None:
+    def _free(self, group: int, index: int, step: int | None) -> None:
         pool, blocks = self.pools[group], self.blocks[group]
         block, blocks[index] = blocks[index], NULL_BLOCK
         pool.unref(block, step, passed=True)
         if self.loads:
             rank = pool.rank_of(block)
-            self._behind[rank] += 1
+            self._freed[rank] += 1
             if self.rank_at(index) is None:
                 self.loads[rank] -= 1
-                self._behind[rank] -= len(self.pools)
+                self._freed[rank] -= len(self.pools)
 
     def keeps(self, position: int) -> bool:
-        """Whether all blocks are here that a query at `position` sees."""
+        """Whether the table still has all blocks that a query at `position` sees."""
         return all(
             first <= first_seen(position, window, self.block_size)
             for first, window in zip(self.first, self.windows, strict=True)
         )
 
     def attach(self, blocks: Sequence[Sequence[int]]) -> None:
-        """Adopts cached full blocks, one equally long list per group, at the table's end.
+        """Appends cached full blocks, one equally long list per group.
 
-        The first of a group with a window may be NULL_BLOCK, where the table has none before them.
+        In a group with a window the first of them may be NULL_BLOCK, if the table has none before.
         """
         n = len(blocks[0]) if blocks else 0
         if len(blocks) != len(self.pools) or any(len(b) != n for b in blocks):
@@ -317,7 +311,7 @@ class BlockTable:
                 if not pool.usable(block):
                     raise ValueError(f"block {block} is {pool.describe(block)}: not attached")
         if self.loads:
-            self._load(blocks)
+            self._count_ranks(blocks)
         parts = zip(self.pools, self.blocks, blocks, holes, strict=True)
         for group, (pool, mine, theirs, hole) in enumerate(parts):
             for block in theirs[hole:]:
@@ -328,49 +322,48 @@ class BlockTable:
         self._limit = 0
 
     def _holes(self, group: int, blocks: Sequence[int]) -> int:
-        """How many of a group's cached blocks, the first ones, are NULL_BLOCK. Raises ValueError
-        where that may not be."""
+        """How many leading blocks are NULL_BLOCK. Raises ValueError where that is not allowed."""
         hole = sum(block == NULL_BLOCK for block in blocks)
         before = self.first[group] < len(self.blocks[group])
         if hole and (self.windows[group] is None or before or set(blocks[:hole]) != {NULL_BLOCK}):
             raise ValueError(f"{hole} blocks of group {group} are missing: not attached")
         return hole
 
-    def _load(self, blocks: Sequence[Sequence[int]]) -> None:
-        """Count cached blocks by rank; refuses any that may not be where they are."""
-        owners = []
-        for row in zip(*blocks, strict=True):
-            there = [p.rank_of(b) for p, b in zip(self.pools, row, strict=True) if b != NULL_BLOCK]
-            if len(set(there)) > 1:
-                raise ValueError("the groups have these blocks on different ranks: not attached")
-            owners.append(there)
-        if elsewhere := {rank for there in owners for rank in there}.difference(self.ranks):
+    def _count_ranks(self, blocks: Sequence[Sequence[int]]) -> None:
+        """Counts attached blocks by rank. Raises ValueError for ranks that are not allowed."""
+        rows = [
+            [p.rank_of(b) for p, b in zip(self.pools, row, strict=True) if b != NULL_BLOCK]
+            for row in zip(*blocks, strict=True)
+        ]
+        if any(len(set(row)) > 1 for row in rows):
+            raise ValueError("the groups have these blocks on different ranks: not attached")
+        if elsewhere := {rank for row in rows for rank in row}.difference(self.ranks):
             raise ValueError(f"blocks on {sorted(elsewhere)} for a table of ranks {self.ranks}")
-        for there in filter(None, owners):
-            self.loads[there[0]] += 1
-            self._behind[there[0]] += len(self.pools) - len(there)
+        for row in filter(None, rows):
+            self.loads[row[0]] += 1
+            self._freed[row[0]] += len(self.pools) - len(row)
 
     def dedup(self, group: int, index: int, block: int, step: int | None = None) -> None:
-        """Replaces a full block by its canonical twin (`register`) on the same rank; the old goes
-        after `step`."""
+        """Replaces a full block by `block` of the same content and rank, as `register` returned it;
+        the old one is freed after `step`."""
         if (index + 1) * self.block_size > self.length:
             raise ValueError(f"block {index} of a table of {self.length} tokens is not full")
         pool, mine = self.pools[group], self.blocks[group]
         old = mine[index]
         if old == NULL_BLOCK:
-            raise ValueError(f"block {index} of group {group} was given back: not swapped")
+            raise ValueError(f"block {index} of group {group} was freed: not replaced")
         if pool.rank_of(old) != pool.rank_of(block):
-            raise ValueError(f"blocks {old} and {block} are on different ranks: not swapped")
+            raise ValueError(f"blocks {old} and {block} are on different ranks: not replaced")
         pool.ref(block)
         mine[index] = block
         pool.unref(old, step)
 
     def locate(self, position: int, group: int = 0) -> tuple[int, int]:
         """Physical block and offset of the token at logical `position`. Raises IndexError where
-        there is none, or none any more."""
+        there is none, or its block was freed."""
         if not 0 <= position < self.length:
             raise IndexError(f"position {position} of a table of {self.length} tokens")
         index, offset = divmod(position, self.block_size)
         if self.blocks[group][index] == NULL_BLOCK:
-            raise IndexError(f"position {position} of group {group}: its block was given back")
+            raise IndexError(f"position {position} of group {group}: its block was freed")
         return self.blocks[group][index], offset

@@ -1,9 +1,9 @@
-"""Attention of sequences that share a prefix: as a group, one by one, and torch's on copies.
+"""Attention of sequences that share a prefix: grouped, ungrouped, and torch's on copies.
 
-One decode step of one layer. The group reads the shared pages once; the same kernels without the
-grouping read them once for every sequence; torch's `scaled_dot_product_attention` gets contiguous
-keys and values whose making is not counted, and takes the faster of its two ways with grouped query
-heads. All take turns and each counts at its best. The last line is one JSON object.
+One decode step of one layer. Grouped attention reads the shared pages once; the same kernels
+ungrouped read them once for every sequence; torch's `scaled_dot_product_attention` gets contiguous
+keys and values, copied outside of the measurement, and the faster of its two ways with grouped
+query heads. All take turns and the best time of each counts. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def batch(load: Load) -> tuple[Rows, Tensor, Tensor]:
 
 
 def find(load: Load, table: np.ndarray) -> tuple[SharedPrefix, ...]:
-    """What the rows share, whether or not reading it once pays."""
+    """The shared prefixes, however small."""
     lens = np.ones(load.rows, np.int64)
     firsts = lens * (load.shared + load.private - 1)
     return shared_prefix.find(
@@ -170,31 +170,32 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--block", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    asked = parser.parse_args(argv)
-    if min(asked.rows, asked.private, asked.block) < 1 or asked.shared % asked.block:
+    options = parser.parse_args(argv)
+    if min(options.rows, options.private, options.block) < 1 or options.shared % options.block:
         parser.error(
-            f"--rows {asked.rows} --private {asked.private} must be 1 or more and --shared "
-            f"{asked.shared} a multiple of --block {asked.block}"
+            f"--rows {options.rows} --private {options.private} must be 1 or more and --shared "
+            f"{options.shared} a multiple of --block {options.block}"
         )
-    return asked
+    return options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    asked = arguments(argv)
-    device = torch.device(asked.device)
+    options = arguments(argv)
+    device = torch.device(options.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     print(
-        f"{asked.rows} sequences, {asked.shared} tokens shared and {asked.private} private, blocks "
-        f"of {asked.block}; {name}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+        f"{options.rows} sequences, {options.shared} tokens shared and {options.private} private, "
+        f"blocks of {options.block}; {name}, {torch.get_num_threads()} threads, "
+        f"torch {torch.__version__}"
     )
     print(
         f"{'heads':>12} {'dtype':>9} {'group ms':>9} {'apart ms':>9} {'torch ms':>9} {'ratio':>6}"
     )
     results = []
-    for heads, kv_heads, dim in asked.geometry or GEOMETRIES.values():
-        for dtype in asked.dtype or ("bfloat16", "float32"):
+    for heads, kv_heads, dim in options.geometry or GEOMETRIES.values():
+        for dtype in options.dtype or ("bfloat16", "float32"):
             load = Load(
-                heads, kv_heads, dim, asked.rows, asked.shared, asked.private, asked.block,
+                heads, kv_heads, dim, options.rows, options.shared, options.private, options.block,
                 getattr(torch, dtype), device,
             )  # fmt: skip
 
@@ -202,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if sys.stderr.isatty():
                     print(f"\rturn {turn}", end="\r", file=sys.stderr, flush=True)
 
-            times = measure(load, asked.seconds, progress)
+            times = measure(load, options.seconds, progress)
             shape = f"{heads}/{kv_heads}/{dim}"
             print(
                 f"{shape:>12} {dtype:>9} {times.grouped_ms:9.2f} {times.ungrouped_ms:9.2f} "
@@ -217,10 +218,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "device": name,
                 "threads": torch.get_num_threads(),
                 "torch": torch.__version__,
-                "rows": asked.rows,
-                "shared": asked.shared,
-                "private": asked.private,
-                "block": asked.block,
+                "rows": options.rows,
+                "shared": options.shared,
+                "private": options.private,
+                "block": options.block,
                 "results": results,
             }
         )

@@ -8,28 +8,32 @@ alone at concurrency 1 and as one static batch above. The last line printed is o
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib.metadata
 import json
 import os
-import platform
 import random
 import signal
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 from scripts import served
-from scripts.served import Apart, Client, Load, Prompt, Turn, metrics, percentiles, started_server
-
-REQUESTS_MIN = 4  # of one turn, so that a turn at concurrency 1 is long enough to time
+from scripts.served import (
+    REQUESTS_MIN,
+    Apart,
+    Client,
+    Load,
+    Prompt,
+    Turn,
+    both_sides,
+    metrics,
+    percentiles,
+)  # fmt: skip
 
 
 class Reference(Apart):
-    """`transformers` in a process of its own."""
+    """`transformers` in a separate process."""
 
     def turn(self, prompts: Sequence[Prompt], batch: int, output: int) -> Turn:
         return Turn(*self.ask(list(prompts), batch, output))
@@ -97,17 +101,13 @@ def measure(
     reference.turn(warm, concurrency, 4)
     time.sleep(served.SNAPSHOT_S)
     before = metrics(client)
-    for index in range(load.rounds):
-        prompts = load.prompts(count, rng)
-        for side in ("ours", "theirs") if index % 2 == 0 else ("theirs", "ours"):
-            if side == "ours":
-                ours.append(client.turn([load.body(p) for p in prompts], concurrency))
-            else:
-                theirs.append(reference.turn(prompts, concurrency, load.output_tokens))
+    for side, prompts in load.turns(count, rng, ("ours", "theirs")):
+        if side == "ours":
+            ours.append(client.turn([load.body(p) for p in prompts], concurrency))
+        else:
+            theirs.append(reference.turn(prompts, concurrency, load.output_tokens))
     time.sleep(served.SNAPSHOT_S)
-    for turn in (*ours, *theirs):
-        if turn.tokens != count * load.output_tokens:
-            raise SystemExit(f"{turn.tokens} tokens came for {count * load.output_tokens}")
+    load.check((*ours, *theirs), count)
     rates = {"kvatlas": [t.rate for t in ours], "transformers": [t.rate for t in theirs]}
     return {
         "concurrency": concurrency,
@@ -144,46 +144,14 @@ def show(results: Sequence[dict[str, Any]]) -> None:
         print(f"{result['concurrency']:>11} {', '.join(parts) or 'not counted by this server'}")
 
 
-def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = served.parser(__doc__, [1, 8, 32])
     parser.add_argument("--url", help="a running server with the same configuration")
-    parser.add_argument("--config", help="configuration file; without it all defaults")
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--output-tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each side")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stream", action=argparse.BooleanOptionalAction, default=True)
-    return parser.parse_args(argv)
-
-
-def main() -> None:
-    options = arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server it started ends with it
-    with contextlib.ExitStack() as stack:
-        reference = stack.enter_context(
-            contextlib.closing(Reference(serve_reference, options.config, options.set))
-        )
-        url = options.url or stack.enter_context(started_server(options.config, options.set))
-        client = Client(url)
-        model = json.loads(client.get("/v1/models")[1])["data"][0]["id"]
-        facts = reference.facts
-        setup = {name: facts[name] for name in ("dtype", "device", "threads")}
-        setup |= {"model": model, "cores": os.cpu_count(), "machine": platform.machine()}
-        setup |= {"load_average": os.getloadavg()[0], "stream": options.stream}
-        setup |= {"prompt_tokens": options.prompt_tokens, "output_tokens": options.output_tokens}
-        setup |= {n: importlib.metadata.version(n) for n in ("torch", "transformers", "ray")}
-        print(", ".join(f"{name} {value}" for name, value in setup.items()))
-        rng = random.Random(options.seed)
-        load = Load(
-            model=model,
-            prompt_tokens=options.prompt_tokens,
-            output_tokens=options.output_tokens,
-            rounds=options.rounds,
-            stream=options.stream,
-            vocab=facts["vocab"],
-        )
+    options = parser.parse_args(argv)
+    rng = random.Random(options.seed)
+    with both_sides(Reference, serve_reference, options, options.stream) as sides:
+        reference, client, load, setup = sides
         results = [measure(client, reference, load, c, rng) for c in options.concurrency]
     show(results)
     print(json.dumps({"setup": setup, "results": results}))

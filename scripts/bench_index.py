@@ -1,7 +1,7 @@
-"""What the prefix index costs: events taken, bytes a block, memory under churn, a lookup.
+"""What the prefix index costs: events/s, bytes a block, memory under churn, lookups.
 
-One process, one thread. Batches are made before the clock starts, so what is timed is decoding and
-applying them. A stored or a removed block is one event. The last line printed is one JSON object.
+One process, one thread. Batches are made before the clock starts, so only decoding and applying are
+timed. A stored or a removed block is one event. The last line printed is one JSON object.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ STATM = Path("/proc/self/statm")
 
 
 class Source:
-    """A gang that stores `size` blocks a batch and, once it holds `live`, removes the oldest."""
+    """A gang that stores `size` blocks a batch and, from `live` blocks on, removes the oldest."""
 
     def __init__(self, name: str, live: int, size: int, seed: int) -> None:
         self.name, self.live, self.size, self.rng = name, live, size, Random(seed)
-        self.held: deque[bytes] = deque()
+        self.batches: deque[bytes] = deque()
         self.seq = self.count = self.xor = 0
 
     def batch(self) -> tuple[bytes, int]:
         """The next batch and how many events it has."""
         fresh = self.rng.randbytes(16 * self.size)
         events = [Event("stored", fresh)]
-        self.held.append(fresh)
+        self.batches.append(fresh)
         self.xor ^= xor_of(fresh)
         self.count += self.size
         if self.count > self.live:
-            old = self.held.popleft()
+            old = self.batches.popleft()
             events.insert(0, Event("removed", old))
             self.xor ^= xor_of(old)
             self.count -= self.size
@@ -69,40 +69,40 @@ def resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def filled(live: int, size: int, whole: PrefixIndex) -> list[Source]:
+def filled(live: int, size: int, index: PrefixIndex) -> list[Source]:
     """All gangs with `live` blocks each."""
     sources = [Source(f"gang{g}", live, size, g) for g in range(GANGS)]
     for source in sources:
         for _ in range(live // size):
-            whole.apply(source.batch()[0], 0.0)
+            index.apply(source.batch()[0], 0.0)
     return sources
 
 
 def rate(size: int, events: int, live: int) -> dict[str, float]:
     """Events a second with `size` stored and `size` removed a batch, the gangs in turn."""
-    whole = PrefixIndex()
-    sources = filled(live, size, whole)
+    index = PrefixIndex()
+    sources = filled(live, size, index)
     taken, spent_s = 0, 0.0
     while taken < events:
         made = [source.batch() for source in sources for _ in range(max(1, 512 // size))]
         started = time.perf_counter()
         for message, _ in made:
-            whole.apply(message, 0.0)
+            index.apply(message, 0.0)
         spent_s += time.perf_counter() - started
         taken += sum(count for _, count in made)
-    assert not whole.wanted
+    assert not index.wanted
     return {"blocks_a_batch": size, "events_per_s": round(taken / spent_s)}
 
 
 def table_bytes_worst(most: int) -> dict[str, float]:
-    """Bytes of a gang's table for a block, right before and after it is made anew, and the most
-    at any size while it grows to `most` blocks and while as many come as go."""
+    """Bytes of a gang's table per block: right before and after a resize, and the most at any size
+    while it grows to `most` blocks and while as many are stored as removed."""
     worst, before, after, last = 0.0, 0.0, 0.0, 0
     for live in (most, 5_000, 16_384, 24_000, 50_000):
-        whole, source = PrefixIndex(), Source("g", min(live, most), 64, 1)
+        index, source = PrefixIndex(), Source("g", min(live, most), 64, 1)
         for _ in range(4 * min(live, most) // 64):
-            whole.apply(source.batch()[0], 0.0)
-            blocks, size = source.count, sys.getsizeof(whole.gangs["g"].block_hashes)
+            index.apply(source.batch()[0], 0.0)
+            blocks, size = source.count, sys.getsizeof(index.gangs["g"].block_hashes)
             if blocks < 4_096:
                 continue
             worst = max(worst, size / blocks)
@@ -113,34 +113,34 @@ def table_bytes_worst(most: int) -> dict[str, float]:
 
 
 def resident_per_block(live: int) -> float:
-    """Resident bytes a block with all gangs at `live` blocks, after twice as many came and went."""
+    """Resident bytes a block with `live` blocks in each gang, after twice as many were removed."""
     batches = []
     for source in [Source(f"gang{g}", live, SLICE, g) for g in range(GANGS)]:
         batches += [source.batch()[0] for _ in range(3 * live // SLICE)]
     gc.collect()
     before = resident_bytes()
-    whole = PrefixIndex()
+    index = PrefixIndex()
     for message in batches:
-        whole.apply(message, 0.0)
-    return (resident_bytes() - before) / sum(len(g.block_hashes) for g in whole.gangs.values())
+        index.apply(message, 0.0)
+    return (resident_bytes() - before) / sum(len(g.block_hashes) for g in index.gangs.values())
 
 
 def churn(blocks: int, live: int) -> Iterator[tuple[int, int]]:
-    """(blocks stored so far, resident bytes) ten times while `blocks` come and as many go."""
-    whole = PrefixIndex()
-    sources = filled(live, SLICE, whole)
+    """(blocks stored so far, resident bytes) ten times while `blocks` are stored and removed."""
+    index = PrefixIndex()
+    sources = filled(live, SLICE, index)
     rounds = max(10, blocks // (SLICE * GANGS))
     for done in range(rounds):
         for source in sources:
-            whole.apply(source.batch()[0], 0.0)
+            index.apply(source.batch()[0], 0.0)
         if (done + 1) % (rounds // 10) == 0:
             yield (done + 1) * SLICE * GANGS, resident_bytes()
 
 
 def lookup(samples: int, block_size: int, others: int) -> dict[str, float]:
     """Milliseconds of hashing a prompt of 128k tokens and of finding how far each of the gangs has
-    it, no two to the same depth; each gang holds `others` blocks beside. Four prompts in turn."""
-    rng, whole = Random(1), PrefixIndex()
+    it, no two to the same depth; each gang has `others` more blocks. Four prompts in turn."""
+    rng, index = Random(1), PrefixIndex()
     root = hashing.root(fingerprint=b"bench", kv_dtype="float16", block_size=block_size)
     prompts = [[rng.randrange(1 << 17) for _ in range(PROMPT_TOKENS)] for _ in range(4)]
     hashed = []
@@ -155,21 +155,21 @@ def lookup(samples: int, block_size: int, others: int) -> dict[str, float]:
         ids += rng.randbytes(16 * others)
         digest = Digest(len(ids) // 16, xor_of(ids))
         events = (Event("stored", ids),)
-        whole.apply(
+        index.apply(
             encode(Batch("m", f"gang{g}", 0, 1, 1, digest.count, digest, Load(), events)), 0.0
         )
     loads = {f"gang{g}": LOAD for g in range(GANGS)}
-    table = GangTable(whole, block_size, rates_alike=0.5)
+    table = GangTable(index, block_size, rates_alike=0.5)
     for name, load in loads.items():
         table.join(name, load)
     policy = Priced(Factors(), pull=True)
     match, decide = Timed(), Timed()
-    plain = Timed()  # a loop as long as a match: what else runs here delays both alike
+    plain = Timed()  # a loop as long as a match: other processes delay both alike
     count = 1
     for i in range(WARM + samples):
         hashes, now = split(b"".join(group_hashes[i % 4])), 0.1 * i  # new objects, as after hashing
         with match:
-            found = whole.match(hashes, now)
+            found = index.match(hashes, now)
         assert len(found) == GANGS
         with plain:
             sum(range(count))
@@ -193,7 +193,7 @@ def lookup(samples: int, block_size: int, others: int) -> dict[str, float]:
 
 
 class Timed:
-    """`with` it around what is timed, again and again: wall time, and CPU time of the thread."""
+    """Times every block under `with`: wall time, and CPU time of the thread."""
 
     def __init__(self) -> None:
         self.wall_s: list[float] = []
@@ -267,7 +267,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def memory_and_rates(quick: bool, live: int) -> dict[str, object]:
-    """What a block takes and how fast events are, printed as they come."""
+    """Bytes of a block and rates of events, printed as they are measured."""
     result: dict[str, object] = {}
     result["resident_bytes_per_block"] = round(resident_per_block(live), 1)
     result["table_bytes_per_block"] = worst = table_bytes_worst(8_192 if quick else 262_144)
@@ -285,7 +285,7 @@ def memory_and_rates(quick: bool, live: int) -> dict[str, object]:
 
 
 def churned(quick: bool, live: int) -> dict[str, object]:
-    """Whether memory stays where it is, printed as it goes."""
+    """Memory under churn, printed as it is measured."""
     sizes = []
     for done, size in churn(100_000 if quick else 10_000_000, live):
         sizes.append(size)

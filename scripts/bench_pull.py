@@ -1,18 +1,16 @@
 """Pulling a prefix from another worker beside computing it again, two workers on this machine.
 
 In each round one worker computes a new prompt, then the other one answers the same prompt with the
-first one's blocks. Both times are to the first token, so the second holds the whole way: asking,
-copying out, Ray's object store, copying in, and one step. The last line printed is one JSON object.
+first one's blocks. Both times are to the first token, so the second includes the request, the
+export, Ray's object store, the import, and one step. The last line printed is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.metadata
 import json
 import os
-import platform
 import random
 import secrets
 import statistics
@@ -26,6 +24,7 @@ from typing import Any
 from cluster.serve.local import RAY_ENVIRONMENT, SERVE_ENVIRONMENT, THREADS_ENVIRONMENT, local_ray
 from configs.loading import load
 from configs.schema import Config
+from scripts.served import machine
 from worker import messages
 from worker.params import SamplingParams
 
@@ -35,7 +34,7 @@ DEADLINE_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """How long the first token took, how many of the prompt's were found, and what was said."""
+    """Time to the first token, cached tokens of the prompt, and the tokens of the answer."""
 
     first_s: float
     cached: int
@@ -63,23 +62,26 @@ class Workers:
 
     def __init__(self, handle: Any, model: str, gangs: Sequence[str]) -> None:
         self.handle, self.model, self.gangs = handle, model, gangs
-        self._asked = 0
+        self._sent = 0
 
     async def ask(self, gang: str, method: str, *arguments: Any) -> Any:
         from cluster.routing import calls
 
         return await calls.ask(self.handle.to(gang), method, *arguments, deadline_s=DEADLINE_S)
 
+    async def pulled_bytes(self) -> int:
+        return sum([(await self.ask(g, "stats"))["transfers"]["pulled_bytes"] for g in self.gangs])
+
     async def answer(
         self, gang: str, prompt: list[int], pull: messages.Pull | None = None
     ) -> Answer:
-        """One request, from here."""
+        """One request, sent from this process."""
         from cluster.routing.calls import Stream
 
-        self._asked += 1
+        self._sent += 1
         params = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True)
         submit = messages.GenerateRequest(
-            f"bench-{self._asked}", self.model, prompt, params, DEADLINE_S, pull=pull
+            f"bench-{self._sent}", self.model, prompt, params, DEADLINE_S, pull=pull
         )
         tokens: list[int] = []
         first_s = 0.0
@@ -97,8 +99,8 @@ class Workers:
         return Answer(first_s, cached, tuple(tokens))
 
 
-async def workers(deployment: Any) -> Workers:
-    """All of an application's, once this process knows them."""
+async def find_workers(deployment: Any) -> Workers:
+    """All workers of an application, once this process knows them."""
     from cluster.routing.calls import ServeHandle, ask
     from cluster.serve.delivery import ANYONE
     from cluster.serve.pools import DIRECTORY, WORKER
@@ -108,18 +110,18 @@ async def workers(deployment: Any) -> Workers:
     return Workers(handle, info["model"], sorted(DIRECTORY.gangs(WORKER)))
 
 
-async def measure(there: Workers, length: int, rounds: int, draw: random.Random) -> Size:
+async def measure(workers: Workers, length: int, rounds: int, draw: random.Random) -> Size:
     """Prompts of `length` tokens; the workers take turns at computing."""
-    info = await there.ask(there.gangs[0], "info")
+    info = await workers.ask(workers.gangs[0], "info")
     size, vocab = info["block_size"], info["vocab_size"]
     colds, warms = [], []
-    before = sum([(await there.ask(g, "stats"))["transfers"]["pulled_bytes"] for g in there.gangs])
+    before = await workers.pulled_bytes()
     for number in range(rounds):
-        owner, puller = there.gangs[number % 2], there.gangs[1 - number % 2]
+        owner, puller = workers.gangs[number % 2], workers.gangs[1 - number % 2]
         prompt = [draw.randrange(vocab) for _ in range(length)]
-        colds.append(await there.answer(owner, prompt))
-        warms.append(await there.answer(puller, prompt, messages.Pull(owner, length // size)))
-    after = sum([(await there.ask(g, "stats"))["transfers"]["pulled_bytes"] for g in there.gangs])
+        colds.append(await workers.answer(owner, prompt))
+        warms.append(await workers.answer(puller, prompt, messages.Pull(owner, length // size)))
+    after = await workers.pulled_bytes()
     return Size(
         prompt_tokens=length,
         pulled_tokens=int(statistics.median(warm.cached for warm in warms)),
@@ -132,23 +134,23 @@ async def measure(there: Workers, length: int, rounds: int, draw: random.Random)
 
 async def compare(deployment: Any, options: argparse.Namespace) -> dict[str, Any]:
     """The figures of all lengths, and the rates that the workers measured themselves."""
-    there = await workers(deployment)
+    workers = await find_workers(deployment)
     draw = random.Random(options.seed)
-    await measure(there, min(options.prompt_tokens), 2, draw)  # nothing of the first calls counts
+    await measure(workers, min(options.prompt_tokens), 2, draw)  # nothing of the first calls counts
     print(
         f"{'prompt':>7} {'pulled':>7} {'MB':>7} {'compute ms':>11} {'pull ms':>9} "
         f"{'ratio':>6} {'equal':>6}"
     )
     sizes = []
     for length in options.prompt_tokens:
-        one = await measure(there, length, options.rounds, draw)
+        one = await measure(workers, length, options.rounds, draw)
         sizes.append(one)
         print(
             f"{one.prompt_tokens:>7} {one.pulled_tokens:>7} {one.pulled_bytes / 1e6:>7.2f} "
             f"{one.compute_ms:>11.1f} {one.pull_ms:>9.1f} {one.ratio:>6.2f} {one.equal:>6.2f}",
             flush=True,
         )
-    rates = [(await there.ask(gang, "stats"))["transfers"] for gang in there.gangs]
+    rates = [(await workers.ask(gang, "stats"))["transfers"] for gang in workers.gangs]
     links = [link for each in rates for link in each["links"].values()]
     if not links:
         raise SystemExit(f"no block came: {[each['failures'] for each in rates]}")
@@ -206,9 +208,7 @@ def main() -> None:
     config = load(None, ["cluster.workers=2", "server.log_level=warning", *options.set])
     directory = resolve(config.model.path, config.model.revision, say=say)
     setup: dict[str, Any] = {"model": config.model.path, "dtype": config.model.dtype}
-    setup |= {"cores": os.cpu_count(), "machine": platform.machine(), "rounds": options.rounds}
-    setup |= {"load_average": os.getloadavg()[0]}
-    setup |= {name: importlib.metadata.version(name) for name in ("torch", "transformers", "ray")}
+    setup |= {"rounds": options.rounds, **machine()}
     print(", ".join(f"{name} {value}" for name, value in setup.items()), flush=True)
     print(json.dumps({"setup": setup, **run(config, directory, options)}))
 

@@ -2,9 +2,9 @@
 
 Capacity is arithmetic of the layout. Quality is of one model that computes in float32 over pages of
 16 bits (bfloat16), int8 and fp8: perplexity of the language reference that comes with Python, how
-often the choice of the next token is that over 16-bit pages, and whether sentences planted in a
-long text are found again. Figures kept in a file (`--keep`) are not measured twice, so that a run
-may be made in pieces. The last line is one JSON object.
+often the next token is that chosen over 16-bit pages, and whether sentences planted in a long text
+are found again. Figures kept in a file (`--keep`) are not measured twice, so a run can be resumed.
+The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -124,9 +124,9 @@ def loss(model: Any, kind: str, window: Tensor) -> float:
     """Of all tokens of a window but the first, in all."""
     paged, total = Paged(model, kind, 1, len(window)), 0.0
     for first in range(0, len(window), CHUNK):
-        some = window[first : first + CHUNK]
-        follow = window[first + 1 : first + 1 + len(some)]
-        logits = paged.logits([Span(0, first, some, len(some))])[: len(follow)]
+        chunk = window[first : first + CHUNK]
+        follow = window[first + 1 : first + 1 + len(chunk)]
+        logits = paged.logits([Span(0, first, chunk, len(chunk))])[: len(follow)]
         total += float(torch.nn.functional.cross_entropy(logits, follow, reduction="sum"))
     paged.close()
     return total
@@ -147,31 +147,31 @@ def perplexity(model: Any, kind: str, ids: Tensor, kept: Kept, progress: Progres
 def answers(model: Any, prompts: Tensor, progress: Progress) -> Tensor:
     """What follows each of the prompts `[n, PROMPT]` greedily over 16-bit pages, `[n, ANSWER]`."""
     paged = Paged(model, WIDE, len(prompts), PROMPT + ANSWER)
-    new, said = prompts, []
+    new, chosen = prompts, []
     for step in range(ANSWER):
         progress(f"{WIDE}: answering, token {step} of {ANSWER}")
         first = PROMPT + step - 1 if step else 0
         spans = [Span(i, first, ids, 1) for i, ids in enumerate(new)]
         new = paged.logits(spans).argmax(1, keepdim=True)
-        said.append(new)
+        chosen.append(new)
     paged.close()
-    return torch.cat(said, 1)
+    return torch.cat(chosen, 1)
 
 
-def agreement(model: Any, kind: str, prompts: Tensor, said: Tensor, progress: Progress) -> float:
-    """Share of the tokens `said` that are chosen over pages of `kind` too, given those before."""
+def agreement(model: Any, kind: str, prompts: Tensor, chosen: Tensor, progress: Progress) -> float:
+    """Share of `chosen` tokens that are also chosen over pages of `kind`, given those before."""
     paged = Paged(model, kind, 1, PROMPT + ANSWER)
     same = 0
-    for i, (prompt, answer) in enumerate(zip(prompts, said, strict=True)):
+    for i, (prompt, answer) in enumerate(zip(prompts, chosen, strict=True)):
         progress(f"{kind}: prompt {i} of {len(prompts)}")
-        whole = torch.cat([prompt, answer[:-1]])
-        same += int((paged.logits([Span(0, 0, whole, ANSWER)]).argmax(1) == answer).sum())
+        ids = torch.cat([prompt, answer[:-1]])
+        same += int((paged.logits([Span(0, 0, ids, ANSWER)]).argmax(1) == answer).sum())
     paged.close()
-    return same / said.numel()
+    return same / chosen.numel()
 
 
 def planted(tokenizer: Any, length: int, ids: Tensor) -> Tensor:
-    """`length` tokens of text and, at several depths, sentences that have nothing to do there."""
+    """`length` tokens of text and, at several depths, the planted sentences."""
     pieces, at = [], 0
     for (start, end), depth in zip(PLANTED.items(), DEPTHS, strict=True):
         pieces.append(ids[at : int(length * depth)])
@@ -191,9 +191,9 @@ def needles(
         paged.logits([Span(0, first, hay[first : first + CHUNK], 1)])
     found = 0
     for start, end in PLANTED.items():
-        asked, said = tokenizer(f"\n\n{start}").input_ids, tokenizer(end).input_ids
-        span = Span(0, len(hay), torch.tensor(asked + said[:-1]), len(said))
-        found += paged.logits([span]).argmax(1).tolist() == said
+        prompt, expected = tokenizer(f"\n\n{start}").input_ids, tokenizer(end).input_ids
+        span = Span(0, len(hay), torch.tensor(prompt + expected[:-1]), len(expected))
+        found += paged.logits([span]).argmax(1).tolist() == expected
     paged.close()
     return found
 
@@ -213,27 +213,28 @@ def capacity() -> dict[str, dict[str, float]]:
     return found
 
 
-def quality(asked: argparse.Namespace, kept: Kept, progress: Progress) -> dict[str, dict[str, Any]]:
+def quality(
+    options: argparse.Namespace, kept: Kept, progress: Progress
+) -> dict[str, dict[str, Any]]:
     """The measured figures of each kind of pages."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     directory = find(QUICK)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    longest = max([asked.tokens, asked.prompts * PROMPT, *asked.needles])
+    longest = max([options.tokens, options.prompts * PROMPT, *options.needles])
     ids = text_ids(tokenizer, longest)
-    prompts = ids[: asked.prompts * PROMPT].view(-1, PROMPT)
-    name = f"{asked.prompts} prompts"
-    said = torch.tensor(kept.get(name, lambda: answers(model, prompts, progress).tolist()))
-    found: dict[str, dict[str, Any]] = {kind: {} for kind in asked.pages}
+    prompts = ids[: options.prompts * PROMPT].view(-1, PROMPT)
+    name = f"{options.prompts} prompts"
+    chosen = torch.tensor(kept.get(name, lambda: answers(model, prompts, progress).tolist()))
+    found: dict[str, dict[str, Any]] = {kind: {} for kind in options.pages}
     for kind, figures in found.items():
-        figures["perplexity"] = perplexity(model, kind, ids[: asked.tokens], kept, progress)
+        figures["perplexity"] = perplexity(model, kind, ids[: options.tokens], kept, progress)
     for kind, figures in found.items():
         figures["agreement"] = kept.get(
-            f"agreement {kind} {name}",
-            partial(agreement, model, kind, prompts, said, progress),
+            f"agreement {kind} {name}", partial(agreement, model, kind, prompts, chosen, progress)
         )
-    for length in asked.needles:
+    for length in options.needles:
         for kind, figures in found.items():
             figures.setdefault("needles", {})[length] = kept.get(
                 f"needles {kind} {length}",
@@ -255,26 +256,26 @@ def lines(figures: dict[str, dict[str, Any]], lengths: Sequence[int]) -> Iterato
         )
 
 
-def options(argv: Sequence[str] | None) -> argparse.Namespace:
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pages", nargs="+", choices=PAGES, default=list(PAGES))
     parser.add_argument("--tokens", type=int, default=20 * WINDOW, help="of text for perplexity")
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--needles", type=int, nargs="*", default=[1024, 4096, 8192])
     parser.add_argument("--keep", type=Path, help="file of figures measured before")
-    asked = parser.parse_args(argv)
-    if asked.tokens < 2 or asked.prompts < 1 or min(asked.needles, default=512) < 512:
+    options = parser.parse_args(argv)
+    if options.tokens < 2 or options.prompts < 1 or min(options.needles, default=512) < 512:
         parser.error("--tokens must be 2, --prompts 1 and each of --needles 512 or more")
-    return asked
+    return options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code says whether the limits that this run measured hold."""
-    asked = options(argv)
+    options = arguments(argv)
     print(
-        f"SmolLM2 in float32 over pages of {', '.join(asked.pages)}; text is the language "
-        f"reference of Python {platform.python_version()} (pydoc_data.topics), {asked.tokens:,} "
-        f"tokens in windows of {WINDOW:,}; {asked.prompts} prompts of {PROMPT} tokens, {ANSWER} "
+        f"SmolLM2 in float32 over pages of {', '.join(options.pages)}; text is the language "
+        f"reference of Python {platform.python_version()} (pydoc_data.topics), {options.tokens:,} "
+        f"tokens in windows of {WINDOW:,}; {options.prompts} prompts of {PROMPT} tokens, {ANSWER} "
         f"tokens each; cpu, {torch.get_num_threads()} threads, torch {torch.__version__}"
     )
 
@@ -286,7 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for dim, room in rooms.items():
         counts = ", ".join(f"{kind} {room[kind]:.1f}" for kind in PAGES)
         print(f"head size {dim}: sequences in 16 GiB {counts}; ratio {room['ratio']:.3f}")
-    figures = quality(asked, Kept(asked.keep), progress)
+    figures = quality(options, Kept(options.keep), progress)
     base = figures.get(WIDE, {}).get("perplexity")
     holds = {"capacity": rooms["128"]["ratio"] >= RATIO_MIN}
     for kind, row in figures.items():
@@ -294,14 +295,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         row["change_percent"] = change
         if kind in PERPLEXITY_PERCENT_MAX and change is not None:
             holds[f"perplexity {kind}"] = change <= PERPLEXITY_PERCENT_MAX[kind]
-    print("\n".join(lines(figures, asked.needles)))
+    print("\n".join(lines(figures, options.needles)))
     print(
         json.dumps(
             {
                 "model": QUICK,
                 "text": f"pydoc_data.topics of Python {platform.python_version()}",
-                "tokens": asked.tokens,
-                "prompts": asked.prompts,
+                "tokens": options.tokens,
+                "prompts": options.prompts,
                 "threads": torch.get_num_threads(),
                 "torch": torch.__version__,
                 "capacity": rooms,

@@ -9,17 +9,13 @@ object.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import importlib.metadata
 import json
 import os
-import platform
 import random
 import signal
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
@@ -27,15 +23,25 @@ from pathlib import Path
 from typing import Any
 
 from cluster.serve.local import THREADS_ENVIRONMENT
-from scripts.served import Apart, Client, Load, Prompt, Sample, Turn, percentiles, started_server
+from scripts import served
+from scripts.served import (
+    REQUESTS_MIN,
+    Apart,
+    Client,
+    Load,
+    Prompt,
+    Sample,
+    Turn,
+    both_sides,
+    percentiles,
+)  # fmt: skip
 
-REQUESTS_MIN = 4  # of one turn, so that a turn at concurrency 1 is long enough to time
 GOAL = 0.85  # of the tokens/s in-process, at concurrency 32
 KINDS = ("worker", "ingress", "proxy", "other", "client")
 
 
 class InProcess(Apart):
-    """The engine in a process of its own."""
+    """The engine in a separate process."""
 
     def turn(self, prompts: Sequence[Prompt], concurrency: int, output: int) -> tuple[Turn, float]:
         """The answers, and the CPU seconds they took."""
@@ -45,7 +51,7 @@ class InProcess(Apart):
 
 
 def serve_engine(pipe: Connection, config_path: str | None, overrides: tuple[str, ...]) -> None:
-    """The process of the engine alone, set up as a worker sets it up."""
+    """The process of the engine alone, set up as in a worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     import torch
     from transformers.utils.logging import disable_progress_bar
@@ -147,21 +153,17 @@ def measure(
     warm = load.prompts(concurrency, rng)
     client.turn([load.body(prompt) | {"max_tokens": 4} for prompt in warm], concurrency)
     engine.turn(warm, concurrency, 4)
-    for index in range(load.rounds):
-        prompts = load.prompts(count, rng)
-        for side in ("http", "inside") if index % 2 == 0 else ("inside", "http"):
-            if side == "inside":
-                turn, cpu_s = engine.turn(prompts, concurrency, load.output_tokens)
-                inside.append(turn)
-                cpu_inside_s += cpu_s
-            else:
-                before = cpu_seconds(engine.process.pid)
-                http.append(client.turn([load.body(p) for p in prompts], concurrency))
-                for kind, spent_s in cpu_seconds(engine.process.pid).items():
-                    cpu_http_s[kind] += spent_s - before[kind]
-    for turn in (*inside, *http):
-        if turn.tokens != count * load.output_tokens:
-            raise SystemExit(f"{turn.tokens} tokens came for {count * load.output_tokens}")
+    for side, prompts in load.turns(count, rng, ("http", "inside")):
+        if side == "inside":
+            turn, cpu_s = engine.turn(prompts, concurrency, load.output_tokens)
+            inside.append(turn)
+            cpu_inside_s += cpu_s
+        else:
+            before = cpu_seconds(engine.process.pid)
+            http.append(client.turn([load.body(p) for p in prompts], concurrency))
+            for kind, spent_s in cpu_seconds(engine.process.pid).items():
+                cpu_http_s[kind] += spent_s - before[kind]
+    load.check((*inside, *http), count)
     total = load.rounds * count * load.output_tokens
     seen = {
         name: percentiles([sample for turn in turns for sample in turn.samples])
@@ -213,43 +215,12 @@ def show(results: Sequence[dict[str, Any]]) -> None:
         )
 
 
-def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--config", help="configuration file; without it all defaults")
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 32])
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--output-tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each side")
-    parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args(argv)
-
-
-def main() -> None:
-    options = arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server it started ends with it
+def main(argv: Sequence[str] | None = None) -> None:
+    options = served.parser(__doc__, [1, 32]).parse_args(argv)
     os.environ.update({k: os.environ.get(k, v) for k, v in THREADS_ENVIRONMENT.items()})
-    with contextlib.ExitStack() as stack:
-        engine = stack.enter_context(
-            contextlib.closing(InProcess(serve_engine, options.config, options.set))
-        )
-        client = Client(stack.enter_context(started_server(options.config, options.set)))
-        model = json.loads(client.get("/v1/models")[1])["data"][0]["id"]
-        setup: dict[str, Any] = {n: engine.facts[n] for n in ("dtype", "device", "threads")}
-        setup |= {"model": model, "cores": os.cpu_count(), "machine": platform.machine()}
-        setup |= {"load_average": os.getloadavg()[0], "settings": options.set}
-        setup |= {"prompt_tokens": options.prompt_tokens, "output_tokens": options.output_tokens}
-        setup |= {n: importlib.metadata.version(n) for n in ("torch", "transformers", "ray")}
-        print(", ".join(f"{name} {value}" for name, value in setup.items()))
-        rng = random.Random(options.seed)
-        load = Load(
-            model=model,
-            prompt_tokens=options.prompt_tokens,
-            output_tokens=options.output_tokens,
-            rounds=options.rounds,
-            stream=True,
-            vocab=engine.facts["vocab"],
-        )
+    rng = random.Random(options.seed)
+    with both_sides(InProcess, serve_engine, options, stream=True) as sides:
+        engine, client, load, setup = sides
         results = [measure(client, engine, load, c, rng) for c in options.concurrency]
     show(results)
     at = [result["ratio"] for result in results if result["concurrency"] == 32]

@@ -2,12 +2,12 @@
 
 1. Blocks saved by samples and by beams of one prompt, with lengths drawn like chats and
    instructions, beside the figures of the PagedAttention paper (section 6.3). Scheduler, pools and
-   tables are the server's own; the device makes up tokens. Log-probabilities of beams are rows that
-   the model gave in its own samples, in random order.
-2. The share of step time that the prefix cache takes where nothing is ever hit.
+   tables are the server's own; tokens are random. Log-probabilities of beams are rows from samples
+   of the model, in random order.
+2. The share of step time that the prefix cache takes without any hit.
 3. Throughput of requests with a long common prefix, with the cache on and off.
-4. The time of attention over pages that all sequences share, read once for all, beside reading them
-   for each and beside torch over contiguous copies (`bench_groups.py` has more shapes).
+4. Attention over pages that all sequences share: read once for all, read for each, and torch over
+   contiguous copies (`bench_groups.py` has more shapes).
 
 The last line printed is one JSON object.
 """
@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import statistics
 import time
@@ -34,6 +33,7 @@ from configs.loading import load
 from kvpaging.pool import BlockPool
 from kvpaging.report import sharing
 from scripts.bench_groups import GEOMETRIES, Load, measure
+from scripts.served import machine
 from worker.engine.engine import Engine, Output
 from worker.execution.runner import InFlight, Runner, StepResult
 from worker.messages import Delta, Finish
@@ -63,9 +63,9 @@ PREFIX, PRIVATE, REQUESTS, OUTPUT = 1024, 32, 16, 16  # tokens, tokens, requests
 
 
 class NoDevice:
-    """Stands in for `Runner`: samples any token, offers beams the rows of a bank.
+    """Replaces `Runner`: samples random tokens, and beam candidates from the rows of a bank.
 
-    It counts the blocks that tables have while each step runs.
+    It counts the blocks of all tables in each step.
     """
 
     def __init__(self, scheduler: Scheduler, bank: Bank, rng: random.Random) -> None:
@@ -127,7 +127,7 @@ def saved(lengths: Lengths, width: int, *, beams: bool, bank: Bank, seed: int) -
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A loaded model, to make engines around."""
+    """A loaded model, to make engines with."""
 
     spec: EngineSpec
     engine: Engine
@@ -143,7 +143,7 @@ class Model:
         return cls(spec, start(spec, clock=time.perf_counter))
 
     def fresh(self, *, cache: bool = True) -> Engine:
-        """An engine that has seen nothing."""
+        """An engine with an empty cache."""
         kv = replace(self.spec.config.kv, prefix_cache=cache)
         config = replace(self.spec.config, kv=kv)
         spec = replace(self.spec, config=config)
@@ -301,10 +301,7 @@ def main() -> None:
         "dtype": str(model.spec.dtype).removeprefix("torch."),
         "device": str(model.spec.device),
         "threads": torch.get_num_threads(),
-        "cores": os.cpu_count(),
-        "machine": platform.machine(),
-        "load_average": os.getloadavg()[0],
-        "torch": torch.__version__,
+        **machine(),
         "block_size": BLOCK_SIZE,
         "requests": options.requests,
         "seed": options.seed,

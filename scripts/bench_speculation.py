@@ -1,8 +1,8 @@
-"""What prompt lookup saves where an answer repeats its prompt, and what it costs where many wait.
+"""What prompt lookup saves where answers repeat their prompt, and costs at high concurrency.
 
 The quick-start model is asked to repeat paragraphs of this repository's pages, and to repeat them
-with one word replaced. The same engine answers with and without draft tokens in turns, prompts
-computed anew each time, and each way counts at its best. The last line is one JSON object.
+with one word replaced. The same engine answers with and without draft tokens in turns, with an
+empty prefix cache, and the best turn of each counts. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scripts.engines import facts_of, spec_of, started
 from worker.engine.engine import Engine
 from worker.params import NO_SPECULATION, PROMPT_LOOKUP, SamplingParams
 from worker.request import Request
@@ -56,8 +57,7 @@ def prompts(tokenizer: Any, count: int) -> list[list[int]]:
     for i in range(count):
         text = texts[i % len(texts)]
         old = max(text.split(), key=len)
-        said = ASKED[i % 2].format(text=text, old=old, new="banana")
-        chat = [{"role": "user", "content": said}]
+        chat = [{"role": "user", "content": ASKED[i % 2].format(text=text, old=old, new="banana")}]
         made.append(
             list(
                 tokenizer.apply_chat_template(
@@ -69,81 +69,62 @@ def prompts(tokenizer: Any, count: int) -> list[list[int]]:
 
 
 def run(
-    engine: Engine, asked: Sequence[Sequence[int]], concurrency: int, tokens: int, method: str
+    engine: Engine, wanted: Sequence[Sequence[int]], concurrency: int, tokens: int, method: str
 ) -> Turn:
     """Answers of at most `tokens` tokens each, in order. Raises RuntimeError where one fails."""
     engine.scheduler.prefix.flush()
     params = SamplingParams(max_tokens=tokens, temperature=0.0, speculation=method)
-    left = [Request(str(i), list(prompt), params) for i, prompt in enumerate(asked)][::-1]
-    answers: list[list[int]] = [[] for _ in asked]
+    left = [Request(str(i), list(prompt), params) for i, prompt in enumerate(wanted)][::-1]
+    answers: list[list[int]] = [[] for _ in wanted]
     started_s = time.perf_counter()
     while left or not engine.idle:
         while left and len(engine.requests) < concurrency:
             engine.submit(left.pop())
         for request, event in engine.step(0.0):
-            said = getattr(event, "tokens", None)
-            if said is None:
+            tokens_of = getattr(event, "tokens", None)
+            if tokens_of is None:
                 raise RuntimeError(f"request {request.id}: {event}")
-            answers[int(request.id)] += said
+            answers[int(request.id)] += tokens_of
     return Turn(time.perf_counter() - started_s, tuple(map(tuple, answers)))
 
 
 def compare(
-    engine: Engine, asked: Sequence[Sequence[int]], concurrency: int, options: argparse.Namespace
+    engine: Engine, wanted: Sequence[Sequence[int]], concurrency: int, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Both ways in turns, the best of each, and how the draft tokens fared."""
+    """Both methods in turns, the best of each, and the share of accepted draft tokens."""
     stats = engine.scheduler.speculation.stats
     before = (stats.draft_tokens, stats.accepted_tokens)
     turns: dict[str, list[Turn]] = {NO_SPECULATION: [], PROMPT_LOOKUP: []}
     for number in range(options.rounds):
-        for method, some in turns.items():
+        for method, done in turns.items():
             if sys.stderr.isatty():
                 print(f"\rconcurrency {concurrency}, round {number}", end="\r", file=sys.stderr)
-            some.append(run(engine, asked, concurrency, options.tokens, method))
-    plain, guessed = (max(some, key=lambda t: t.tokens_per_s) for some in turns.values())
+            done.append(run(engine, wanted, concurrency, options.tokens, method))
+    plain, drafted = (max(done, key=lambda t: t.tokens_per_s) for done in turns.values())
     drafts = stats.draft_tokens - before[0]
-    same = sum(a == b for a, b in zip(plain.answers, guessed.answers, strict=True))
+    same = sum(a == b for a, b in zip(plain.answers, drafted.answers, strict=True))
     figures = {
         "plain_tokens_per_s": plain.tokens_per_s,
-        "guessed_tokens_per_s": guessed.tokens_per_s,
-        "ratio": guessed.tokens_per_s / plain.tokens_per_s,
+        "guessed_tokens_per_s": drafted.tokens_per_s,
+        "ratio": drafted.tokens_per_s / plain.tokens_per_s,
         "right": (stats.accepted_tokens - before[1]) / drafts if drafts else 0.0,
-        "same_answers": same / len(asked),
+        "same_answers": same / len(wanted),
     }
-    return {"concurrency": concurrency, "requests": len(asked), "goal": GOALS.get(concurrency)} | {
+    return {"concurrency": concurrency, "requests": len(wanted), "goal": GOALS.get(concurrency)} | {
         name: float(f"{value:.4g}") for name, value in figures.items()
     }
 
 
 def make(options: argparse.Namespace) -> tuple[Engine, Any, dict[str, Any]]:
-    """An engine as a worker has it, the model's tokenizer, and what is measured on."""
-    import torch
+    """An engine, the model's tokenizer, and what figures depend on."""
     from transformers import AutoTokenizer
 
-    from cluster.quickstart import resolve as find
-    from configs.loading import load
-    from worker.startup.device import keep_freed_memory
-    from worker.startup.start import resolve, start
-
-    keep_freed_memory()
-    torch.set_num_threads(options.threads)
-    config = load(None, options.set)
-    directory = find(config.model.path, config.model.revision, say=lambda line: None)
-    spec = resolve(config, directory)
-    engine = start(spec, clock=time.perf_counter, cpu_clock=time.thread_time)
-    facts = {
-        "model": spec.name,
-        "dtype": str(spec.dtype).removeprefix("torch."),
-        "device": str(spec.device),
-        "threads": options.threads,
-        "torch": torch.__version__,
-        "tokens": options.tokens,
-        "rounds": options.rounds,
-    }
-    return engine, AutoTokenizer.from_pretrained(directory), facts
+    spec, directory = spec_of(options.set, options.threads)
+    facts = facts_of(spec) | {"tokens": options.tokens, "rounds": options.rounds}
+    return started(spec), AutoTokenizer.from_pretrained(directory), facts
 
 
-def options(argv: Sequence[str] | None) -> argparse.Namespace:
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.bench_speculation", description=__doc__
     )
@@ -153,24 +134,30 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    asked = parser.parse_args(argv)
-    numbers = (*asked.concurrency, asked.requests, asked.tokens, asked.rounds, asked.threads)
+    options = parser.parse_args(argv)
+    numbers = (
+        *options.concurrency,
+        options.requests,
+        options.tokens,
+        options.rounds,
+        options.threads,
+    )
     if min(numbers) < 1:
         parser.error("--concurrency, --requests, --tokens, --rounds and --threads start at 1")
-    return asked
+    return options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    asked = options(argv)
-    engine, tokenizer, facts = make(asked)
+    options = arguments(argv)
+    engine, tokenizer, facts = make(options)
     print(", ".join(f"{name} {value}" for name, value in facts.items()))
     head = ("concurrency", "requests", "plain tok/s", "drafted tok/s", "ratio", "right", "same")
     print(" ".join(f"{name:>13}" for name in head))
     results = []
-    for concurrency in asked.concurrency:
-        wanted = prompts(tokenizer, max(concurrency, asked.requests))
+    for concurrency in options.concurrency:
+        wanted = prompts(tokenizer, max(concurrency, options.requests))
         run(engine, wanted[:1], 1, 4, NO_SPECULATION)  # the first step is slow
-        found = compare(engine, wanted, concurrency, asked)
+        found = compare(engine, wanted, concurrency, options)
         print(" ".join(f"{v:>13}" for k, v in found.items() if k != "goal"))
         results.append(found)
     print(json.dumps(facts | {"results": results}))

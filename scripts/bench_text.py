@@ -1,9 +1,9 @@
-"""How long an ingress's event loop stands still while a long prompt is templated and tokenised.
+"""How long an ingress's event loop is blocked while a long prompt is templated and tokenised.
 
-The loop turns as fast as it can and the longest time between two turns is taken, once while the
-text service works and once, for as long, while nothing does: what both have is the machine's. The
-same work on the loop itself stands beside it. What a long request still costs there is timed alone:
-its body, the names of its blocks, its message to a worker. The last line is one JSON object.
+The loop spins, and the longest time between two turns is taken, once while the text service works
+and once, for as long, while nothing does: gaps that both have are the machine's. For comparison the
+same work runs on the loop itself. The work of a long request that stays on the loop is timed alone:
+its body, its block hashes, its message to a worker. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Work = Callable[[TextService], Awaitable[Sequence[Any]]]
 
 
 def works(text: str) -> dict[str, Work]:
-    """What is asked of a text service, by name."""
+    """The work for a text service, by name."""
     one = [{"role": "user", "content": text}]
     size = max(1, len(text) // PARTS)
     roles = ("user", "assistant")
@@ -64,12 +64,12 @@ async def gap_while(work: Awaitable[Any]) -> tuple[float, float]:
 
 
 async def on_the_loop(service: TextService, work: Work) -> float:
-    """Seconds that the work takes where it would stop the loop."""
+    """Seconds of the work when it runs on the loop."""
 
-    async def here(_: int, call: Callable[[], Any]) -> Any:
+    async def on_loop(_: int, call: Callable[[], Any]) -> Any:
         return call()
 
-    off, service._off_loop = service._off_loop, here  # type: ignore[method-assign, assignment]
+    off, service._off_loop = service._off_loop, on_loop  # type: ignore[method-assign, assignment]
     try:
         began_s = time.perf_counter()
         await work(service)
@@ -99,7 +99,7 @@ async def gaps(service: TextService, work: Work, rounds: int) -> dict[str, float
 
 
 def parts_on_the_loop(text: str, ids: list[int], rounds: int) -> dict[str, float]:
-    """What a request with this text costs the loop beside its tokens, median ms."""
+    """Median ms on the loop of a request with this text, without tokenisation."""
     body = json.dumps({"model": "m", "prompt": text}).encode()
     root = hashing.root(fingerprint=b"bench", kv_dtype="float16", block_size=16)
     submit = messages.GenerateRequest("r", "m", ids, SamplingParams(), 60.0)

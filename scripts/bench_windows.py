@@ -1,8 +1,8 @@
 """What a sequence takes in models with sliding windows, beside full attention in every layer.
 
-Tiny models of the kinds that matter serve one long sequence, and the blocks that it owns are
-counted whenever a step has all that it needs. Memory is counted, not measured, so the machine has
-no part in it. The last line is one JSON object.
+Tiny models with the relevant layouts serve one long sequence, and its blocks are counted when each
+step is launched. Memory is counted, not measured, so the machine does not matter. The last line is
+one JSON object.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ class Kind:
 
     def shares(self, pages: Layout, tokens: int, taken: Taken) -> dict[str, float]:
         """Of the memory of full attention: what was taken, and what the formula says."""
-        whole = full_bytes(pages, self.windowed + 1, tokens)
+        full = full_bytes(pages, self.windowed + 1, tokens)
         return {
-            "decoding": taken.decoding_bytes / whole,
-            "formula": pages.sequence_bytes(tokens, 1) / whole,
-            "prefill": taken.prefill_bytes / whole,
-            "prefill_formula": pages.sequence_bytes(tokens, CHUNK) / whole,
+            "decoding": taken.decoding_bytes / full,
+            "formula": pages.sequence_bytes(tokens, 1) / full,
+            "prefill": taken.prefill_bytes / full,
+            "prefill_formula": pages.sequence_bytes(tokens, CHUNK) / full,
         }
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """The most bytes of blocks at a time, and the tokens that were said."""
+    """The most bytes of blocks at a time, and the tokens of the answer."""
 
     decoding_bytes: int
     prefill_bytes: int
-    said: tuple[int, ...]
+    tokens: tuple[int, ...]
 
 
 KINDS = (Kind(1, 1024, 0.58), Kind(5, 1024, 0.29), Kind(1, 4096, 0.77))
@@ -95,8 +95,8 @@ def prepare(home: Path, kind: Kind, tokens: int) -> tuple[EngineSpec, Any]:
         "scheduler.max_num_seqs": 1,
     }
     settings = load(None, [f"{name}={value}" for name, value in options.items()])
-    launch = resolve(settings, home, free_bytes=FREE_BYTES)
-    return launch, start(launch, clock=time.perf_counter).runner.model
+    spec = resolve(settings, home, free_bytes=FREE_BYTES)
+    return spec, start(spec, clock=time.perf_counter).runner.model
 
 
 def measure(engine: Engine, tokens: int) -> Taken:
@@ -104,7 +104,7 @@ def measure(engine: Engine, tokens: int) -> Taken:
     generator = torch.Generator().manual_seed(1)
     prompt = torch.randint(64, (tokens - NEW,), generator=generator).tolist()
     engine.submit(Request("r", prompt, SamplingParams(max_tokens=NEW, temperature=0.0)))
-    said: list[int] = []
+    answer: list[int] = []
     most = [0, 0]
     launch = engine.runner.launch
     sizes = engine.runner.model.store.layout.arena_block_bytes
@@ -112,14 +112,14 @@ def measure(engine: Engine, tokens: int) -> Taken:
     def launched(plan: Any) -> Any:
         counts = [pool.counts() for pool in dict.fromkeys(engine.scheduler.pools)]
         taken = sum((c.active + c.pinned) * size for c, size in zip(counts, sizes, strict=True))
-        most[bool(said)] = max(most[bool(said)], taken)
+        most[bool(answer)] = max(most[bool(answer)], taken)
         return launch(plan)
 
     engine.runner.launch = launched  # type: ignore[method-assign]
     while not engine.idle:
         for _, event in engine.step(0.0):
-            said += getattr(event, "tokens", [])
-    return Taken(most[1], most[0], tuple(said))
+            answer += getattr(event, "tokens", [])
+    return Taken(most[1], most[0], tuple(answer))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -138,9 +138,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = []
     for kind in KINDS:
         with tempfile.TemporaryDirectory() as home:
-            launch, model = prepare(Path(home), kind, tokens)
-            taken = measure(build_engine(launch, model, time.perf_counter), tokens)
-        shares = kind.shares(launch.layout, tokens, taken)
+            spec, model = prepare(Path(home), kind, tokens)
+            taken = measure(build_engine(spec, model, time.perf_counter), tokens)
+        shares = kind.shares(spec.layout, tokens, taken)
         cells = " ".join(f"{100 * share:8.1f}" for share in shares.values())
         print(f"{kind.windowed}:1".rjust(8), f"{kind.window:8}", "", cells, flush=True)
         found.append({**asdict(kind), **{name: round(x, 4) for name, x in shares.items()}})

@@ -1,12 +1,15 @@
-"""A server, what its clients ask of it and what they see, for the benchmarks over HTTP."""
+"""A server, its clients and the side it is compared with, for the benchmarks over HTTP."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import http.client
+import importlib.metadata
 import json
 import multiprocessing
 import os
+import platform
 import random
 import re
 import signal
@@ -19,20 +22,21 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import numpy as np
 
 ROOT = Path(__file__).parents[1]
 SNAPSHOT_S = 3.0  # the server's counters are at most this old
+REQUESTS_MIN = 4  # of one turn, so that a turn at concurrency 1 is long enough to time
 Prompt = list[int]
 
 
 class Apart:
-    """Work in a process of its own, which computes only when it is asked to.
+    """Work in a separate process, which computes only on request.
 
-    `target(pipe, config_path, overrides)` sends facts first, then an answer for each thing it gets.
+    `target(pipe, config_path, overrides)` sends facts first, then one answer for each request.
     """
 
     def __init__(
@@ -59,7 +63,7 @@ class Apart:
             raise SystemExit("the process beside this one ended, its error is above") from None
 
     def close(self) -> None:
-        """No more is asked: wait for the process to end."""
+        """Closes the pipe and waits for the process to end."""
         self.pipe.close()
         self.process.join()
 
@@ -69,7 +73,7 @@ class Sample:
     """One answered request; times in seconds of one clock."""
 
     started_s: float
-    chunks_s: tuple[float, ...]  # when each piece with text arrived; empty if not streamed
+    chunks_s: tuple[float, ...]  # when each chunk with text arrived; empty if not streamed
     ended_s: float
     tokens: int
 
@@ -88,7 +92,7 @@ class Turn:
 
 
 class Client:
-    """What a client of the server does; `url` is scheme, host and port."""
+    """A client of the server; `url` is scheme, host and port."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -102,7 +106,7 @@ class Client:
             return response.status, response.read().decode()
 
     def complete(self, body: dict[str, Any]) -> Sample:
-        """Sends one completion request and reads the whole answer."""
+        """Sends one completion request and reads the answer to its end."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=600)
         with contextlib.closing(connection):
             started = time.perf_counter()
@@ -127,7 +131,7 @@ class Client:
 
 
 def read_stream(response: http.client.HTTPResponse) -> tuple[tuple[float, ...], int]:
-    """Arrival times of the pieces that carry tokens, and how many tokens the server counted."""
+    """Arrival times of the chunks with text, and the number of tokens by the server's count."""
     chunks, tokens = [], 0
     for line in response:
         if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
@@ -219,7 +223,7 @@ def percentiles(samples: Sequence[Sample]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is asked of both sides."""
+    """The requests to both sides."""
 
     model: str
     prompt_tokens: int
@@ -229,7 +233,7 @@ class Load:
     vocab: int
 
     def prompts(self, count: int, rng: random.Random) -> list[Prompt]:
-        """Prompts that nothing has seen before, of ordinary token ids."""
+        """New random prompts of ordinary token ids."""
         low, high = self.vocab // 50, self.vocab - self.vocab // 50
         return [rng.choices(range(low, high), k=self.prompt_tokens) for _ in range(count)]
 
@@ -237,3 +241,70 @@ class Load:
         body = {"model": self.model, "prompt": prompt, "max_tokens": self.output_tokens}
         body |= {"temperature": 0, "ignore_eos": True, "stream": self.stream}
         return body | ({"stream_options": {"include_usage": True}} if self.stream else {})
+
+    def turns(
+        self, count: int, rng: random.Random, sides: Sequence[str]
+    ) -> Iterator[tuple[str, list[Prompt]]]:
+        """In each round new prompts for one side and then for the other, in alternating order."""
+        for index in range(self.rounds):
+            prompts = self.prompts(count, rng)
+            for side in sides if index % 2 == 0 else sides[::-1]:
+                yield side, prompts
+
+    def check(self, turns: Sequence[Turn], count: int) -> None:
+        """Raises SystemExit where a turn of `count` requests lacks tokens."""
+        for turn in turns:
+            if turn.tokens != count * self.output_tokens:
+                raise SystemExit(f"{turn.tokens} tokens came for {count * self.output_tokens}")
+
+
+def parser(doc: str | None, concurrency: Sequence[int]) -> argparse.ArgumentParser:
+    """The arguments that the benchmarks over HTTP have in common."""
+    made = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    made.add_argument("--config", help="configuration file; without it all defaults")
+    made.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
+    made.add_argument("--concurrency", type=int, nargs="+", default=concurrency)
+    made.add_argument("--prompt-tokens", type=int, default=128)
+    made.add_argument("--output-tokens", type=int, default=64)
+    made.add_argument("--rounds", type=int, default=3, help="turns of each side")
+    made.add_argument("--seed", type=int, default=0)
+    return made
+
+
+A = TypeVar("A", bound=Apart)
+
+
+@contextlib.contextmanager
+def both_sides(
+    kind: type[A], target: Callable[..., None], options: argparse.Namespace, stream: bool
+) -> Iterator[tuple[A, Client, Load, dict[str, Any]]]:
+    """A process of `target` and a server with the same settings (or that at `options.url`), the
+    load for both, and the setup, which is printed."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server ends too
+    with contextlib.ExitStack() as stack:
+        side = kind(target, options.config, options.set)
+        stack.enter_context(contextlib.closing(side))
+        url = getattr(options, "url", None)
+        url = url or stack.enter_context(started_server(options.config, options.set))
+        client = Client(url)
+        model = json.loads(client.get("/v1/models")[1])["data"][0]["id"]
+        setup = {name: side.facts[name] for name in ("dtype", "device", "threads")}
+        setup |= {"model": model, **machine(), "stream": stream, "settings": options.set}
+        setup |= {"prompt_tokens": options.prompt_tokens, "output_tokens": options.output_tokens}
+        print(", ".join(f"{name} {value}" for name, value in setup.items()))
+        load = Load(
+            model=model,
+            prompt_tokens=options.prompt_tokens,
+            output_tokens=options.output_tokens,
+            rounds=options.rounds,
+            stream=stream,
+            vocab=side.facts["vocab"],
+        )
+        yield side, client, load, setup
+
+
+def machine() -> dict[str, Any]:
+    """The machine and the packages that figures depend on."""
+    versions = {n: importlib.metadata.version(n) for n in ("torch", "transformers", "ray")}
+    cores, load_average = os.cpu_count(), os.getloadavg()[0]
+    return {"cores": cores, "machine": platform.machine(), "load_average": load_average, **versions}

@@ -1,11 +1,11 @@
-"""Paged attention for CPUs: rows of similar size are padded to one batch and attended together.
+"""Paged attention for CPUs: rows of similar size are padded into a bucket and attended together.
 
-What to gather is planned once per step and window, then every layer of the group runs the same few
-large operations per bucket. Sums are float32 (float64 for float64 input). Pages hold finite numbers
-only (`write` sees to it), so a masked key adds an exact zero whoever used its block before.
+Buckets are planned once per step and window; every layer of the group then runs the same few large
+operations per bucket. Sums are float32 (float64 for float64 input). Pages hold only finite numbers
+(see `page_view.write`), so a masked key adds an exact zero whatever its block held before.
 
-Keys that several rows share are gathered once and multiplied with all their queries at once; the
-rows' other keys are attended row by row, and the parts are merged.
+Keys that several rows share are gathered once for all of them; each row's other keys are attended
+apart, and the partial results are merged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvpaging.attention.partials import Partial, finish_reference, merge_referen
 from kvpaging.quant import Scales
 
 SCORE_BYTES_MAX = 64 << 20
-SLICE_BYTES = 4 << 20  # of keys and values gathered at a time, for each thread
+SLICE_BYTES = 4 << 20  # of keys and values gathered at a time, per thread
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -33,17 +33,17 @@ class Bucket:
     """S rows attended together, each padded to Q queries and W blocks (L = W * B keys)."""
 
     tokens: Tensor | None  # int64 [S*Q] token of each query, padding repeats; None = all in order
-    keep: Tensor | None  # int64 [n] entries of S*Q that are no padding; None = all are real
+    keep: Tensor | None  # int64 [n] entries of S*Q that are no padding; None = all
     table: Tensor  # int64 [S, W] physical blocks
     rows: int
     queries: int
-    hidden: Tensor | None  # bool [S, Q, L] keys that a query does not see; None = it sees all
+    hidden: Tensor | None  # bool [S, Q, L] keys that are masked; None = none
     blind: bool = False  # some query sees no key
-    joins: bool = False  # some query has met other keys in a bucket before
+    joins: bool = False  # some query was in an earlier bucket with other keys
     bias: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
 
     def bias_for(self, group: int, dtype: torch.dtype) -> Tensor | None:
-        """Additive mask [S, 1, group*Q, L]; made once per step, used by every layer."""
+        """Additive mask [S, 1, group*Q, L], cached for all layers of the step."""
         if self.hidden is None:
             return None
         if (group, dtype) not in self.bias:
@@ -54,7 +54,7 @@ class Bucket:
 
 
 def _bucket_size(n: int) -> int:
-    """Round up so that padding wastes at most a quarter: 1 to 8, then 10, 12, 14, 16, 20..."""
+    """Round up with at most a quarter of padding: 1 to 8, then 10, 12, 14, 16, 20..."""
     if n <= 4:
         return n
     step = 1 << (n.bit_length() - 3)
@@ -62,7 +62,7 @@ def _bucket_size(n: int) -> int:
 
 
 def plan(rows: Rows, block_size: int, window: int | None) -> list[Bucket]:
-    """Sort rows into buckets of like size and prepare the keys that each gathers and masks."""
+    """Sort rows into buckets of similar size, with the keys that each gathers and masks."""
     buckets, shared = _shared(rows, block_size)
     members: dict[tuple[int, int, bool], list[_Member]] = defaultdict(list)
     start = 0
@@ -71,25 +71,26 @@ def plan(rows: Rows, block_size: int, window: int | None) -> list[Bucket]:
             lowest = 0 if window is None else max(0, first - window + 1) // block_size
             blocks = (first + count - 1) // block_size + 1 - lowest
         else:
-            held = rows.logical[row, : int(rows.blocks[row])]
-            lowest = 0 if window is None else int((held < (first - window + 1) // block_size).sum())
-            blocks = int((held <= (first + count - 1) // block_size).sum()) - lowest
+            local = rows.logical[row, : int(rows.blocks[row])]
+            hidden = -1 if window is None else (first - window + 1) // block_size
+            lowest = int((local < hidden).sum())
+            blocks = int((local <= (first + count - 1) // block_size).sum()) - lowest
         gaps = shared.get(row, [])
         blocks -= sum(until - since for since, until in gaps)
         if blocks > 0:
             size = _bucket_size(count), _bucket_size(blocks), bool(gaps)
             members[size].append(_Member(row, start, lowest, gaps))
         start += count
-    for (queries, blocks, joins), some in members.items():
+    for (queries, blocks, joins), group in members.items():
         buckets.append(
-            _bucket(rows, block_size, window, queries, blocks=blocks, members=some, joins=joins)
+            _bucket(rows, block_size, window, queries, blocks=blocks, members=group, joins=joins)
         )
     return buckets
 
 
 def _shared(rows: Rows, block_size: int) -> tuple[list[Bucket], dict[int, list[tuple[int, int]]]]:
-    """A bucket for each run of keys that rows share. And for each of these rows the table entries
-    (from, to) that such buckets cover, ascending."""
+    """A bucket for each shared prefix, and for each of its rows the table entries (from, to) that
+    such buckets cover, ascending."""
     buckets: list[Bucket] = []
     shared: dict[int, list[tuple[int, int]]] = {}
     for run in rows.groups:
@@ -100,18 +101,10 @@ def _shared(rows: Rows, block_size: int) -> tuple[list[Bucket], dict[int, list[t
         ]
         gap = run.start // block_size, run.stop // block_size
         table = rows.table[run.rows[0], gap[0] : gap[1]].long()
-        together = torch.cat(tokens)
+        all_tokens = torch.cat(tokens)
         joins = any(row in shared for row in run.rows)
         buckets.append(
-            Bucket(
-                tokens=together,
-                keep=None,
-                table=table[None],
-                rows=1,
-                queries=len(together),
-                hidden=None,
-                joins=joins,
-            )
+            Bucket(all_tokens, None, table[None], 1, len(all_tokens), hidden=None, joins=joins)
         )
         for row in run.rows:
             shared.setdefault(row, []).append(gap)
@@ -120,7 +113,7 @@ def _shared(rows: Rows, block_size: int) -> tuple[list[Bucket], dict[int, list[t
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """A row in a bucket: it reads its table from `lowest` on, without the `gaps`."""
+    """A row in a bucket: it reads its table from entry `lowest` on, without the `gaps`."""
 
     row: int
     start: int  # first token
@@ -182,7 +175,7 @@ def attend(
     options: AttentionOptions,
     scales: Scales | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The partial of q [T, Hq, Dk] over the pages of `rows`, already normalised: l is 1.
+    """The Partial of q [T, Hq, Dk] over the pages of `rows`, already normalised: l is 1.
 
     Returns acc [T, Hq, Dv], m [T, Hq], l [T, Hq] in float32 (float64 for float64 q); (0, -inf, 0)
     where no key is visible.
@@ -199,28 +192,28 @@ def attend_finish(
     options: AttentionOptions,
     scales: Scales | None = None,
 ) -> Tensor:
-    """`finish(attend(...))` without the partial in between: [T, Hq, Dv] in q's dtype.
+    """`finish(attend(...))` without the Partial: [T, Hq, Dv] in q's dtype.
 
-    A sink takes `e^sink / (e^lse + e^sink)` of the weight, so the rest keeps `sigmoid(lse - sink)`.
+    A sink takes `e^sink / (e^lse + e^sink)` of the weight, so the keys keep `sigmoid(lse - sink)`.
     """
-    out, lse = _attend(q, PageView(k_pages, v_pages, scales), rows, options, decode_tile=True)
+    out, lse = _attend(q, PageView(k_pages, v_pages, scales), rows, options, rounded=True)
     if options.sink is not None:
         out = out * torch.sigmoid(lse - options.sink.to(lse.dtype)).unsqueeze(2).to(out.dtype)
     return out.to(q.dtype)
 
 
 def _attend(
-    q: Tensor, pages: PageView, rows: Rows, options: AttentionOptions, decode_tile: bool = False
+    q: Tensor, pages: PageView, rows: Rows, options: AttentionOptions, rounded: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Normalised output [T, Hq, Dv] and log-sum-exp [T, Hq] of every query.
 
-    `narrow` outputs may be rounded to q's dtype on the way.
+    `rounded` outputs may be rounded to q's dtype on the way.
     """
     key = block_size, window = pages.k.shape[2], options.window
     buckets: list[Bucket] | None = rows.cache.get(key)
     if buckets is None:
         buckets = rows.cache[key] = plan(rows, block_size, window)
-    values_dtype = q.dtype if decode_tile else torch.float32
+    values_dtype = q.dtype if rounded else torch.float32
     q = q.to(torch.promote_types(q.dtype, torch.float32))
     if len(buckets) == 1 and buckets[0].tokens is None:
         return _attend_bucket(q, pages, buckets[0], options, values_dtype=values_dtype)
@@ -228,51 +221,47 @@ def _attend(
     lse = q.new_full(q.shape[:2], float("-inf"))
     for bucket in buckets:
         tokens = bucket.tokens
-        some = q if tokens is None else q[tokens]
-        parts = _attend_bucket(some, pages, bucket, options, values_dtype=values_dtype)
+        queries = q if tokens is None else q[tokens]
+        parts = _attend_bucket(queries, pages, bucket, options, values_dtype=values_dtype)
         if bucket.keep is not None and tokens is not None:
             tokens = tokens[bucket.keep]
             parts = (parts[0][bucket.keep], parts[1][bucket.keep])
         at = slice(None) if tokens is None else tokens
         if bucket.joins:
             parts = _join((out[at], lse[at]), parts)
-        for whole, part in zip((out, lse), parts, strict=True):
-            whole[at] = part.to(whole.dtype)
+        for result, part in zip((out, lse), parts, strict=True):
+            result[at] = part.to(result.dtype)
     return out, lse
 
 
 def _join(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Merge two normalised outputs [n, Hq, Dv] with their log-sum-exps [n, Hq] into one."""
     acc, m = (torch.stack([a, b.to(a.dtype)]) for a, b in zip(one, other, strict=True))
-    whole = merge_reference(Partial(acc, m, (m > float("-inf")).to(m.dtype)))
-    return finish_reference(whole, None, acc.dtype), whole.m + whole.l.log()
+    merged = merge_reference(Partial(acc, m, (m > float("-inf")).to(m.dtype)))
+    return finish_reference(merged, None, acc.dtype), merged.m + merged.l.log()
 
 
 def _attend_bucket(
-    q: Tensor,
-    pages: PageView,
-    bucket: Bucket,
-    options: AttentionOptions,
-    values_dtype: torch.dtype,
+    q: Tensor, pages: PageView, bucket: Bucket, options: AttentionOptions, values_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """q [S*Q, Hq, Dk] -> output [S*Q, Hq, Dv] and log-sum-exp [S*Q, Hq].
 
-    The query heads of one KV head are laid side by side, like more queries.
+    The query heads of a KV head are treated as more queries.
     """
     kv_heads, heads, count = pages.k.shape[1], q.shape[1], bucket.queries
     group = heads // kv_heads
     packed = q.view(bucket.rows, count, kv_heads, group, -1)
     packed = packed.permute(0, 2, 3, 1, 4).reshape(bucket.rows, kv_heads, group * count, -1)
     singles = count == 1 and bucket.rows > 1 and not bucket.blind
-    decode_tile = singles and options.softcap is None and values_dtype.itemsize == 2
-    bias = bucket.bias_for(1 if decode_tile else group, q.dtype)
+    decode = singles and options.softcap is None and values_dtype.itemsize == 2
+    bias = bucket.bias_for(1 if decode else group, q.dtype)
 
-    def some(rows: slice, some_heads: slice) -> tuple[Tensor, Tensor]:
-        query, table = packed[rows, some_heads], bucket.table[rows]
+    def attend_slice(rows: slice, heads: slice) -> tuple[Tensor, Tensor]:
+        query, table = packed[rows, heads], bucket.table[rows]
         hide = None if bias is None else bias[rows]
-        k, v = pages.gather(some_heads, table, q.dtype, values_dtype if decode_tile else q.dtype)
-        if decode_tile:
-            return _singles(query, k, v, hide, scale=options.scale)
+        k, v = pages.gather(heads, table, q.dtype, values_dtype if decode else q.dtype)
+        if decode:
+            return _decode(query, k, v, hide, scale=options.scale)
         if options.softcap is None and k.shape[3] == v.shape[3]:
             out, lse = _flash(query, k, v, 0.0, False, attn_mask=hide, scale=options.scale)
             return out, lse
@@ -283,12 +272,12 @@ def _attend_bucket(
         bucket.rows, kv_heads, keys * (pages.k.shape[3] + pages.v.shape[3]) * q.element_size()
     )
     if len(slices) == 1:
-        out, lse = some(*slices[0])
+        out, lse = attend_slice(*slices[0])
     else:
         out = q.new_empty(*packed.shape[:3], pages.v.shape[3])
         lse = q.new_empty(packed.shape[:3])
         for one in slices:
-            out[one], lse[one] = some(*one)
+            out[one], lse[one] = attend_slice(*one)
     if bucket.blind and bucket.hidden is not None:
         seen = ~bucket.hidden.all(2).repeat(1, group).unsqueeze(1)
         out = torch.where(seen.unsqueeze(3), out, 0.0)
@@ -299,22 +288,22 @@ def _attend_bucket(
 
 
 def _slices(rows: int, heads: int, head_bytes: int) -> list[tuple[slice, slice]]:
-    """Rows and KV heads to attend at a time, so that what is gathered (`head_bytes` for each head
-    of a row) stays in the processor's caches."""
+    """Rows and KV heads to attend at a time, so that gathered keys and values (`head_bytes` for
+    each head of a row) stay in the processor's caches."""
     most = max(1, SLICE_BYTES * torch.get_num_threads() // head_bytes)
-    some_heads, some_rows = min(heads, most), max(1, most // heads)
+    head_step, row_step = min(heads, most), max(1, most // heads)
     return [
-        (slice(row, row + some_rows), slice(head, head + some_heads))
-        for row in range(0, rows, some_rows)
-        for head in range(0, heads, some_heads)
+        (slice(row, row + row_step), slice(head, head + head_step))
+        for row in range(0, rows, row_step)
+        for head in range(0, heads, head_step)
     ]
 
 
-def _singles(
+def _decode(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Many rows of one query each. q [S, Hkv, G, Dk] and k are float32, v has 16 bits; scores are
-    float32, and only the weights of the values are rounded to 16 bits."""
+    """Rows of one query each. q [S, Hkv, G, Dk] and k are float32, v has 16 bits; only the softmax
+    weights are rounded to 16 bits."""
     assert bias is not None
     shape = q.shape[:3]
     hide = bias.expand(-1, shape[1], 1, -1).reshape(-1, 1, k.shape[2])
@@ -327,7 +316,7 @@ def _singles(
 def _plain(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
-    """The plain formula, a bounded slice of queries at a time."""
+    """Plain attention, a bounded slice of queries at a time."""
     size = max(1, SCORE_BYTES_MAX // (q.shape[0] * q.shape[1] * k.shape[2] * q.element_size()))
     out, lse = [], []
     for at in range(0, q.shape[2], size):

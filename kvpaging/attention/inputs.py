@@ -1,6 +1,6 @@
-"""What attention over pages is called with: a leaf that every backend shares.
+"""The arguments of attention over pages, shared by all backends.
 
-Letters for shapes as in `kvpaging.attention.ops`.
+Shapes are named as in `kvpaging.attention.ops`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """How a layer attends.
+    """Attention of a layer.
 
-    The logit of key k is `x = scale * q.k`, with a soft cap c it is `c * tanh(x / c)`. A key at
-    position p is visible to a query at position t iff `p <= t` and, given a window, also
-    `t - p < window`. A sink is one more logit per head that has no value; it enters where partials
-    become an output, so `attend` leaves it to `finish`.
+    The logit of key k is `x = scale * q.k`, or `c * tanh(x / c)` with a soft cap c. A key at
+    position p is visible to a query at position t iff `p <= t` and, given a window,
+    `t - p < window`. A sink is one more logit per head without a value; `attend` leaves it to
+    `finish`.
     """
 
     scale: float
@@ -29,8 +29,8 @@ class AttentionOptions:
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """Keys `start` to `stop` of each of `rows`: they lie in the same blocks, and every query of
-    the rows sees all of them. They are `splits` splits of `length` keys from `split` on."""
+    """Keys `start` to `stop` of each of `rows`: they are in the same blocks, and every query of
+    the rows sees all of them. They are `splits` splits of `length` keys from split `split` on."""
 
     rows: tuple[int, ...]  # ascending
     split: int
@@ -66,7 +66,7 @@ class Rows:
 
     query_start: Tensor  # int32 [R+1]
     first: Tensor  # int32 [R], position of the row's first query
-    table: Tensor  # int32 [R, W], physical blocks of this rank, in ascending logical order
+    table: Tensor  # int32 [R, W], physical blocks on this rank, in ascending logical order
     blocks: Tensor  # int32 [R], entries of the table in use
     logical: Tensor | None  # int32 [R, W], logical index of each entry; None means 0, 1, 2, ...
     slots: Tensor  # int64 [T], block * B + offset that receives token t's K and V; -1 for none
@@ -74,5 +74,5 @@ class Rows:
     firsts: tuple[int, ...]  # host copy of `first`
     groups: tuple[SharedPrefix, ...] = ()  # keys that several rows read from the same blocks
     held: tuple[int, ...] = ()  # host copy of `blocks`, needed where `logical` is given
-    shards: int = 1  # ranks that a row's keys are spread over: splits are as much shorter
-    cache: dict[Any, Any] = field(default_factory=dict)  # what a backend plans once for all layers
+    shards: int = 1  # ranks that share a row's keys: splits are shorter by this factor
+    cache: dict[Any, Any] = field(default_factory=dict)  # of a backend's plans, for all layers

@@ -1,9 +1,9 @@
-"""Attention over pages: the public ops, each beside the plain formula it must equal.
+"""Attention over pages: the public ops.
 
 Shapes: T tokens of the step, R rows, Hq and Hkv query and KV heads, G = Hq / Hkv, Dk and Dv head
 sizes of keys and values, B slots of a block, W entries of a table.  Pages: `[blocks, Hkv, B, D]`;
-quantised ones (`kvpaging.quant`) have `scales`, and every op reads them as `pages * scales`.
-Partial sums are float32, or float64 for float64 queries; exponentials are base e.
+quantised ones (`kvpaging.quant`) have `scales` and mean `pages * scales`.  Partial sums are
+float32, or float64 for float64 queries; exponentials are base e.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpaging import quant
-from kvpaging.attention import cpu, page_view
+from kvpaging.attention import cpu
 from kvpaging.attention.inputs import AttentionOptions, Rows
 from kvpaging.attention.partials import Partial as Partial
 from kvpaging.attention.partials import finish_reference as finish_reference
-from kvpaging.attention.partials import finite_maximum
 from kvpaging.attention.partials import merge_reference as merge_reference
 from kvpaging.quant import Scales
 
@@ -38,10 +36,9 @@ def write(
 ) -> None:
     """Store the step's keys and values in their slots.
 
-    k `[T, Hkv, Dk]` and v `[T, Hkv, Dv]` are cast to the pages' dtype, or quantised where there are
-    `scales`, which are stored too; slots int64 `[T]`, where -1 stores nothing.  No slot may occur
-    twice.  Numbers that are not finite become zero: a page outlives the request that wrote it, and
-    a masked NaN would reach whoever gets the block next.
+    k `[T, Hkv, Dk]` and v `[T, Hkv, Dv]` are cast to the pages' dtype, or quantised into pages and
+    `scales`; slots int64 `[T]`, -1 stores nothing.  No slot may occur twice.  Numbers that are not
+    finite become zero: a page outlives its request, and a masked NaN would reach the next one.
     """
     if k.is_cuda:
         _kernels().write(k, v, k_pages, v_pages, slots=slots, scales=scales)
@@ -57,7 +54,7 @@ def attend(
     options: AttentionOptions,
     scales: Scales | None = None,
 ) -> Partial:
-    """Attend with q `[T, Hq, Dk]` over the rows' blocks; Partial of `[T, Hq, Dv]`, sink left out.
+    """Attend with q `[T, Hq, Dk]` over the rows' blocks; Partial of `[T, Hq, Dv]` without the sink.
 
     Query head h reads KV head `h // G`.
     """
@@ -73,23 +70,22 @@ def attend_finish(
     options: AttentionOptions,
     scales: Scales | None = None,
 ) -> Tensor:
-    """`finish(attend(q, ...), options.sink, q.dtype)` of rows whose keys are all here."""
+    """`finish(attend(q, ...), options.sink, q.dtype)`, for rows whose keys are all on this rank."""
     backend = _kernels() if q.is_cuda else cpu
     out: Tensor = backend.attend_finish(q, k_pages, v_pages, rows, options=options, scales=scales)
     return out
 
 
 def merge(parts: Partial) -> Partial:
-    """Fold partials along their leading axis, in ascending order; any of them may be empty."""
+    """Fold partials along their leading axis, in ascending order; any may be empty."""
     if parts.m.is_cuda:
         return Partial(*_kernels().merge(parts.acc, parts.m, parts.l))
     return merge_reference(parts)
 
 
 def finish(partial: Partial, sink: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Attention output `[T, Hq, Dv]` in `dtype`; sink is a logit per head `[Hq]` without a value.
-
-    Apply once, after the last merge.  A query that saw no key gives zeros.
+    """Attention output `[T, Hq, Dv]` in `dtype`, after the last merge; sink is a logit per head
+    `[Hq]` without a value.  A query without visible keys gives zeros.
     """
     if partial.m.is_cuda:
         out: Tensor = _kernels().finish(partial.acc, partial.m, partial.l, sink, dtype=dtype)
@@ -118,10 +114,10 @@ def warm_up(
     scales: Scales | None = None,
     partials: bool = False,
 ) -> None:
-    """Compile and run every kernel that a layer's pages can reach; nothing is stored.
+    """Compile and run every kernel that a layer's pages need; nothing is stored.
 
-    The layer has `heads` query heads of `dtype`. `partials` prepares attend, merge and finish over
-    some of the blocks, otherwise attend_finish over all of them.
+    The layer has `heads` query heads of `dtype`. `partials` prepares attend, merge and finish,
+    otherwise attend_finish is prepared.
     """
     if k_pages.is_cuda:
         _kernels().warm_up(
@@ -130,80 +126,10 @@ def warm_up(
 
 
 def _kernels() -> Any:
-    """The launchers; imported late, since only a GPU needs Triton."""
+    """The launchers; imported late because only GPUs need Triton."""
     from kvpaging.kernels import launch
 
     return launch
-
-
-def write_reference(
-    k: Tensor,
-    v: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    slots: Tensor,
-    scales: Scales | None = None,
-) -> None:
-    """`pages[slot // B, :, slot % B] = x` for every token with a slot, where x is finite."""
-    size = k_pages.shape[2]
-    kept = slots >= 0
-    block, offset = slots[kept] // size, slots[kept] % size
-    if scales is not None:
-        page_view.write_quantised(
-            (k[kept], v[kept]), (k_pages, v_pages), scales, block, offset=offset
-        )
-        return
-    for x, pages in ((k, k_pages), (v, v_pages)):
-        stored = x[kept].to(pages.dtype)
-        pages[block, :, offset] = torch.where(stored.isfinite(), stored, 0)
-
-
-def attend_reference(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    rows: Rows,
-    options: AttentionOptions,
-    scales: Scales | None = None,
-) -> Partial:
-    """The formula of `attend`, a row at a time, all keys at once."""
-    dtype = accumulator(q.dtype)
-    heads, size = k_pages.shape[1], k_pages.shape[2]
-    acc, maxima, sums = [], [], []
-    grouped = q.to(dtype).reshape(len(q), heads, q.shape[1] // heads, q.shape[2])
-    queries = torch.split(grouped, list(rows.lens))
-    for r, (query, first) in enumerate(zip(queries, rows.firsts, strict=True)):
-        used = int(rows.blocks[r])
-        entries = rows.table[r, :used].long()
-        logical = torch.arange(used, device=q.device) if rows.logical is None else rows.logical[r]
-        keys = logical[:used, None] * size + torch.arange(size, device=q.device)
-        ahead = first + torch.arange(len(query), device=q.device)[:, None] - keys.flatten()
-        visible = ahead >= 0
-        if options.window is not None:
-            visible &= ahead < options.window
-        k, v = (
-            (pages[entries].to(dtype) if some is None else _read(pages, some, entries, dtype))
-            .transpose(1, 2)
-            .flatten(0, 1)  # [keys, Hkv, D]
-            for pages, some in zip((k_pages, v_pages), scales or (None, None), strict=True)
-        )
-        v = torch.where(visible.any(0)[:, None, None], v, 0)  # unwritten slots may hold NaN
-        x = torch.einsum("thgd,khd->thgk", query, k) * options.scale
-        if options.softcap is not None:
-            x = options.softcap * torch.tanh(x / options.softcap)
-        x = x.masked_fill(~visible[:, None, None, :], -torch.inf)
-        x = torch.cat([x, x.new_full((*x.shape[:-1], 1), -torch.inf)], -1)  # a row without keys
-        m = x.amax(-1)
-        p = torch.exp(x - finite_maximum(m)[..., None])
-        acc.append(torch.einsum("thgk,khd->thgd", p[..., :-1], v).flatten(1, 2))
-        maxima.append(m.flatten(1, 2))
-        sums.append(p.sum(-1).flatten(1, 2))
-    return Partial(torch.cat(acc), torch.cat(maxima), torch.cat(sums))
-
-
-def _read(pages: Tensor, scales: Tensor, entries: Tensor, dtype: torch.dtype) -> Tensor:
-    numbers = pages.view(torch.uint8)[entries].view(pages.dtype)  # torch indexes no fp8
-    return quant.dequantise(numbers, scales[entries], dtype)
 
 
 def copy_reference(arena: Tensor, src: Tensor, dst: Tensor) -> None:

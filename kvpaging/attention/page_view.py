@@ -1,6 +1,6 @@
-"""Writing and gathering pages on a CPU, in the model's own numbers or quantised.
+"""Writing and gathering pages on a CPU, quantised or not.
 
-torch indexes no fp8, so quantised pages are moved as the bytes they are.
+torch cannot index fp8, so quantised pages are moved as bytes.
 """
 
 from __future__ import annotations
@@ -22,12 +22,7 @@ def write(
     slots: Tensor,
     scales: Scales | None = None,
 ) -> None:
-    """Store k [T, Hkv, Dk] and v [T, Hkv, Dv], cast or quantised, at `slots` int64 [T]; slot -1 is
-    not written.
-
-    Numbers that are not finite become zero: a page outlives the request that wrote it, and a masked
-    NaN would reach whoever gets the block next.
-    """
+    """See `kvpaging.attention.ops.write`."""
     block_size = k_pages.shape[2]
     if bool((slots < 0).any()):
         keep = slots >= 0
@@ -48,10 +43,10 @@ def write_quantised(
     offset: Tensor,
 ) -> None:
     """Store k and v `[n, Hkv, D*]`, quantised, and their scales; block and offset int64 `[n]`."""
-    for x, to, beside in zip(new, pages, scales, strict=True):
-        numbers, made = quant.quantise(x, to.dtype)
-        to.view(torch.uint8)[block, :, offset] = numbers.view(torch.uint8)
-        beside[block, :, offset] = made
+    for x, page, scale in zip(new, pages, scales, strict=True):
+        numbers, new_scale = quant.quantise(x, page.dtype)
+        page.view(torch.uint8)[block, :, offset] = numbers.view(torch.uint8)
+        scale[block, :, offset] = new_scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +60,11 @@ class PageView:
     def gather(
         self, heads: slice, table: Tensor, k_dtype: torch.dtype, v_dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """K and V of some heads in the blocks named by table [S, W], each [S, H, W*B, D*]."""
+        """K and V of a slice of heads in the blocks of table [S, W], each [S, H, W*B, D*]."""
         k, v = self.k[:, heads], self.v[:, heads]
         if self.scales is None:
             return _gather(k, table, k_dtype), _gather(v, table, v_dtype)
-        k_scales, v_scales = (some[:, heads] for some in self.scales)
+        k_scales, v_scales = (scale[:, heads] for scale in self.scales)
         return (
             _gather_quantised(k, k_scales, table, k_dtype),
             _gather_quantised(v, v_scales, table, v_dtype),
@@ -77,10 +72,10 @@ class PageView:
 
 
 def _gather(pages: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
-    """The pages [blocks, H, B, D] named by table [S, W], as [S, H, W*B, D] of `dtype`.
+    """The pages [blocks, H, B, D] of table [S, W], as [S, H, W*B, D] of `dtype`.
 
-    Where a plane's rows of B*D elements tile the arena evenly, one row lookup puts every head's
-    keys in place; otherwise blocks are gathered and then turned.
+    Where rows of B*D elements tile the arena evenly, one row lookup puts every head's keys in
+    place; otherwise blocks are gathered and then transposed.
     """
     _, heads, block_size, dim = pages.shape
     unit, (stride, *_), offset = block_size * dim, pages.stride(), pages.storage_offset()
@@ -95,9 +90,9 @@ def _gather(pages: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _gather_quantised(pages: Tensor, scales: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same of quantised pages and scales [blocks, H, B]: turned while they are small."""
+    """The same of quantised pages and scales [blocks, H, B]; transposed while they are 8 bit."""
     shape = (*table.shape, *pages.shape[1:])
     numbers = pages.view(torch.uint8)[table.flatten()].view(pages.dtype).view(shape)
-    beside = scales[table.flatten()].view(shape[:-1]).transpose(1, 2)
-    found = quant.dequantise(numbers.transpose(1, 2).contiguous(), beside, dtype)
+    scale = scales[table.flatten()].view(shape[:-1]).transpose(1, 2)
+    found = quant.dequantise(numbers.transpose(1, 2).contiguous(), scale, dtype)
     return found.view(len(table), pages.shape[1], -1, pages.shape[3])

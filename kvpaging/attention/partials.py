@@ -1,7 +1,4 @@
-"""Sums over some of a query's keys, and how they are joined: one rule for every backend.
-
-The formulas of `merge` and `finish` of `kvpaging.attention.ops`, in plain torch.
-"""
+"""Partial attention over a part of a query's keys, and the references of `merge` and `finish`."""
 
 from __future__ import annotations
 
@@ -13,9 +10,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Softmax-weighted sums over some of the keys: `acc = sum e^(x-m) v`, `l = sum e^(x-m)`.
+    """Softmax-weighted sums over a part of the keys: `acc = sum e^(x-m) v`, `l = sum e^(x-m)`.
 
-    m is the largest logit.  Over no keys at all it is (0, -inf, 0), the exact identity of merge.
+    m is the largest logit.  Over no keys it is (0, -inf, 0), the exact identity of merge.
     """
 
     acc: Tensor  # [..., Hq, Dv]

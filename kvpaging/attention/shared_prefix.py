@@ -1,8 +1,8 @@
-"""Which rows of a step read the same pages, so that each page is read once for all of them.
+"""Finds rows of a step that share a prefix, so that its pages are read once (cascade attention).
 
-Rows that share leading blocks form a tree. It is given as a list of runs: whole splits of keys with
-the rows that read them. A split lies wholly in a run or in none, so grouping never moves a cut.
-Computed on the host, once per step and layer group.
+Rows that share leading blocks form a tree, returned as a list of `SharedPrefix`: full splits of
+keys with the rows that read them. A split is in one of them or in none, so grouping never moves a
+cut. Computed on the host, once per step and layer group.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.int64]
 
-# A run saves the reading of its keys for all rows but one, and costs some small operations and the
-# merge of its sums, in each layer. `scripts/bench_groups.py` shows where that starts to pay on a
-# CPU: at 2,000 to 4,000 keys, the more the smaller the heads are. On a GPU it costs the launch of a
-# merge, in whose time about as many keys could be read (an estimate). How many rows and splits
-# the keys come from does not matter.
+# Sharing saves reading the keys for all rows but one, and costs a few small operations and a merge
+# in each layer. On a CPU that pays from 2,000 to 4,000 saved keys on, more the smaller the heads
+# are (`scripts/bench_groups.py`). On a GPU it costs the launch of a merge, in which about as many
+# keys could be read (an estimate).
 SAVED_KEYS_MIN = 4096
 
 
@@ -40,21 +39,21 @@ def find(
     saved_keys_min: int = SAVED_KEYS_MIN,
     full_tables: NDArray[np.int32] | None = None,
 ) -> tuple[SharedPrefix, ...]:
-    """The runs of a step that save at least `saved_keys_min`, in ascending order of splits.
+    """The shared prefixes that save at least `saved_keys_min`, in ascending order of splits.
 
-    Row r computes `lens[r]` queries from position `firsts[r]` on and reads the blocks listed in
-    `tables[slots[r]]`. Where no two rows have the first block in common this is one short look at
-    each row; else it is sorting the rows that do.
+    Row r computes `lens[r]` queries from position `firsts[r]` on and reads the blocks in
+    `tables[slots[r]]`. This costs one look at each row's first block, and sorting the rows that
+    have it in common.
 
-    With a window, entries before it are stale. Rows that share a prefix are then looked for in
-    `full_tables`, those of a group of the same sequences without a window, and compared here.
+    With a window, entries before it are stale. Then shared prefixes are found in `full_tables`,
+    those of a group without a window of the same sequences, and compared here.
     """
     searched = tables if full_tables is None else full_tables
     heads = searched[slots, 0]
     if len(set(heads.tolist())) == len(heads):
         return ()
     length = _split_lengths(firsts)
-    # Every query of a row must be cut at the same places and see the whole of a split.
+    # Every query of a row must be cut at the same positions and see all keys of a split.
     end = np.where(_split_lengths(firsts + lens - 1) == length, (firsts + 1) // length, 0)
     hidden = np.zeros_like(firsts) if window is None else (firsts + lens - window).clip(0)
     begin = -(-hidden // length)
@@ -65,16 +64,15 @@ def find(
     members = members[counts[kind] > 1]
     found: list[SharedPrefix] = []
     for each in np.unique(length[members]).tolist():
-        some = members[length[members] == each]
-        tree = _Tree(
-            searched[slots[some]],
-            some,
-            begin[some],
-            end[some],
+        alike = members[length[members] == each]
+        found += _Tree(
+            searched[slots[alike]],
+            alike,
+            begin[alike],
+            end[alike],
             blocks=each // block_size,
             length=each,
-        )
-        found += tree.runs()
+        ).runs()
     kept = [run for run in _joined(found) if run.saved_keys >= saved_keys_min]
     if full_tables is not None:
         kept = [run for run in kept if _same(tables, slots, run, block_size)]
@@ -82,10 +80,10 @@ def find(
 
 
 def _same(tables: NDArray[np.int32], slots: Ints, run: SharedPrefix, block_size: int) -> bool:
-    """Whether the rows of a run have the same blocks in these tables too."""
+    """Whether the rows of a shared prefix have the same blocks in these tables too."""
     columns = slice(run.start // block_size, run.stop // block_size)
-    some = tables[slots[list(run.rows)], columns]
-    return bool((some == some[0]).all())
+    blocks = tables[slots[list(run.rows)], columns]
+    return bool((blocks == blocks[0]).all())
 
 
 def _split_lengths(positions: Ints) -> Ints:
@@ -107,8 +105,8 @@ class _Tree:
         blocks: int,
         length: int,
     ) -> None:
-        """tables `[n, W]` of `rows` [n], of which the splits from `begin[i]` up to `end[i]` are
-        wholly visible, each of `blocks` blocks and `length` keys."""
+        """tables `[n, W]` of `rows` [n]. Splits `begin[i]` to `end[i]` of row i are fully visible;
+        each has `blocks` blocks and `length` keys."""
         width = int(end.max()) * blocks
         kept = np.where(np.arange(width) < end[:, None] * blocks, tables[:, :width], -1)
         keys = [row.tobytes() for row in kept]
@@ -116,12 +114,12 @@ class _Tree:
         self.rows, self.begin, self.length = rows[order], begin[order], length
         kept, end = kept[order], end[order]
         differ = np.pad(kept[1:] != kept[:-1], ((0, 0), (0, 1)), constant_values=True)
-        # Splits that neighbours have in common; an interval has in common the least of its own.
+        # Splits that neighbours share; an interval of rows shares the least of these.
         self.common = np.minimum(differ.argmax(1) // blocks, end[1:]).tolist()
 
     def runs(self) -> Iterator[SharedPrefix]:
-        """The runs of the tree: intervals of rows, with the splits they share and their parents do
-        not."""
+        """The nodes of the tree: intervals of rows, with the splits that they share and that their
+        parent does not."""
         todo = [(0, len(self.rows), 0)]
         while todo:
             low, high, above = todo.pop()
@@ -135,23 +133,22 @@ class _Tree:
             todo += [(a, b, least) for a, b in pairwise([low, *cuts, high])]
 
     def _visible(self, low: int, high: int, split: int, stop: int) -> Iterator[SharedPrefix]:
-        """The run from `split` to `stop`, cut where the window of another row begins."""
+        """The splits from `split` to `stop`, cut where the window of another row begins."""
         rows, begin = self.rows[low:high], self.begin[low:high]
         starts = np.unique(begin.clip(split))
         borders = [*starts[starts < stop].tolist(), stop]
         for first, until in pairwise(borders):
-            some = rows[begin <= first]
-            if len(some) > 1:
-                yield SharedPrefix(tuple(sorted(some.tolist())), first, until - first, self.length)
+            seeing = rows[begin <= first].tolist()
+            if len(seeing) > 1:
+                yield SharedPrefix(tuple(sorted(seeing)), first, until - first, self.length)
 
 
 def _joined(runs: list[SharedPrefix]) -> list[SharedPrefix]:
-    """Consecutive runs of the same rows, joined. The runs of each row stay in ascending order."""
+    """Joins consecutive prefixes of the same rows; those of each row stay in ascending order."""
     last: dict[tuple[tuple[int, ...], int, int], SharedPrefix] = {}
     for run in runs:
         before = last.pop((run.rows, run.length, run.split), None)
-        whole = run if before is None else SharedPrefix(
-            run.rows, before.split, before.splits + run.splits, run.length
-        )  # fmt: skip
-        last[run.rows, run.length, whole.end] = whole
+        if before is not None:
+            run = SharedPrefix(run.rows, before.split, before.splits + run.splits, run.length)
+        last[run.rows, run.length, run.end] = run
     return [*last.values()]

@@ -1,14 +1,14 @@
-"""How a step's attention is cut into independent pieces.
+"""Cuts a step's attention into independent work items: tiles of queries, splits of keys.
 
-Keys are cut at multiples of a length that only the query's position decides, so neither the batch
-nor a chunk's border moves a cut, and the splits of a query are always folded in ascending order.
-Whether one program folds a tile's splits in registers, or many leave them in scratch rows for a
-merge, is a matter of speed alone.  Plain integers throughout: the list is made on the host, once
-per step and layer group.
+Keys are cut at multiples of a length that depends only on the query's position, and the splits of a
+query are always folded in ascending order, so results depend neither on the batch nor on chunk
+borders.  Only speed decides whether one program folds the splits of a tile in registers, or many
+programs leave partial sums in scratch rows for a merge.  The lists are made on the host, once per
+step and layer group.
 
-Keys that several rows share are read by tiles that stack queries of all of them.  A split's sums go
-to scratch rows of its own and are folded with the others in ascending order, so grouping changes no
-bit either.
+Keys that several rows share (`SharedPrefix`) are read by tiles that stack queries of all of them.
+Sums of a split go to scratch rows of their own and are folded in the same order, so sharing changes
+no bit either.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
 SPLITS = 32  # of a query, at most
 SHORTEST_SPLIT = 256  # keys
-SCRATCH_ROWS = 2048  # partials of a token and all its heads that wait for a merge, at most
-BUSY = (1024, 256)  # programs with decode and with prefill tiles that keep a large device busy
+SCRATCH_ROWS = 2048  # at most; each holds the partials of a token and all its heads
+BUSY = (1024, 256)  # programs with decode and prefill tiles that fill a large device
 
-# Row, first token, queries, first position, first split, splits, length, target.  Where the token
-# is -1 - i, the tile stacks the tokens listed from entry i on, and all of them see all its keys.
+# Row, first token, queries, first position, first split, splits, length, target.  A token -1 - i
+# means a tile that stacks the tokens listed from entry i on, all of which see all its keys.
 ITEM_FIELDS = 8
 MERGE_FIELDS = 3  # token, first entry of the sources, how many
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Queries of one row that are attended together, and the splits some of them can see."""
+    """Queries of one row that are attended together, and the splits that any of them sees."""
 
     row: int
     token: int  # first query, counted over the batch
@@ -50,14 +50,14 @@ class Tile:
         return range(self.split, self.split + self.splits)
 
     def item(self, split: int, splits: int, target: int) -> tuple[int, ...]:
-        """The piece that sums some of the splits: into the output (-1) or from a scratch row on."""
+        """The work item of a range of splits: into the output (-1) or from scratch row `target`."""
         return self.row, self.token, self.queries, self.position, split, splits, self.length, target
 
 
 @dataclass(frozen=True, slots=True)
 class WorkList:
-    """The pieces of one step, as flat lists of integers: `decode_tile` and `prefill_tile` hold
-    items of ITEM_FIELDS, `merges` the entries of MERGE_FIELDS that join partial sums."""
+    """The work of one step, as flat lists of integers: `decode_tile` and `prefill_tile` have items
+    of ITEM_FIELDS, `merges` entries of MERGE_FIELDS that join partial sums."""
 
     decode_tile: list[int]
     prefill_tile: list[int]
@@ -68,7 +68,7 @@ class WorkList:
 
 
 def split_length(position: int) -> int:
-    """Keys of a split for a query at `position`: a power of two that makes at most SPLITS."""
+    """Keys of a split for a query at `position`: a power of two, with at most SPLITS splits."""
     needed = -(-(position + 1) // SPLITS)
     return max(SHORTEST_SPLIT, 1 << (needed - 1).bit_length())
 
@@ -85,8 +85,8 @@ def tiles(
 ) -> Iterator[Tile]:
     """Cut a row's queries where the split length changes and after `size` of them.
 
-    `keys` bounds the row's keys on this rank, about one of `shards`.  Where they are not all keys
-    from 0 on, the window does not say which of them it hides, and `window` must be None.
+    `keys` bounds the row's keys on this rank, which is about one of `shards`.  Where these are not
+    all keys from 0 on, `window` must be None: it cannot tell which of them are hidden.
     """
     end = position + count
     while position < end:
@@ -122,34 +122,26 @@ def build(
     """The work of a step.
 
     Rows of up to `decode_tile` queries become decode tiles, longer ones tiles of `prefill_tile`
-    queries; a tile takes `programs` programs.  `keys` counts each row's keys on this rank where the
-    rank does not hold the row's keys from 0 on, but about one of `shards`.  `groups` tells which
-    rows share keys.
+    queries; a tile takes `programs` programs.  `keys` counts each row's keys on this rank where it
+    has only about one of `shards` of them.  `groups` are the prefixes that rows share.
     """
     lists: tuple[list[Tile], list[Tile]] = ([], [])
     token = 0
     for row, (count, first) in enumerate(zip(lens, firsts, strict=True)):
         size, to = (decode_tile, lists[0]) if count <= decode_tile else (prefill_tile, lists[1])
-        held, cut = (first + count, window) if keys is None else (keys[row], None)
-        to.extend(tiles(row, token, count, first, size=size, window=cut, keys=held, shards=shards))
+        seen, cut = (first + count, window) if keys is None else (keys[row], None)
+        to.extend(tiles(row, token, count, first, size=size, window=cut, keys=seen, shards=shards))
         token += count
-    pieces = _Pieces((decode_tile, prefill_tile))
+    work = _Builder((decode_tile, prefill_tile))
     if groups:
-        lists = pieces.group(lists, groups)
-    pieces.spread(lists, programs)
-    decodes, prefills = pieces.items
-    return WorkList(
-        decode_tile=decodes,
-        prefill_tile=prefills,
-        merges=pieces.merges,
-        sources=pieces.sources,
-        stacked=pieces.stacked,
-        scratch=SCRATCH_ROWS - pieces.room,
-    )
+        lists = work.group(lists, groups)
+    work.split(lists, programs)
+    scratch = SCRATCH_ROWS - work.room
+    return WorkList(*work.items, work.merges, work.sources, work.stacked, scratch)
 
 
-class _Pieces:
-    """The lists while they are built, and how many scratch rows are left."""
+class _Builder:
+    """The lists of a WorkList while they are built, and how many scratch rows are left."""
 
     def __init__(self, sizes: tuple[int, int]) -> None:
         """`sizes` are the queries of a decode and of a prefill tile."""
@@ -160,19 +152,19 @@ class _Pieces:
         self.stacked: list[int] = []
         self.room = SCRATCH_ROWS
 
-    def spread(self, lists: tuple[list[Tile], list[Tile]], programs: int) -> None:
-        """Each tile as one piece, or as a piece for each split where that is faster."""
+    def split(self, lists: tuple[list[Tile], list[Tile]], programs: int) -> None:
+        """Each tile as one item, or as one item per split where that is faster."""
         count = len(lists[0]) + len(lists[1])
-        mean = sum(tile.splits for some in lists for tile in some) / max(1, count)
+        mean = sum(tile.splits for kind in lists for tile in kind) / max(1, count)
         added = programs * sum(map(len, self.items)) // ITEM_FIELDS
-        for some, items, busy, late in zip(
+        for kind, items, busy, late in zip(
             lists, self.items, BUSY, (2 * mean, SPLITS), strict=True
         ):
-            for tile in sorted(some, key=lambda t: t.splits, reverse=True):
+            for tile in sorted(kind, key=lambda t: t.splits, reverse=True):
                 rows = tile.splits * tile.queries
-                # Spread while programs idle, or where one would run when the others have ended.
-                cached = programs * count + added < busy
-                if tile.splits > 1 and rows <= self.room and (cached or tile.splits > late):
+                # While the device is not full, or where the tile would outlast all others.
+                idle = programs * count + added < busy
+                if tile.splits > 1 and rows <= self.room and (idle or tile.splits > late):
                     added += programs * (tile.splits - 1)
                     self._private(tile, [(split, 1) for split in tile.all_splits], {}, items)
                 else:
@@ -181,16 +173,17 @@ class _Pieces:
     def group(
         self, lists: tuple[list[Tile], list[Tile]], groups: Sequence[SharedPrefix]
     ) -> tuple[list[Tile], list[Tile]]:
-        """Pieces of the rows in groups, while scratch rows last; returns the other tiles.
+        """Adds the items of rows with shared prefixes, while scratch rows last; returns the other
+        tiles.
 
-        A row that alone fills half a prefill tile stays alone: its keys already serve many queries.
+        A row that fills half a prefill tile is left alone: its keys already serve many queries.
         """
         most = max(self.sizes[0], self.sizes[1] // 2)
-        count = Counter(tile.row for some in lists for tile in some)
+        count = Counter(tile.row for kind in lists for tile in kind)
         tiles = {
             tile.row: (tile, items)
-            for some, items in zip(lists, self.items, strict=True)
-            for tile in some
+            for kind, items in zip(lists, self.items, strict=True)
+            for tile in kind
             if count[tile.row] == 1 and tile.queries <= most
         }
         cells = self._cells({row: tile for row, (tile, _) in tiles.items()}, groups)
@@ -200,28 +193,28 @@ class _Pieces:
             if len(members) > 1:
                 inside = [c for c in cells[members[0].row] if run.split <= c[0] < run.end]
                 self._stack(run, members, inside, found)
-        for row, some_cells in cells.items():
+        for row, row_cells in cells.items():
             tile, items = tiles[row]
-            self._private(tile, some_cells, found, items)
-        decodes, prefills = ([tile for tile in some if tile.row not in cells] for some in lists)
+            self._private(tile, row_cells, found, items)
+        decodes, prefills = ([tile for tile in kind if tile.row not in cells] for kind in lists)
         return decodes, prefills
 
     def _cells(
         self, tiles: dict[int, Tile], groups: Sequence[SharedPrefix]
     ) -> dict[int, list[tuple[int, int]]]:
-        """For each row of a group its cells: (first split, how many) summed together into one
-        scratch row.
+        """For each row its cells: (first split, number of splits) that are summed into one scratch
+        row.
 
-        That is one split each while scratch rows last. Else leading shared splits are folded in
-        registers, where they come first in any case.
+        That is one split each while scratch rows last. Otherwise leading shared splits are folded
+        in registers, where they come first in any case.
         """
         members = dict.fromkeys(row for run in groups for row in run.rows if row in tiles)
         lead: dict[int, int] = {}
         if sum(tiles[row].queries * tiles[row].splits for row in members) > self.room:
             for run in groups:
-                some = [row for row in run.rows if row in tiles]
-                if all(tiles[row].split == run.split for row in some):
-                    lead |= dict.fromkeys(some, run.splits)
+                rows = [row for row in run.rows if row in tiles]
+                if all(tiles[row].split == run.split for row in rows):
+                    lead |= dict.fromkeys(rows, run.splits)
         room = self.room
         cells = {}
         for row in members:
@@ -240,7 +233,7 @@ class _Pieces:
         cells: list[tuple[int, int]],
         found: dict[tuple[int, int], int],
     ) -> None:
-        """Pieces that sum a run once for all its members; `found` notes their scratch rows."""
+        """Items that sum a shared prefix once for all members; `found` gets their scratch rows."""
         start = len(self.stacked)
         for tile in members:
             self.stacked += range(tile.token, tile.token + tile.queries)
@@ -271,7 +264,7 @@ class _Pieces:
         found: dict[tuple[int, int], int],
         items: list[int],
     ) -> None:
-        """Pieces for the cells of a tile that are not `found` yet, and the merge of all."""
+        """Items for the cells of a tile that are not `found` yet, and the merge of all."""
         rows = []
         for split, splits in cells:
             base = found.get((tile.row, split))
@@ -291,6 +284,6 @@ class _Pieces:
 
 
 def padded(flat: list[int], fields: int) -> list[int]:
-    """Append empty entries until their number is zero or a power of two, so grids rarely change."""
+    """Append empty entries up to zero or a power of two of them, so that grids rarely change."""
     count = len(flat) // fields
     return flat + [0] * ((1 << (count - 1).bit_length()) * fields - len(flat)) if count else flat

@@ -1,4 +1,4 @@
-"""Launchers of the kernels: the ops of `kvpaging.attention.ops` for tensors on a GPU."""
+"""The ops of `kvpaging.attention.ops` for tensors on a GPU: plans and launches the kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ State = tuple[Tensor, Tensor, Tensor]  # the fields of a Partial
 
 QUAD = 16  # bytes, the unit of a block's stride
 COPY_QUADS = 1024  # of a program
-ELEMENTS = 2048  # of a program that writes or merges
+ELEMENTS = 2048  # of a program that writes or merges pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +91,14 @@ def attend(
     scales: Scales | None = None,
 ) -> State:
     tokens, heads, _ = q.shape
-    sweep = plan(q, k_pages, v_pages, rows, window=options.window)
-    every = _rows(tokens + sweep.scratch, heads, v_pages.shape[3], q.device)
+    work = plan(q, k_pages, v_pages, rows, window=options.window)
+    every = _rows(tokens + work.scratch, heads, v_pages.shape[3], q.device)
     pages = k_pages, v_pages, scales
-    _attend(q, pages, rows, sweep, options=options, parts=every, scratch=tokens)
-    whole = _slice(every, 0, tokens)
-    if sweep.scratch:
-        _merge(_slice(every, tokens, None), sweep=sweep, into=whole)
-    return whole
+    _attend(q, pages, rows, work, options=options, parts=every, scratch=tokens)
+    result = _slice(every, 0, tokens)
+    if work.scratch:
+        _merge(_slice(every, tokens, None), work=work, into=result)
+    return result
 
 
 def attend_finish(
@@ -110,13 +110,13 @@ def attend_finish(
     scales: Scales | None = None,
 ) -> Tensor:
     tokens, heads, _ = q.shape
-    sweep = plan(q, k_pages, v_pages, rows, window=options.window)
+    work = plan(q, k_pages, v_pages, rows, window=options.window)
     out = torch.empty(tokens, heads, v_pages.shape[3], dtype=q.dtype, device=q.device)
-    parts = _rows(sweep.scratch, heads, v_pages.shape[3], q.device)
+    parts = _rows(work.scratch, heads, v_pages.shape[3], q.device)
     pages = k_pages, v_pages, scales
-    _attend(q, pages, rows, sweep, options=options, parts=parts, out=out)
-    if sweep.scratch:
-        _merge(parts, sweep=sweep, sink=options.sink, out=out)
+    _attend(q, pages, rows, work, options=options, parts=parts, out=out)
+    if work.scratch:
+        _merge(parts, work=work, sink=options.sink, out=out)
     return out
 
 
@@ -160,7 +160,7 @@ def warm_up(
 
 
 def plan(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: Rows, window: int | None) -> LaunchPlan:
-    """The step's sweep, kept in `rows.cache` for the other layers of the group."""
+    """The step's plan, cached in `rows.cache` for the other layers of the group."""
     group = q.shape[1] // k_pages.shape[1]
     quantised = k_pages.dtype in LARGEST
     head = max(q.shape[2], v_pages.shape[3])
@@ -180,8 +180,8 @@ def plan(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: Rows, window: int | 
             groups=rows.groups,
         )
         rows.cache[key] = _upload(lists, chosen, q.device)
-    sweep: LaunchPlan = rows.cache[key]
-    return sweep
+    work: LaunchPlan = rows.cache[key]
+    return work
 
 
 def constants(shape: Shape, group: int, block: int, k_dim: int, v_dim: int) -> dict[str, int]:
@@ -203,15 +203,15 @@ def _attend(
     q: Tensor,
     pages: tuple[Tensor, Tensor, Scales | None],
     rows: Rows,
-    sweep: LaunchPlan,
+    work: LaunchPlan,
     options: AttentionOptions,
     *,
     parts: State,
     out: Tensor | None = None,
     scratch: int = 0,
 ) -> None:
-    """Sum into `out`, with the sink, or where there is none into `parts`, whose rows from `scratch`
-    on take what is merged later."""
+    """Attend into `out` with the sink, or without `out` into `parts`. Rows of `parts` from
+    `scratch` on take the sums that are merged later."""
     k_pages, v_pages, scales = pages
     heads, (_, kv_heads, block, k_dim) = q.shape[1], k_pages.shape
     bits = _bits(scales, k_pages, v_pages)
@@ -220,13 +220,13 @@ def _attend(
     assert rows.logical is None or rows.logical.stride() == rows.table.stride()
     sink = None if out is None else options.sink
     softcap = None if options.softcap is None else float(options.softcap)
-    for items, shape in zip((sweep.decode_tile, sweep.prefill_tile), sweep.shapes, strict=True):
+    for items, shape in zip((work.decode_tile, work.prefill_tile), work.shapes, strict=True):
         if len(items) == 0:
             continue
         fixed = constants(shape, group, block, k_dim, v_dim=v_pages.shape[3])
         attend_kernel[len(items), kv_heads * -(-group // fixed["HEADS"])](
             q, k_pages, v_pages, *bits, rows.table, rows.logical, rows.blocks, items,
-            sweep.stacked, sink, out,
+            work.stacked, sink, out,
             *parts, float(options.scale), softcap, options.window,
             q.stride(0), q.stride(1), _block_stride(k_pages), _block_stride(v_pages),
             rows.table.stride(0), scratch, heads,
@@ -237,17 +237,17 @@ def _attend(
 def _merge(
     parts: State,
     *,
-    sweep: LaunchPlan | None = None,
+    work: LaunchPlan | None = None,
     sink: Tensor | None = None,
     out: Tensor | None = None,
     into: State | None = None,
     count: int = 1,
     stride: int = 0,
 ) -> None:
-    """Fold the rows that the sweep lists, or else each `count` rows at a distance of `stride`."""
+    """Fold the rows that the plan lists, or else each `count` rows at a distance of `stride`."""
     heads, dim = parts[0].shape[-2:]
     together = heads_together(heads, dim)
-    items, sources = (None, None) if sweep is None else (sweep.merges, sweep.sources)
+    items, sources = (None, None) if work is None else (work.merges, work.sources)
     rows = parts[0].numel() // (heads * dim * count) if items is None else len(items)
     merge_kernel[rows, -(-heads // together)](
         *(part.contiguous() for part in parts), items, sources, sink, out,
@@ -273,7 +273,7 @@ def heads_together(heads: int, dim: int) -> int:
 
 
 def _block_stride(pages: Tensor) -> int:
-    """Distance of two blocks in units of 16 bytes."""
+    """Distance of two blocks in units of QUAD bytes."""
     _, _, block, dim = pages.shape
     assert pages.stride()[1:] == (block * dim, dim, 1)
     stride, rest = divmod(pages.stride(0) * pages.element_size(), QUAD)
@@ -285,9 +285,9 @@ def _bits(scales: Scales | None, *pages: Tensor) -> tuple[Tensor, Tensor] | tupl
     """Scales as the kernels take them: the bits of bfloat16, in the same blocks as the pages."""
     if scales is None:
         return None, None
-    for some, plane in zip(scales, pages, strict=True):
-        assert some.stride(0) * SCALE_BYTES == plane.stride(0) * plane.element_size()
-        assert some.stride()[1:] == (plane.shape[2], 1)
+    for scale, page in zip(scales, pages, strict=True):
+        assert scale.stride(0) * SCALE_BYTES == page.stride(0) * page.element_size()
+        assert scale.stride()[1:] == (page.shape[2], 1)
     return scales[0].view(torch.int16), scales[1].view(torch.int16)
 
 
@@ -308,15 +308,6 @@ def _upload(
         flat += tiling.padded(part, fields)
         ends.append((start, len(flat), fields))
     host = torch.tensor(flat, dtype=torch.int32, pin_memory=device.type == "cuda")
-    there = host.to(device, non_blocking=True)
-    parts = (there[a:b].view(-1, fields) for a, b, fields in ends)
-    decode_tile, prefill_tile, merges, sources, stacked = parts
-    return LaunchPlan(
-        decode_tile=decode_tile,
-        prefill_tile=prefill_tile,
-        merges=merges,
-        sources=sources,
-        stacked=stacked,
-        scratch=lists.scratch,
-        shapes=chosen,
-    )
+    copied = host.to(device, non_blocking=True)
+    decode, prefill, merges, sources, stacked = (copied[a:b].view(-1, n) for a, b, n in ends)
+    return LaunchPlan(decode, prefill, merges, sources, stacked, lists.scratch, chosen)

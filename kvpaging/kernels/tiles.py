@@ -1,8 +1,8 @@
-"""Tile, warps and pipeline stages of the attention kernel for each kind of chip.
+"""Tile sizes, warps and pipeline stages of the attention kernel for each kind of chip.
 
-Chosen so that nothing spills and shared memory fits; docs/kernels.md has the figures.  Narrow and
-prefill tiles of one chip, dtype and head size have the same keys: those are part of the order in
-which keys are summed.
+Chosen so that no registers spill and shared memory fits; docs/kernels.md has the figures.  Decode
+and prefill tiles of one chip, dtype and head size have the same number of keys, since that is part
+of the order in which keys are summed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Rows (queries x heads of a group) and keys of a tile; warps and stages that work on it."""
+    """Rows (queries x heads of a group) and keys of a tile; warps and pipeline stages."""
 
     rows: int
     keys: int
@@ -26,7 +26,7 @@ _Sizes = dict[int, tuple[Shape, Shape]]
 
 
 def _float32(small: Shape, large: Shape, huge: Shape) -> _Sizes:
-    """Products in float32 use no tensor cores; larger tiles would gain nothing and spill."""
+    """float32 products use no tensor cores; larger tiles would only spill."""
     return {128: (small, small), 256: (large, large), 512: (huge, huge)}
 
 
@@ -75,7 +75,7 @@ CHIPS = tuple(_SHAPES)
 
 
 def pad(size: int) -> int:
-    """Tiles have power-of-two head sizes, 16 at least."""
+    """The head size of a tile: a power of two, at least 16."""
     return max(16, 1 << (size - 1).bit_length())
 
 
@@ -92,11 +92,9 @@ def chip(device: torch.device) -> str:
 def shapes(
     chip: str, item_bytes: int, head_dim: int, quantised: bool = False
 ) -> tuple[Shape, Shape]:
-    """Narrow and prefill tile for queries of `item_bytes` an element and heads of at most
-    `head_dim`.
+    """Decode and prefill tile for queries of `item_bytes` an element and heads of `head_dim`.
 
-    Raises:
-        ValueError: there are none, as for float64 or heads of more than 512.
+    Raises ValueError where there are none, as for float64 or heads of more than 512.
     """
     sizes = _SHAPES[chip].get(item_bytes, {})
     for size, pair in sizes.items():
@@ -109,9 +107,9 @@ def shapes(
 
 
 def _converting(chip: str, pair: tuple[Shape, Shape], size: int, item: int) -> tuple[Shape, Shape]:
-    """A pair for 8-bit pages, whose numbers are converted in registers: of these large heads leave
-    less for rows and keys. Products in float32 must read converted numbers from shared memory,
-    which a pipeline of loads prevents."""
+    """Tiles for 8-bit pages. Numbers are converted in registers, of which large heads leave less
+    for rows and keys. float32 products must read converted numbers from shared memory, which a
+    pipeline of loads prevents."""
     decode_tile, prefill_tile = pair
     if item == 4:
         decode_tile = replace(decode_tile, stages=1, warps=8 if size > 128 else decode_tile.warps)

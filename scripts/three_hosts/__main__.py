@@ -1,10 +1,10 @@
-"""`ray up` on three hosts, traffic, one of them cut off and back: what is promised, shown.
+"""End-to-end trial of `ray up` on three hosts, with traffic, where one host is cut off.
 
-The hosts are namespaces of this machine (`hosts.py`): a head, and two that hold one worker
-each. The two files of the cluster are used as they are shipped, with addresses, key and a few
-settings put in. While streams run, the host of one worker is cut off: its streams must go on
-elsewhere, requests must be answered all the while, and both workers must be there again after the
-cable is back. Exit code 0 says that all of it held; the last line printed is one JSON object.
+The hosts are namespaces of this machine (`hosts.py`): a head, and two with one worker each. The
+cluster files are used as shipped, with addresses, key and a few settings filled in. While streams
+run, the host of one worker is cut off: its streams must continue on the other worker, requests must
+be answered all the time, and both workers must be ready again after the network is back. Exit code
+0 means that all of this held; the last line printed is one JSON object.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from scripts.three_hosts.cluster import Broken, Cluster, say, wait_for
 from scripts.three_hosts.hosts import ROOT
 from scripts.three_hosts.streams import Stream
 
-LIMIT_S = 600.0  # whatever takes longer will not come: nothing waits for ever
+LIMIT_S = 600.0  # of every wait
 
 
 def exported() -> dict[str, str]:
-    """What configs/ray.env sets, but PATH."""
+    """The variables of configs/ray.env without PATH."""
     lines = (ROOT / "configs/ray.env").read_text().splitlines()
     words = [line.removeprefix("export ") for line in lines if line.startswith("export ")]
     pairs = dict(word.split("=", 1) for word in words)
@@ -40,10 +40,9 @@ def exported() -> dict[str, str]:
 
 
 def check_environment(cluster: Cluster) -> dict[str, int]:
-    """How many processes of Ray each host has, all under a raylet with the whole environment.
+    """The number of Ray processes of each host; every raylet must have the environment of ray.env.
 
-    Only of the raylet is it asked: the others, its children, write their titles over theirs.
-    Raises Broken.
+    Only raylets are checked: their children overwrite theirs with their titles. Raises Broken.
     """
     wanted, counts = exported(), {}
     for host in (cluster.head, *cluster.others):
@@ -62,7 +61,7 @@ def check_environment(cluster: Cluster) -> dict[str, int]:
 
 @contextlib.contextmanager
 def asking(cluster: Cluster) -> Iterator[list[Stream]]:
-    """A short request every second while the block runs; those that were sent."""
+    """Sends a short request every second while the block runs; yields those sent."""
     sent: list[Stream] = []
     stop = threading.Event()
 
@@ -80,7 +79,7 @@ def asking(cluster: Cluster) -> Iterator[list[Stream]]:
 
 
 def undisturbed(cluster: Cluster, count: int, tokens: int) -> list[str]:
-    """The texts of the streams when nothing happens. Raises Broken."""
+    """The texts of the streams without a fault. Raises Broken."""
     streams = [cluster.stream(n, tokens) for n in range(count)]
     wait_for("undisturbed streams end", LIMIT_S, lambda: all(s.done for s in streams))
     failed = [s.error for s in streams if s.error]
@@ -90,7 +89,7 @@ def undisturbed(cluster: Cluster, count: int, tokens: int) -> list[str]:
 
 
 def run(cluster: Cluster, options: argparse.Namespace) -> dict[str, Any]:
-    """The whole story. Raises Broken."""
+    """The trial. Raises Broken."""
     began_s = time.monotonic()
     say("ray up")
     cluster.up()
@@ -120,7 +119,7 @@ def run(cluster: Cluster, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def change_live(cluster: Cluster, gangs: dict[str, dict[str, Any]]) -> None:
-    """Another limit by `user_config`, with no process replaced. Raises Broken."""
+    """Changes a limit by `user_config`, which must replace no process. Raises Broken."""
     user_config = {"limits": {"max_stop_strings": 0}}
     cluster.change(deployments=[{"name": "ingress", "user_config": user_config}])
 
@@ -137,10 +136,10 @@ def change_live(cluster: Cluster, gangs: dict[str, dict[str, Any]]) -> None:
 
 
 def update(cluster: Cluster, options: argparse.Namespace, expected: list[str]) -> float:
-    """Other arguments replace every process while streams run; how long it took. Raises Broken."""
+    """A rolling update while streams run; returns its seconds. Raises Broken."""
     before = {gang["gang"] for gang in cluster.gangs().values()}
     streams = [cluster.stream(n, options.tokens) for n in range(options.streams)]
-    wait_for("all streams speak", LIMIT_S, lambda: all(len(s.heard_s) > 2 for s in streams))
+    wait_for("all streams speak", LIMIT_S, lambda: all(len(s.arrived_s) > 2 for s in streams))
     arguments = cluster.serve["applications"][0]["args"]
 
     def replaced() -> bool:
@@ -155,7 +154,7 @@ def update(cluster: Cluster, options: argparse.Namespace, expected: list[str]) -
 
 
 def check_answers(streams: list[Stream], sent: list[Stream], expected: list[str]) -> None:
-    """All come to their end, none fails, and no text differs. Raises Broken."""
+    """All requests end, none fails, and no text differs. Raises Broken."""
     everything = (*streams, *sent)
     wait_for("all requests end", LIMIT_S, lambda: all(s.done for s in everything))
     failed = [s.error for s in everything if s.error]
@@ -171,12 +170,12 @@ def cut_and_mend(
     gangs: dict[str, dict[str, Any]],
     expected: list[str],
 ) -> dict[str, Any]:
-    """Streams, a cut, the end of the streams, and both workers again. Raises Broken."""
+    """Cuts off a host while streams run, until both workers are ready again. Raises Broken."""
     lost = cluster.others[-1]
     streams = [cluster.stream(n, options.tokens) for n in range(options.streams)]
-    wait_for("all streams speak", LIMIT_S, lambda: all(len(s.heard_s) > 2 for s in streams))
-    there = cluster.gang_of()
-    hit = [s for s in streams if there.get(s.id or "") == gangs[lost.name]["gang"] and not s.done]
+    wait_for("all streams speak", LIMIT_S, lambda: all(len(s.arrived_s) > 2 for s in streams))
+    gang_of = cluster.gang_of()
+    hit = [s for s in streams if gang_of.get(s.id or "") == gangs[lost.name]["gang"] and not s.done]
     if not hit:
         raise Broken("no stream runs on the host that will be cut off")
     lost.cut()
@@ -184,7 +183,7 @@ def cut_and_mend(
     say(f"{lost.name} is cut off with {len(hit)} of {len(streams)} streams")
 
     def went_on() -> bool:
-        return all(s.done or s.heard_s[-1] > cut_s + 3 for s in hit)
+        return all(s.done or s.arrived_s[-1] > cut_s + 3 for s in hit)
 
     def long_enough() -> bool:
         if options.cut_s is not None:

@@ -1,4 +1,4 @@
-"""A cluster of three hosts, as seen from the place where `ray up` is run."""
+"""The cluster of three hosts, as seen from where `ray up` is run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ print(urllib.request.urlopen(asked, timeout=5).read().decode())
 
 
 class Broken(Exception):
-    """Something that was promised did not happen."""
+    """A check of the trial failed."""
 
 
 def say(line: str) -> None:
@@ -40,7 +40,7 @@ def say(line: str) -> None:
 
 
 def wait_for(what: str, limit_s: float, look: Callable[[], T | None]) -> tuple[T, float]:
-    """What `look` gives once it is true, and after how many seconds. Raises Broken."""
+    """The first true value of `look`, and the seconds until then. Raises Broken."""
     began_s = time.monotonic()
     while not (found := look()):
         if time.monotonic() - began_s > limit_s:
@@ -50,7 +50,7 @@ def wait_for(what: str, limit_s: float, look: Callable[[], T | None]) -> tuple[T
 
 
 class Cluster:
-    """A head and others; from files as they are shipped, with a few entries put in."""
+    """A head and other hosts, from the shipped files with a few entries filled in."""
 
     def __init__(self, directory: Path, made: list[Host], options: argparse.Namespace) -> None:
         self.directory, self.options = directory, options
@@ -61,24 +61,24 @@ class Cluster:
         (self.client / ".ray").mkdir(parents=True)
         (self.client / ".ray" / "auth_token").write_text(self.token)
         (self.client / ".ray" / "auth_token").chmod(0o600)
-        for host in made:  # installed already; what is not mounted by `ray up` is not there
+        for host in made:  # as if installed; other files come with `ray up`
             place = directory / host.name / "home" / "kvatlas"
             place.mkdir()
             (place / ".venv").symlink_to(BIN.parent)
 
     def write_files(self) -> None:
-        """The shipped files, with what is of this place put in."""
+        """Writes the shipped files with the addresses and paths of this trial."""
         up = yaml.safe_load((ROOT / "configs/ray-local.yaml").read_text())
         up["provider"]["head_ip"] = self.head.address
         up["provider"]["worker_ips"] = [host.address for host in self.others]
         up["auth"] = {"ssh_user": "root", "ssh_private_key": str(self.directory / "key")}
-        # The install is there, and the hosts have no way out.
+        # Installed already, and the hosts have no internet.
         up["setup_commands"] = [c for c in up["setup_commands"] if not c.startswith("make ")]
         mounts = up["file_mounts"]
         mounts["~/serve.yaml"] = str(self.client / "serve.yaml")
         serve = yaml.safe_load((ROOT / "configs/serve.yaml").read_text())
         (application,) = serve["applications"]
-        # One worker fills a host, so that the two are on two hosts, before and after.
+        # One worker fills a host, so that the two are always on two hosts.
         settings = application["args"]["set"]
         settings += [f"cluster.cpus_per_worker={os.cpu_count()}", *self.options.set]
         if self.options.worker:
@@ -95,13 +95,13 @@ class Cluster:
         path.write_text(yaml.safe_dump(self.serve))
 
     def change(self, **changes: Any) -> None:
-        """Deploys the application with other entries, as edited on the head. Raises Broken."""
+        """Deploys the application with other entries. Raises Broken."""
         self.serve["applications"][0].update(changes)
         self.write_serve(self.directory / self.head.name / "home" / "serve.yaml")
         self.deploy()
 
     def ray(self, *arguments: str) -> str:
-        """A command of Ray where `ray up` is run. Raises Broken with what it printed."""
+        """Runs a command of Ray; returns its output. Raises Broken with that."""
         environment = {
             **os.environ, "HOME": str(self.client), "RAY_TMPDIR": str(self.client), "TERM": "dumb"
         }  # fmt: skip
@@ -127,13 +127,13 @@ class Cluster:
         self.ray("exec", str(self.client / "ray-local.yaml"), command)
 
     def at_head(self, url: str, token: str = "") -> Any:
-        """The JSON that a server says to programs on the head alone; None where it does not."""
+        """The JSON at a URL that only the head can reach; None where that fails."""
         command = self.head.inside(sys.executable, "-S", "-c", _GET, url, token)
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         return json.loads(done.stdout) if done.returncode == 0 else None
 
     def nodes(self, token: str | None = None) -> dict[str, str]:
-        """State of what Ray thinks is there, by address."""
+        """The state of each node for Ray, by address."""
         answer = self.at_head("http://127.0.0.1:8265/api/v0/nodes", token or self.token)
         if answer is None:
             return {}
@@ -141,12 +141,12 @@ class Cluster:
         return {node["node_ip"]: node["state"] for node in alive}
 
     def gang_of(self) -> dict[str, str]:
-        """The gangs of the requests that run, by their ids."""
+        """The gangs of running requests, by request id."""
         answer = self.at_head(f"http://127.0.0.1:{PORT}/debug/requests")
         return {} if answer is None else {r["request"]: r["gang"] for r in answer["requests"]}
 
     def ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-        """Status and body of the answer, 0 where nobody answers."""
+        """Status and body of the answer; status 0 without one."""
         connection = http.client.HTTPConnection(self.head.address, PORT, timeout=5)
         try:
             connection.request(method, path, None if body is None else json.dumps(body))
@@ -158,7 +158,7 @@ class Cluster:
             connection.close()
 
     def gangs(self) -> dict[str, dict[str, Any]]:
-        """The workers that are ready, by their host's name."""
+        """Ready workers by host name."""
         status, report = self.ask("GET", "/health/ready")
         if status != 200:
             return {}

@@ -1,8 +1,7 @@
 """Hosts on one machine: namespaces with a network address, a name, processes, files and an sshd.
 
-They behave like machines in a rack as far as Ray and SSH can tell: `Host.cut` takes the cable out.
-Everything lives in namespaces of one process, so nothing is left when that is gone, however it
-ended. Needs root on Linux.
+For Ray and SSH they behave like separate machines; `Host.cut` disconnects one. Everything lives in
+namespaces of one process, so nothing remains when that ends, however it ends. Needs root on Linux.
 """
 
 from __future__ import annotations
@@ -68,19 +67,19 @@ class Host:
     process: subprocess.Popen[str]
 
     def cut(self) -> None:
-        """Nothing comes or goes any more, and nobody is told."""
+        """Disconnects the host without notice."""
         _run("ip", "link", "set", self.link, "down")
 
     def mend(self) -> None:
-        """The cable is back."""
+        """Connects the host again."""
         _run("ip", "link", "set", self.link, "up")
 
     def inside(self, *command: str) -> list[str]:
-        """The command as run in this host's network."""
+        """The command line that runs `command` in this host's network."""
         return ["nsenter", "--net", "--target", str(self.process.pid), *command]
 
     def processes(self) -> dict[int, str]:
-        """The command lines of what runs on this host, by process."""
+        """The command lines of this host's processes, by pid."""
         here = os.readlink(f"/proc/{self.process.pid}/ns/net")
         found = {}
         for entry in filter(str.isdigit, os.listdir("/proc")):
@@ -151,7 +150,7 @@ def _host(directory: Path, name: str, address: str, addresses: dict[str, str]) -
 
 
 def _boot(place: Path, name: str) -> str:
-    """What the first process of a host does: own files in place of the machine's, then sshd."""
+    """The script of a host's first process: mounts the host's own files, then runs sshd."""
     kept = [str(Path(p).resolve()) for p in (sys.prefix, sys.base_prefix)]
     binds = []
     for path in (path for path in kept if path.startswith("/tmp/")):

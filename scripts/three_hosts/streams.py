@@ -1,4 +1,4 @@
-"""Streamed completions that are watched while they come."""
+"""Streamed completions, with the arrival time of every chunk."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Stream:
-    """One streamed completion, read by a thread of its own."""
+    """One streamed completion, read by its own thread."""
 
     host: str
     port: int
     prompt: str
     tokens: int
     text: str = ""
-    heard_s: list[float] = field(default_factory=list)
+    arrived_s: list[float] = field(default_factory=list)
     error: str | None = None
     id: str | None = None
     ended: bool = False
@@ -65,7 +65,7 @@ class Stream:
             self.id = chunk["id"]
             if text := chunk["choices"][0]["text"]:
                 self.text += text
-                self.heard_s.append(time.monotonic())
+                self.arrived_s.append(time.monotonic())
 
     @property
     def done(self) -> bool:
@@ -73,5 +73,5 @@ class Stream:
 
     @property
     def longest_gap_s(self) -> float:
-        gaps = (b - a for a, b in zip(self.heard_s, self.heard_s[1:], strict=False))
+        gaps = (b - a for a, b in zip(self.arrived_s, self.arrived_s[1:], strict=False))
         return max(gaps, default=0.0)

@@ -20,6 +20,7 @@ from kvpaging import quant
 from kvpaging.attention import ops
 from kvpaging.attention.inputs import AttentionOptions, Rows
 from kvpaging.store import BlockStore, LayerShape, layout
+from tests.kvpaging.attention.reference import write_reference
 
 PER_RANK = 96
 
@@ -109,7 +110,7 @@ class Case:
                 position, place = position[mine], place[mine] % self.per_rank
             slots = place * self.size + position % self.size
             k, v = (x[position] for x in kv)
-            ops.write_reference(k, v, store.k(0), store.v(0), slots, store.scales(0))
+            write_reference(k, v, store.k(0), store.v(0), slots, store.scales(0))
         return store
 
     def tables(self, rank: int) -> LocalTables:

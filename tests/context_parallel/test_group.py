@@ -16,14 +16,14 @@ def test_all_come_to_a_stage_with_what_they_say() -> None:
     with gang(3) as (meeting, members):
         for stage in ("here", "ready"):
             for rank, member in enumerate(members, 1):
-                member.tell("meet", stage, b"%d" % rank)
+                member.tell("barrier", stage, b"%d" % rank)
             assert meeting.barrier(stage, b"zero") == [b"zero", b"1", b"2"]
             assert all(member.answer() == [b"zero", b"1", b"2"] for member in members)
 
 
 def test_the_deadline_names_who_is_missing() -> None:
     with gang(4) as (meeting, members):
-        members[1].tell("meet", "ready")
+        members[1].tell("barrier", "ready")
         meeting._store.wait(["ready/2"], 60.0)
         meeting.deadline = deadline(0.5)
         with pytest.raises(MeetingFailed) as error:
@@ -42,7 +42,7 @@ def test_nobody_there_is_said_at_the_deadline() -> None:
 
 def test_who_gives_up_is_not_waited_for() -> None:
     with gang(3) as (meeting, members):
-        members[1].tell("meet", "ready")
+        members[1].tell("barrier", "ready")
         members[0].tell("fail", "the model does not fit")
         with pytest.raises(MeetingFailed, match="rank 1: the model does not fit"):
             meeting.barrier("ready")

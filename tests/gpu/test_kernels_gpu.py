@@ -15,8 +15,9 @@ from torch import Tensor
 from kvpaging import quant
 from kvpaging.attention import ops, tiling
 from kvpaging.attention.inputs import AttentionOptions, Rows
-from kvpaging.attention.ops import Partial, attend_reference, finish_reference
+from kvpaging.attention.ops import Partial, finish_reference
 from kvpaging.store import BlockStore, LayerShape, layout
+from tests.kvpaging.attention.reference import attend_reference
 from tests.kvpaging.forest import TREE, alone, forest, pages
 from tests.kvpaging.ragged import Batch, quantised, ragged
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpaging.pool import WHOLE
+from kvpaging.pool import ALL_TOKENS
 from kvpaging.table import BlockTable
 from kvpaging.windows import NULL_BLOCK
 from tests.kvpaging.world import GARBAGE, Sequence, Transfer, World
@@ -228,7 +228,7 @@ def export(world: World) -> None:
     if model.name_of:
         block = world.rng.choice(list(model.name_of))
         world.pools[p].pin(block)
-        model.pin(block, WHOLE)
+        model.pin(block, ALL_TOKENS)
         world.transfers.append(Transfer(p, block, list(world.memory[p][block])))
 
 
@@ -247,7 +247,7 @@ def fetch(world: World) -> None:
     pool.pin(block)
     pool.unref(block)
     model.took(block)
-    model.pin(block, WHOLE)
+    model.pin(block, ALL_TOKENS)
     model.unref(block, None)
     tokens = tuple(document[at : at + world.size])
     world.transfers.append(Transfer(p, block, None, g, tokens, parent))

@@ -117,14 +117,14 @@ def unref_now(right: Callable[..., Any], pool: BlockPool, block: int, *_: object
 
 
 def evict_oldest(_: object, pool: BlockPool, rank: int) -> int:
-    block = pool._next[pool._idle[rank]]
+    block = pool._next[pool._cached[rank]]
     pool._withdraw(block)
     pool.stats.evictions += 1
     return block
 
 
 def evict_newest(_: object, pool: BlockPool, rank: int) -> int:
-    block = pool._prev[pool._idle[rank]]
+    block = pool._prev[pool._cached[rank]]
     pool._withdraw(block)
     pool.stats.evictions += 1
     return block
@@ -145,7 +145,7 @@ def settle_in_front(right: Callable[..., Any], pool: BlockPool, block: int) -> N
     right(pool, block)
     if pool._state[block] == CACHED:
         pool._unlink(block)
-        pool._link(block, pool._idle[block])
+        pool._link(block, pool._cached[block])
 
 
 def take_back_uncounted(right: Callable[..., Any], pool: BlockPool, block: int) -> None:
@@ -229,18 +229,18 @@ BUGS: dict[str, tuple[type, str, Any]] = {
     "a reference is not counted": (BlockPool, "ref", every(100, nothing)),
     "a reference is counted twice": (BlockPool, "ref", every(100, twice)),
     "a block does not wait for its step": (BlockPool, "unref", every(5, unref_now)),
-    "a hold is forgotten": (BlockPool, "hold", every(50, nothing)),
+    "a hold is forgotten": (BlockPool, "pin", every(50, nothing)),
     "a hold is kept": (BlockPool, "unpin", every(50, nothing)),
     "a shared block is written": (BlockPool, "writable", every(20, lambda *_: True)),
     "a private block is copied": (BlockPool, "writable", every(20, lambda *_: False)),
     "a table thinks it has a block alone": (BlockPool, "private", every(5, lambda *_: True)),
     "rewritten content stays findable": (BlockPool, "forget", every(1, nothing)),
     "steps end unheard": (BlockPool, "step_ended", every(20, nothing)),
-    "a duplicate takes the block hash": (BlockPool, "publish", every(20, publish_over)),
+    "a duplicate takes the block hash": (BlockPool, "register", every(20, publish_over)),
     "a head is evicted before its tail": (BlockPool, "_evict", every(1, evict_oldest)),
     "the newest is evicted": (BlockPool, "_evict", every(20, evict_newest)),
     "descendants stay findable": (BlockPool, "_withdraw", every(1, withdraw_alone)),
-    "cached blocks go to the wrong end": (BlockPool, "_settle", every(20, settle_in_front)),
+    "cached blocks go to the wrong end": (BlockPool, "_release", every(20, settle_in_front)),
     "a state changes uncounted": (BlockPool, "ref", every(50, take_back_uncounted)),
     "a quarantine is ignored": (BlockPool, "quarantine", every(1, nothing)),
     "a quarantine never ends": (BlockPool, "readmit", every(1, nothing)),
@@ -249,7 +249,7 @@ BUGS: dict[str, tuple[type, str, Any]] = {
     "truncate forgets who shares": (BlockTable, "truncate", every(1, truncate_keeps_limit)),
     "a twin writes what it shares": (BlockTable, "fork", every(1, fork_gives_limit)),
     "a parent copies what it may write": (BlockTable, "fork", every(1, fork_takes_limit)),
-    "a canonical block is not swapped in": (BlockTable, "swap", every(10, nothing)),
+    "a canonical block is not swapped in": (BlockTable, "dedup", every(10, nothing)),
 }
 
 
@@ -257,7 +257,7 @@ BUGS_OF_RANKS: dict[str, tuple[type, str, Any]] = {
     "another rank's block is evicted": (BlockPool, "_evict", every(5, evict_elsewhere)),
     "all blocks go to one rank": (BlockTable, "_places", every(1, place_on_first)),
     "blocks go to the wrong ranks in turn": (BlockTable, "_places", every(5, place_by_turns)),
-    "cached blocks are not counted by rank": (BlockTable, "_load", every(5, nothing)),
+    "cached blocks are not counted by rank": (BlockTable, "_count_ranks", every(5, nothing)),
     "a twin may not go where its source may": (BlockTable, "fork", every(5, narrow_fork)),
 }
 

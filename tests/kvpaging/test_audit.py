@@ -40,7 +40,7 @@ def tear_list(pool: BlockPool) -> None:
 
 
 def drop_from_list(pool: BlockPool) -> None:
-    pool._unlink(pool._next[pool._idle[0]])
+    pool._unlink(pool._next[pool._cached[0]])
 
 
 def lose_waiting_list(pool: BlockPool) -> None:
@@ -48,7 +48,7 @@ def lose_waiting_list(pool: BlockPool) -> None:
 
 
 def find_wrong_block(pool: BlockPool) -> None:
-    name = pool._identity[0]
+    name = pool._hash[0]
     assert name is not None
     pool._found[name] = 1
 
@@ -59,15 +59,15 @@ def find_unnamed_block(pool: BlockPool) -> None:
 
 def lose_parent(pool: BlockPool) -> None:
     pool._found.pop(names(1)[0])
-    pool._identity[0] = None
+    pool._hash[0] = None
 
 
 def adopt_wrongly(pool: BlockPool) -> None:
     pool._parent[0] = 1
 
 
-def keep_without_hold(pool: BlockPool) -> None:
-    pool._kept[0] = 4
+def pinned_tokens_without_a_pin(pool: BlockPool) -> None:
+    pool._pinned_tokens[0] = 4
 
 
 CORRUPTIONS: list[tuple[Callable[[BlockPool], None], str, bool]] = [
@@ -83,7 +83,7 @@ CORRUPTIONS: list[tuple[Callable[[BlockPool], None], str, bool]] = [
     (find_unnamed_block, "2 blocks have a block hash, 3 are findable", False),
     (lose_parent, "block 1: findable although its parent 0 is not", True),
     (adopt_wrongly, "block 0: not among the children of 1", True),
-    (keep_without_hold, "block 0: no hold, but 4 tokens are kept", True),
+    (pinned_tokens_without_a_pin, "block 0: no pin, but 4 tokens are pinned", True),
 ]
 
 

@@ -49,8 +49,8 @@ def misuse(pool: BlockPool) -> dict[str, Callable[[], object]]:
     return {
         "no entry to take away": lambda: pool.unref(free),
         "no entry may be added": lambda: pool.ref(free),
-        "it cannot be held": lambda: pool.pin(free),
-        "no hold to end": lambda: pool.unpin(active),
+        "it cannot be pinned": lambda: pool.pin(free),
+        "it has no pin": lambda: pool.unpin(active),
         "it cannot be registered": lambda: pool.register(free, b"b", None),
         "another block hash": lambda: pool.register(active, b"b", None),
         "not quarantined": lambda: pool.readmit(active),

@@ -161,7 +161,7 @@ def test_cached_blocks_are_attached_only_where_they_may_be() -> None:
     assert (decode_tile.loads, table.loads) == ([0, 0], [2, 2])
     decode_tile.attach([first[1:2], second[1:2]])
     assert decode_tile.loads == [0, 1]
-    with pytest.raises(ValueError, match="different ranks: not swapped"):
+    with pytest.raises(ValueError, match="different ranks: not replaced"):
         decode_tile.dedup(0, 0, first[0])
     decode_tile.dedup(0, 0, first[3])
     assert audit.check(pools[0], [table, decode_tile]) == []

@@ -272,7 +272,7 @@ class World:
         step, table = self.last_step(sequence), sequence.table
         if length and not self.keeps(sequence, length):
             before = [list(b) for b in table.blocks], table.length
-            with pytest.raises(ValueError, match="gave back"):
+            with pytest.raises(ValueError, match="were freed"):
                 table.truncate(length, step)
             assert ([list(b) for b in table.blocks], table.length) == before
             self.seen["too short"] += 1
@@ -372,11 +372,11 @@ class World:
             assert +model.refs == Counter(held)
             for block in range(pool.blocks):
                 assert pool.references(block) == model.refs[block]
-                assert pool.holds(block) == model.holds[block]
+                assert pool.pins(block) == model.holds[block]
                 assert pool.block_hash(block) == model.name_of.get(block)
                 assert model.state_of[block] == model.state(block)
             for rank in range(pool.ranks):
-                cached = follow(pool, pool._idle[rank * pool.per_rank])
+                cached = follow(pool, pool._cached[rank * pool.per_rank])
                 assert cached == model.on(rank, CACHED)
             assert [sum(c) for c in zip(*map(model.counts, range(pool.ranks)), strict=True)] == [
                 *BY_STATE(pool.counts())

@@ -12,13 +12,9 @@ from hypothesis import strategies as st
 from kvpaging import quant
 from kvpaging.attention import cpu
 from kvpaging.attention.inputs import AttentionOptions, Rows
-from kvpaging.attention.ops import (
-    Partial,
-    attend_reference,
-    finish_reference,
-    write_reference,
-)
+from kvpaging.attention.ops import Partial, finish_reference
 from kvpaging.store import BlockStore, LayerShape, layout
+from tests.kvpaging.attention.reference import attend_reference, write_reference
 
 CPU = torch.device("cpu")
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from kvpaging.attention import ops
 from kvpaging.attention.inputs import AttentionOptions
 from kvpaging.attention.ops import Partial
+from tests.kvpaging.attention.reference import attend_reference, write_reference
 from tests.kvpaging.ragged import Batch, ragged
 
 LENS, FIRSTS = (1, 20, 3, 1), (0, 11, 40, 63)
@@ -40,7 +41,7 @@ def softmax_attention(
     return torch.stack(out)
 
 
-@pytest.mark.parametrize("attend", [ops.attend, ops.attend_reference])
+@pytest.mark.parametrize("attend", [ops.attend, attend_reference])
 @pytest.mark.parametrize("window", [None, 1, 9])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("sinks", [False, True])
@@ -67,7 +68,7 @@ def test_attend_is_softmax_attention(
 
 def test_the_formula_never_reads_what_nobody_wrote() -> None:
     batch = ragged(LENS, FIRSTS)
-    partial = ops.attend_reference(
+    partial = attend_reference(
         batch.q, batch.k_pages, batch.v_pages, batch.rows, AttentionOptions(0.3)
     )
     assert partial.acc.isfinite().all()
@@ -79,7 +80,7 @@ def test_attend_finish_is_attend_then_finish() -> None:
     sink = torch.randn(4)
     options = AttentionOptions(0.3, 7, sink=sink)
     got = ops.attend_finish(batch.q, k_pages, v_pages, batch.rows, options)
-    partial = ops.attend_reference(
+    partial = attend_reference(
         batch.q.double(), k_pages.double(), v_pages.double(), batch.rows, options
     )
     want = ops.finish(partial, sink.double(), torch.float64)
@@ -91,7 +92,7 @@ def test_attend_finish_is_attend_then_finish() -> None:
 def test_ranks_merge_to_the_whole(window: int | None) -> None:
     shards = [ragged(LENS, FIRSTS, size=8, ranks=3, rank=rank) for rank in range(3)]
     parts = [
-        ops.attend_reference(s.q, s.k_pages, s.v_pages, s.rows, AttentionOptions(0.3, window))
+        attend_reference(s.q, s.k_pages, s.v_pages, s.rows, AttentionOptions(0.3, window))
         for s in shards
     ]
     assert any((part.m == -torch.inf).any() for part in parts)
@@ -108,9 +109,7 @@ def test_ranks_merge_to_the_whole(window: int | None) -> None:
 def test_a_row_without_blocks_gives_the_empty_partial_and_zeros() -> None:
     batch = ragged((1, 2), (3, 5))
     rows = replace(batch.rows, blocks=torch.zeros_like(batch.rows.blocks))
-    partial = ops.attend_reference(
-        batch.q, batch.k_pages, batch.v_pages, rows, AttentionOptions(1.0)
-    )
+    partial = attend_reference(batch.q, batch.k_pages, batch.v_pages, rows, AttentionOptions(1.0))
     assert not partial.acc.any()
     assert not partial.l.any()
     assert (partial.m == -torch.inf).all()
@@ -118,7 +117,7 @@ def test_a_row_without_blocks_gives_the_empty_partial_and_zeros() -> None:
         assert not ops.finish(partial, sink, torch.float64).any()
 
 
-@pytest.mark.parametrize("write", [ops.write, ops.write_reference])
+@pytest.mark.parametrize("write", [ops.write, write_reference])
 def test_write_fills_slots_skips_minus_one_and_keeps_pages_finite(
     write: Callable[..., None],
 ) -> None:

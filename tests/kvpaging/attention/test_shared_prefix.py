@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from kvpaging.attention import cpu, page_view, shared_prefix, tiling
 from kvpaging.attention.inputs import AttentionOptions, SharedPrefix
-from kvpaging.attention.ops import Partial, attend_reference, finish_reference
+from kvpaging.attention.ops import Partial, finish_reference
 from kvpaging.attention.shared_prefix import SAVED_KEYS_MIN
+from tests.kvpaging.attention.reference import attend_reference
 from tests.kvpaging.forest import Sprout, alone, find, forest, pages, sprouts, table_of
 
 windows = st.none() | st.sampled_from([1, 255, 257, 600, 1000]) | st.integers(1, 3000)

@@ -6,9 +6,10 @@ import numpy as np
 import torch
 
 from kvpaging import quant
-from kvpaging.attention.ops import copy_reference, write_reference
+from kvpaging.attention.ops import copy_reference
 from kvpaging.kernels import launch
 from kvpaging.store import BlockStore, LayerShape, layout
+from tests.kvpaging.attention.reference import write_reference
 
 
 def written(size: int, heads: int, k_dim: int, v_dim: int, name: str) -> bool:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from kvpaging.attention import shared_prefix, tiling
 from kvpaging.attention.inputs import AttentionOptions, Rows
-from kvpaging.attention.ops import Partial, attend_reference, finish_reference
+from kvpaging.attention.ops import Partial, finish_reference
 from kvpaging.kernels import launch
+from tests.kvpaging.attention.reference import attend_reference
 from tests.kvpaging.forest import alone, forest, pages, tree
 from tests.kvpaging.ragged import Batch, quantised, ragged
 

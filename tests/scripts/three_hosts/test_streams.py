@@ -52,8 +52,8 @@ def answered(port: int, status: int, answer: str) -> Stream:
 def test_a_whole_answer_has_its_text_and_no_error(port: int) -> None:
     stream = answered(port, 200, chunk("a") + ": mark\n\n" + chunk("") + chunk("bc") + DONE)
     assert (stream.text, stream.error, stream.id) == ("abc", None, "cmpl-1")
-    assert len(stream.heard_s) == 2
-    assert stream.longest_gap_s == stream.heard_s[1] - stream.heard_s[0]
+    assert len(stream.arrived_s) == 2
+    assert stream.longest_gap_s == stream.arrived_s[1] - stream.arrived_s[0]
 
 
 @pytest.mark.parametrize(

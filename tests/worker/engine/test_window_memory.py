@@ -34,9 +34,9 @@ def test_layers_with_a_window_keep_only_their_window(
     assert taken.decoding_bytes < taken.prefill_bytes
     assert taken.prefill_bytes <= pages.sequence_bytes(TOKENS, CHUNK) + two_blocks
 
-    monkeypatch.setattr(Scheduler, "_give_back", lambda *_: None)
+    monkeypatch.setattr(Scheduler, "_free_out_of_window", lambda *_: None)
     fill(model.store)
     kept = measure(build_engine(spec, model, lambda: 0.0), TOKENS)
     assert kept.decoding_bytes == full
-    assert kept.said == taken.said
-    assert len(set(taken.said)) > 3
+    assert kept.tokens == taken.tokens
+    assert len(set(taken.tokens)) > 3

@@ -86,7 +86,7 @@ def test_blocks_of_a_sequence_are_those_that_the_server_gives_it(
     blocks = real.needs(1).blocks(tokens)
     taken, _ = geometry.paged(np.array([tokens]), size)
     assert int(taken[0]) == sum(
-        n * sum(real.plane_bytes(group)) * len(group.layers)
+        n * sum(real.page_bytes(group)) * len(group.layers)
         for n, group in zip(blocks, real.groups, strict=True)
     )
 
@@ -113,7 +113,7 @@ def test_power_of_two_is_the_least_that_is_not_less(tokens: int) -> None:
 def test_block_bytes_are_those_of_the_store(geometry: Geometry, size: int) -> None:
     shapes = [LayerShape(x.kv_heads, x.k_dim, x.v_dim, x.window) for x in geometry.layers]
     real = layout(shapes, size, geometry.itemsize)
-    padded = [sum(real.plane_bytes(group)) * len(group.layers) for group in real.groups]
+    padded = [sum(real.page_bytes(group)) * len(group.layers) for group in real.groups]
     assert geometry.block_bytes(size) == sum(padded)
     assert geometry.groups == len({group.shape for group in real.groups})
     assert geometry.bytes_per_token == sum(
