@@ -69,16 +69,16 @@ class GPUWorker:
             lambda: told(member, lambda: self._make(Path(directory))),
             now=time.monotonic,
             messages_per_s=config.server.stream_messages_per_s,
-            beat_s=None if member is None else member.timeout_s / BEATS,
+            heartbeat_s=None if member is None else member.timeout_s / BEATS,
         )
         if member is not None and self._blocks is not None:
             repeat(self._blocks.heartbeat, member.timeout_s / BEATS)
         epoch = 0 if member is None else member.epoch
-        self.pages = Pages(self.loop.engine, self.launch, self.gang, epoch, self._ranks)
+        self.pages = Pages(self.loop.engine, self.spec, self.gang, epoch, self._ranks)
         self.puller = self._puller(fetch)
         self.started = False
-        self.live = OrphanTracker()
-        self.announcer = Announcer(self.launch.name, self.gang)
+        self.tracker = OrphanTracker()
+        self.announcer = Announcer(self.spec.name, self.gang)
         self.loop.engine.scheduler.announce_to(self.announcer)
         self._load: Load | None = None
         self.pressure = Pressure()
@@ -96,7 +96,7 @@ class GPUWorker:
             self._blocks or engine.runner.model.store,
             self.loop,
             fetch,
-            slice_bytes=self.launch.layout.slice_bytes,
+            slice_bytes=self.spec.layout.slice_bytes,
             bytes_max=cluster.pull_bytes_max,
             timeout_s=cluster.pull_timeout_s,
             in_thread=in_thread,
@@ -104,16 +104,16 @@ class GPUWorker:
         )
 
     def _make(self, directory: Path) -> Engine:
-        self.launch, ways = launched(self.config, directory, self._member)
+        self.spec, ways = launched(self.config, directory, self._member)
         engine = start(
-            self.launch,
+            self.spec,
             clock=time.perf_counter,
             cpu_clock=time.thread_time,
             key=self._key,
             gang=None if ways is None else ways[0],
             progress=log.info,
         )
-        facts = facts_of(self.gang, self.launch, engine.runner)
+        facts = facts_of(self.gang, self.spec, engine.runner)
         self._ranks += [facts] if self._member is None else self._member.ready(facts)
         if self._member is not None and ways is not None:  # the others listen from now on
             store, copied = engine.runner.model.store, ways[0].copied
@@ -140,14 +140,14 @@ class GPUWorker:
             yield messages.encode(messages.Rejected("invalid", 0.0, str(error)))
             return
         pulling = None
-        self.live.began(message.id, message.ingress, time.monotonic())
+        self.tracker.began(message.id, message.ingress, time.monotonic())
         try:
             async for event in self.loop.stream(request):
                 if isinstance(event, messages.Accepted) and message.pull and request.pulling:
                     pulling = asyncio.create_task(self.puller.pull(request, message.pull))
                 yield messages.encode(event)
         finally:
-            self.live.ended(message.id)
+            self.tracker.ended(message.id)
             if pulling is not None:
                 pulling.cancel()
 
@@ -159,10 +159,10 @@ class GPUWorker:
 
     def _request(self, message: messages.GenerateRequest) -> Request:
         """Check again what the ingress checked. Raises ValueError."""
-        limits, longest = self.launch.params, self.launch.memory.max_model_len
+        limits, longest = self.spec.params, self.spec.memory.max_model_len
         check(message.params, limits)
-        if message.model != self.launch.name:
-            raise ValueError(f"model {message.model!r} is not served here: {self.launch.name!r} is")
+        if message.model != self.spec.name:
+            raise ValueError(f"model {message.model!r} is not served here: {self.spec.name!r} is")
         if not message.prompt:
             raise ValueError("the prompt has no tokens; at least 1 is needed")
         if not all(0 <= token < limits.vocab_size for token in message.prompt):
@@ -203,12 +203,12 @@ class GPUWorker:
     async def still_wanted(self, ingress: str, requests: list[str]) -> None:
         """An ingress names its requests; what it has forgotten is ended."""
         self._start()
-        await self._end_all(self.live.heard(ingress, requests, time.monotonic()))
+        await self._end_all(self.tracker.update(ingress, requests, time.monotonic()))
 
     async def _end_orphans(self) -> None:
         while True:
             await asyncio.sleep(ORPHANS_S)
-            await self._end_all(self.live.orphans(time.monotonic()))
+            await self._end_all(self.tracker.orphans(time.monotonic()))
 
     async def _end_all(self, requests: list[str]) -> None:
         for request in requests:
@@ -244,14 +244,14 @@ class GPUWorker:
             "gang": self.gang,
             "pool": self.config.pool.name,
             "ranks": self.config.pool.gang_size,
-            "model": self.launch.name,
-            "max_model_len": self.launch.memory.max_model_len,
-            "vocab_size": self.launch.params.vocab_size,
-            "max_beam_width": self.launch.params.max_beam_width,
-            "block_size": self.launch.layout.block_size,
-            "dtype": str(self.launch.dtype).removeprefix("torch."),
+            "model": self.spec.name,
+            "max_model_len": self.spec.memory.max_model_len,
+            "vocab_size": self.spec.params.vocab_size,
+            "max_beam_width": self.spec.params.max_beam_width,
+            "block_size": self.spec.layout.block_size,
+            "dtype": str(self.spec.dtype).removeprefix("torch."),
             "eos_token_ids": sorted(self.loop.engine.end_tokens),
-            "table": self.launch.table(),
+            "table": self.spec.table(),
             **self.loop.engine.scheduler.prefix.to_dict(),
         }
 
@@ -267,7 +267,7 @@ class GPUWorker:
             **stats,
             **engine.runner.exchanged(),
             "gang": self.gang,
-            "model": self.launch.name,
+            "model": self.spec.name,
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
             "preemptions": scheduler.preemptions,
@@ -292,12 +292,12 @@ class GPUWorker:
         }
 
     def _transfers(self) -> dict[str, Any]:
-        shown = self.puller.stats.to_dict(self.launch.layout.bytes_per_token)
+        shown = self.puller.stats.to_dict(self.spec.layout.bytes_per_token)
         return {**shown, "prefill_tokens_per_s": self.loop.prefill.rate.per_s}
 
     async def heartbeats(self, period_s: float, ingress: str) -> AsyncIterator[dict[str, Any]]:
         """`stats`, for as long as an ingress listens: it hears when this process dies."""
-        with self.live.listening(ingress, time.monotonic()):
+        with self.tracker.listening(ingress, time.monotonic()):
             while True:
                 yield await self.stats()
                 await asyncio.sleep(period_s)

@@ -291,7 +291,7 @@ async def test_a_request_finds_what_another_worker_with_the_same_secret_has(
         assert stats["failures"] == ({} if found else {"gone": 1})
         if found:
             rates = stats["links"]["owner"]
-            size = puller.launch.layout.bytes_per_token
+            size = puller.spec.layout.bytes_per_token
             assert rates["bytes_per_s"] == pytest.approx(size * rates["tokens_per_s"])
         assert (await puller.stats())["blocks"]["pinned"] == 0
         # A gang that pulls from itself, or knows no other, computes.
