@@ -26,7 +26,15 @@ from worker.engine.loop import EngineLoop
 from worker.engine.orphans import OrphanTracker
 from worker.engine.where import Pages
 from worker.gang.follower import GPUFollower
-from worker.gang.member import BEATS, GangMember, RankInfo, facts_of, launched, repeat, told
+from worker.gang.member import (
+    HEARTBEATS,
+    GangMember,
+    RankInfo,
+    connected,
+    rank_info,
+    reporting,
+    start_heartbeats,
+)
 from worker.gang.pages import GangPages
 from worker.params import ParamError, check
 from worker.request import Arrival, Request
@@ -66,13 +74,13 @@ class GPUWorker:
         self._ranks: list[RankInfo] = []
         self._blocks: GangPages | None = None
         self.loop = EngineLoop(
-            lambda: told(member, lambda: self._make(Path(directory))),
+            lambda: reporting(member, lambda: self._make(Path(directory))),
             now=time.monotonic,
             messages_per_s=config.server.stream_messages_per_s,
-            heartbeat_s=None if member is None else member.timeout_s / BEATS,
+            heartbeat_s=None if member is None else member.timeout_s / HEARTBEATS,
         )
         if member is not None and self._blocks is not None:
-            repeat(self._blocks.heartbeat, member.timeout_s / BEATS)
+            start_heartbeats(self._blocks.heartbeat, member.timeout_s / HEARTBEATS)
         epoch = 0 if member is None else member.epoch
         self.pages = Pages(self.loop.engine, self.spec, self.gang, epoch, self._ranks)
         self.puller = self._puller(fetch)
@@ -104,7 +112,7 @@ class GPUWorker:
         )
 
     def _make(self, directory: Path) -> Engine:
-        self.spec, ways = launched(self.config, directory, self._member)
+        self.spec, ways = connected(self.config, directory, self._member)
         engine = start(
             self.spec,
             clock=time.perf_counter,
@@ -113,7 +121,7 @@ class GPUWorker:
             gang=None if ways is None else ways[0],
             progress=log.info,
         )
-        facts = facts_of(self.gang, self.spec, engine.runner)
+        facts = rank_info(self.gang, self.spec, engine.runner)
         self._ranks += [facts] if self._member is None else self._member.ready(facts)
         if self._member is not None and ways is not None:  # the others listen from now on
             store, copied = engine.runner.model.store, ways[0].copied

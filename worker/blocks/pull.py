@@ -29,9 +29,9 @@ Answer = tuple[int, Any]
 """How many leading blocks the owner had, and their bytes: any object with a buffer."""
 
 Fetch = Callable[[str, list[bytes], float], Awaitable[Answer]]
-XX
-UNWANTED for a block that is not. Once it has returned or raised, nobody else uses the bytes. Raises
-PullFailed."""
+"""Fetch blocks of a gang within a time in seconds: the concatenated block hashes of each group,
+with UNWANTED for blocks not wanted. Once it has returned or raised, nobody else uses the bytes.
+Raises PullFailed."""
 
 
 async def no_peers(gang: str, group_hashes: list[bytes], timeout_s: float) -> Answer:
