@@ -44,7 +44,7 @@ from worker.startup.start import start
 log = logging.getLogger("kvatlas.worker")
 
 ORPHANS_S = 3.0
-"""How often requests are looked for whose ingress is gone."""
+"""How often to look for requests whose ingress is gone."""
 
 COPY_THREADS = 2
 
@@ -52,8 +52,8 @@ COPY_THREADS = 2
 class GPUWorker:
     """Serves one model. The constructor returns when the model is loaded, checked and warm.
 
-    `key` is the cluster's secret, without which blocks have other names than elsewhere; `fetch`
-    asks other workers for theirs. With a `seat` it leads a gang: every rank is ready then.
+    `key` is the cluster's secret, without which block hashes differ from other workers'; `fetch`
+    gets their blocks. With a `member` it is rank 0 of a gang, all ranks of which are ready then.
     """
 
     follower = GPUFollower
@@ -112,24 +112,24 @@ class GPUWorker:
         )
 
     def _make(self, directory: Path) -> Engine:
-        self.spec, ways = connected(self.config, directory, self._member)
+        self.spec, comms = connected(self.config, directory, self._member)
         engine = start(
             self.spec,
             clock=time.perf_counter,
             cpu_clock=time.thread_time,
             key=self._key,
-            gang=None if ways is None else ways[0],
+            gang=None if comms is None else comms[0],
             progress=log.info,
         )
-        facts = rank_info(self.gang, self.spec, engine.runner)
-        self._ranks += [facts] if self._member is None else self._member.ready(facts)
-        if self._member is not None and ways is not None:  # the others listen from now on
-            store, copied = engine.runner.model.store, ways[0].copied
-            self._blocks = GangPages(store, ways[1], copied, self._lost)
+        info = rank_info(self.gang, self.spec, engine.runner)
+        self._ranks += [info] if self._member is None else self._member.ready(info)
+        if comms is not None:  # the others receive from now on
+            gang, blocks = comms
+            self._blocks = GangPages(engine.runner.model.store, blocks, gang.copied, self._lost)
         return engine
 
     def _lost(self, error: Exception) -> None:
-        """The engine ends before anything that is posted from now on gives blocks back."""
+        """End the engine, before any work posted from now on frees blocks."""
         self.loop.post(lambda: self.loop.engine.runner.raise_if_dead(error))
 
     def _start(self) -> None:
@@ -139,7 +139,7 @@ class GPUWorker:
             self._orphans = asyncio.create_task(self._end_orphans())
 
     async def generate(self, submit: bytes) -> AsyncIterator[bytes]:
-        """One request (a `wire.Submit`); yields encoded events, the first accepted or rejected."""
+        """Serve an encoded `GenerateRequest`; yields encoded events, first accepted or rejected."""
         self._start()
         try:
             message = messages.decode_as(messages.GenerateRequest, submit)
@@ -160,8 +160,8 @@ class GPUWorker:
                 pulling.cancel()
 
     async def export(self, group_hashes: list[bytes]) -> Answer:
-        """For other workers: blocks that are cached here, by their block hashes, end to end, of
-        each layer group. Raises ValueError for more than a call may carry."""
+        """For other workers: blocks that are cached here, by the concatenated block hashes of each
+        layer group. Raises ValueError for more blocks than one call may carry."""
         self._start()
         return await self.puller.export(group_hashes)
 
@@ -204,12 +204,12 @@ class GPUWorker:
         )
 
     async def abort(self, request_id: str, choice: int | None = None) -> bool:
-        """End a request, or one choice of it while others go on; False when it is not here."""
+        """End a request, or one choice while others go on; False where it is not here."""
         self._start()
         return await self.loop.abort(request_id, choice)
 
     async def still_wanted(self, ingress: str, requests: list[str]) -> None:
-        """An ingress names its requests; what it has forgotten is ended."""
+        """An ingress lists its live requests; those that it has forgotten are ended."""
         self._start()
         await self._end_all(self.tracker.update(ingress, requests, time.monotonic()))
 
@@ -227,7 +227,7 @@ class GPUWorker:
                 log.warning("request %s could not be ended: %s", request, error)
 
     async def announce(self, force: bool) -> bytes | None:
-        """The next batch for the index, cut between two steps; None where there is no news."""
+        """The next batch for the index, cut between two steps; None without changes."""
         self._start()
         return await self.loop.call(lambda: self._cut(force))
 
@@ -243,11 +243,11 @@ class GPUWorker:
         return self.announcer.cut(load)
 
     async def repair(self, epoch: int, seq: int) -> list[bytes]:
-        """The batches after those that the index knows, or a dump of all."""
+        """The batches after those that the index has, or a dump of all."""
         return await self.loop.call(lambda: self.announcer.repair(epoch, seq))
 
     async def info(self) -> dict[str, Any]:
-        """What the ingress must know of the model, and the rows of the start-up table."""
+        """The model's properties for the ingress, and the rows of the start-up table."""
         return {
             "gang": self.gang,
             "pool": self.config.pool.name,
@@ -304,14 +304,15 @@ class GPUWorker:
         return {**shown, "prefill_tokens_per_s": self.loop.prefill.rate.per_s}
 
     async def heartbeats(self, period_s: float, ingress: str) -> AsyncIterator[dict[str, Any]]:
-        """`stats`, for as long as an ingress listens: it hears when this process dies."""
+        """`stats` every `period_s`, for as long as an ingress listens; the stream breaks when this
+        process dies."""
         with self.tracker.listening(ingress, time.monotonic()):
             while True:
                 yield await self.stats()
                 await asyncio.sleep(period_s)
 
     async def flush(self) -> int:
-        """Forget all cached blocks that no request uses; how many they were."""
+        """Forget all cached blocks that no request uses; returns how many."""
         self._start()
         return await self.loop.call(self.loop.engine.scheduler.flush)
 
@@ -321,18 +322,17 @@ class GPUWorker:
 
         def look(rank: int) -> dict[str, Any]:
             pages = snapshot(scheduler.pools, scheduler.tables(), scheduler.block_size, rank=rank)
-            facts = self._ranks[rank]
+            info = self._ranks[rank]
+            evictions = sum(p.stats.evictions for p in dict.fromkeys(scheduler.pools))
             return {
                 **asdict(pages),
                 **host_blocks(scheduler.host_cache, rank),
                 "copies": 0 if rank else scheduler.copies,  # these three are of the whole gang
                 "hit_tokens": 0 if rank else scheduler.prefix.stats.hit_tokens,
-                "evictions": 0
-                if rank
-                else sum(p.stats.evictions for p in dict.fromkeys(scheduler.pools)),
-                "host": facts.host,
-                "pid": facts.pid,
-                "device": facts.device,
+                "evictions": 0 if rank else evictions,
+                "host": info.host,
+                "pid": info.pid,
+                "device": info.device,
             }
 
         self._start()
@@ -357,10 +357,7 @@ class GPUWorker:
         return [{"gang": self.gang, **one} for request in found for one in request.to_dict(now)]
 
     async def where(self, request_id: str, token: int, choice: int = 0) -> dict[str, Any] | None:
-        """Where the keys of a request's token lie; None when the request is not here.
-
-        Raises ValueError where the request is here but the token is not in its pages.
-        """
+        """Where the keys of a request's token lie, see `Pages.locate`."""
         self._start()
         return await self.loop.call(lambda: self.pages.locate(request_id, token, choice))
 
@@ -383,7 +380,7 @@ class GPUWorker:
             )
 
     def stop(self) -> None:
-        """An orderly end, of the other ranks too; once."""
+        """Stop this worker and the other ranks of its gang; called once."""
         self.loop.stop()
         if self._blocks is not None and self.loop.failure is None:
             self._blocks.stop()
