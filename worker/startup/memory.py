@@ -136,9 +136,9 @@ def with_slices(plan: MemoryPlan, layout: Layout, slices: int, asked: int | None
         each = f" on each of {plan.ranks} ranks" if plan.ranks > 1 else ""
         raise DoesNotFit(
             f"a sequence of {longest} tokens does not fit: it needs "
-            f"{gib(layout.sequence_bytes(longest, chunk))} of pages, {gib(kv_bytes)} are there{each}, "
-            f"which is {most} tokens. Lower model.max_model_len to {most} or less, raise kv.memory or "
-            "kv.blocks, or free memory"
+            f"{gib(layout.sequence_bytes(longest, chunk))} of pages, {gib(kv_bytes)} are there"
+            f"{each}, which is {most} tokens. Lower model.max_model_len to {most} or less, raise "
+            "kv.memory or kv.blocks, or free memory"
         )
     return replace(
         plan,
