@@ -78,6 +78,11 @@ class SamplingParams:
     speculation: str = ""
     speculation_k: int = 0
 
+    def ends(self, model_ends: frozenset[int]) -> frozenset[int]:
+        """The tokens that end a sequence, of which `model_ends` are the model's own."""
+        ends: frozenset[int] = frozenset() if self.ignore_eos else model_ends
+        return ends.union(self.stop_token_ids) if self.stop_token_ids else ends
+
     @property
     def greedy(self) -> bool:
         """True when no random number is used: temperature 0, or a single candidate."""

@@ -353,7 +353,7 @@ class GPUWorker:
         return await self.loop.call(self._look_at_requests)
 
     def _look_at_requests(self) -> list[dict[str, Any]]:
-        now, found = time.monotonic(), self.loop.requests()
+        now, found = time.monotonic(), self.loop.engine.requests.values()
         return [{"gang": self.gang, **one} for request in found for one in request.to_dict(now)]
 
     async def where(self, request_id: str, token: int, choice: int = 0) -> dict[str, Any] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from worker.scheduling.step import BeamCandidates
 
 NO_SLOT = -1
+
+NEVER_LOADED = 1 << 62
+"""Of `Sequence.lacking`, the blocks missing in the pools at its last load from the host."""
 
 
 class Arrival:
@@ -25,6 +28,7 @@ class Arrival:
         self.ended = False
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """One choice of a request: its tokens, its table, and how far both have come.
 
@@ -32,57 +36,38 @@ class Sequence:
     sample `pending` tokens. A step of an older `epoch` (before a preemption) is void.
     """
 
-    __slots__ = (
-        "awaited",
-        "block_hashes",
-        "cached_tokens",
-        "candidates",
-        "choice",
-        "computed",
-        "epoch",
-        "finish_reason",
-        "lacking",
-        "last_step",
-        "loaded_tokens",
-        "params",
-        "pending",
-        "planned",
-        "prompt_tokens",
-        "registered",
-        "request",
-        "scored",
-        "slot",
-        "slot_filled",
-        "stop_token",
-        "stored",
-        "synced",
-        "table",
-        "tokens",
-    )
+    request: Request
+    choice: int
+    generated: InitVar[Seq[int]]
+    params: SamplingParams = field(init=False)  # the engine gives each choice a seed of its own
+    prompt_tokens: int = field(init=False)
+    tokens: list[int] = field(init=False)
+    awaited: Arrival | None = field(init=False)  # arriving blocks that it waits for
+    table: BlockTable | None = None
+    slot: int = NO_SLOT
+    computed: int = 0
+    planned: int = 0
+    pending: int = 0
+    epoch: int = 0
+    stored: int = 0  # tokens found in the cache or a sibling: their K,V are not written again
+    registered: int = 0  # leading blocks that have a block hash
+    block_hashes: list[list[bytes]] = field(default_factory=list)  # of full blocks, per layer group
+    cached_tokens: int = 0
+    loaded_tokens: int = 0  # tokens loaded from the host for it
+    lacking: int = NEVER_LOADED
+    last_step: int | None = None
+    slot_filled: bool = False  # its tokens were sent to the sampler, for penalties
+    synced: int = 0  # table entries sent to the device
+    scored: int = 0  # prompt log-probabilities reported: entries below this token index
+    candidates: BeamCandidates | None = None  # of a beam, until all beams have theirs
+    finish_reason: str | None = None
+    stop_token: int | None = None
 
-    def __init__(self, request: Request, choice: int, generated: Seq[int]) -> None:
-        self.request = request
-        self.choice = choice
-        self.params = request.params  # the engine gives each choice a seed of its own
+    def __post_init__(self, generated: Seq[int]) -> None:
+        request = self.request
+        self.params, self.awaited = request.params, request.arrival
         self.prompt_tokens = len(request.prompt)
         self.tokens = [*request.prompt, *generated]
-        self.table: BlockTable | None = None
-        self.slot = NO_SLOT
-        self.computed = self.planned = self.pending = self.epoch = 0
-        self.stored = 0  # tokens found in the cache or a sibling: their K,V are not written again
-        self.registered = 0  # leading blocks that have a block hash
-        self.block_hashes: list[list[bytes]] = []  # block hashes of full blocks, per layer group
-        self.cached_tokens = 0
-        self.awaited = request.arrival  # arriving blocks that it waits for
-        self.loaded_tokens = 0  # tokens loaded from the host for it
-        self.lacking = 1 << 62  # blocks missing in the pools at its last load from the host
-        self.last_step: int | None = None
-        self.slot_filled = False  # its tokens were sent to the sampler, for penalties
-        self.synced = 0  # table entries sent to the device
-        self.scored = 0  # prompt log-probabilities reported: entries below this token index
-        self.candidates: BeamCandidates | None = None  # of a beam, until all beams have theirs
-        self.finish_reason: str | None = None
-        self.stop_token: int | None = None
 
     @property
     def generated_tokens(self) -> int:
@@ -118,7 +103,7 @@ class Sequence:
         """Forget what was computed; steps in flight are void for this sequence."""
         self.computed = self.planned = self.pending = self.synced = 0
         self.stored = self.registered = 0
-        self.lacking = 1 << 62
+        self.lacking = NEVER_LOADED
         self.slot_filled = False
         self.epoch += 1
 

@@ -28,6 +28,7 @@ from worker.engine.stats import Rate
 from worker.scheduling.prefix import Matcher
 
 if TYPE_CHECKING:
+    from kvpaging.host_store import Copying
     from kvpaging.table import BlockTable
     from worker.request import Sequence as Served
     from worker.scheduling.state import SchedulerState
@@ -41,17 +42,6 @@ class Mover(Protocol):
     def move(self, moves: Moves) -> Copying: ...
 
     def raise_if_dead(self, error: Exception) -> None: ...
-
-
-class Copying(Protocol):
-    """Copies that have begun."""
-
-    @property
-    def done(self) -> bool: ...
-
-    def took_s(self) -> tuple[float, float]:
-        """Seconds of the offloads and of the loads, once they have ended."""
-        ...
 
 
 @dataclass(slots=True)
@@ -194,10 +184,6 @@ class HostCache:
     def match(self, sequence: Served) -> list[list[int]]:
         """As `PrefixCache.match`, in the pools and on the host: numbers are those of `unions`."""
         return self.prefix.match(sequence, within=self._both)
-
-    def depth(self, sequence: Served) -> int:
-        """Leading blocks of a sequence that are in the pools or on the host."""
-        return len(self.match(sequence)[0])
 
     @property
     def spent(self) -> bool:

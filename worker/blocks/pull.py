@@ -11,13 +11,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kvpaging.hashing import BLOCK_HASH_BYTES
 from worker import messages
 from worker.blocks.incoming import Chunk, counted
 from worker.blocks.transfer import ExportPin, Pull, PullFailed, Transfers, TransferStats
 from worker.request import Request
+
+if TYPE_CHECKING:
+    from worker.engine.loop import EngineLoop
 
 log = logging.getLogger("kvatlas.worker")
 
@@ -49,14 +52,6 @@ class Pages(Protocol):
     def import_(self, blocks: Sequence[Sequence[int]], data: Any) -> None: ...
 
 
-class Engine(Protocol):
-    """The part of `EngineLoop` that is used here: work for the engine's thread, in order."""
-
-    def call(self, work: Callable[[], _T], timeout_s: float) -> Awaitable[_T]: ...
-
-    def post(self, work: Callable[[], None]) -> None: ...
-
-
 class Puller:
     """Both sides of one worker's transfers. Lives on its event loop.
 
@@ -69,7 +64,7 @@ class Puller:
         self,
         transfers: Transfers,
         pages: Pages,
-        engine: Engine,
+        engine: EngineLoop,
         fetch: Fetch,
         *,
         slice_bytes: int,

@@ -136,7 +136,7 @@ class Transfers:
         if here >= end or prefix.being_computed(open_[0], here):
             return None
         names = group_hashes[prefix.indexed or 0][here:end]
-        if self.host_cache is not None and self.host_cache.depth(open_[0]) >= end:
+        if self.host_cache is not None and len(self.host_cache.match(open_[0])[0]) >= end:
             return None
         other = self.incoming.find(names[:1])
         if other is not None:

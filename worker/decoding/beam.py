@@ -124,10 +124,9 @@ def begin(
     params = request.params
     max_tokens = min(params.max_tokens, max_model_len - len(request.prompt))
     _check_room(state, params.beam_width, len(request.prompt), max_tokens)
-    ends = frozenset(params.stop_token_ids)
     return BeamSearch(
         params.beam_width,
-        ends if params.ignore_eos else ends | end_tokens,
+        params.ends(end_tokens),
         max_tokens=max_tokens,
         length_penalty=params.length_penalty,
         early_stopping=params.early_stopping,

@@ -9,7 +9,7 @@ the end each alone, so that only a request that itself fails is lost.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import islice
 
@@ -20,7 +20,7 @@ from worker.engine.load import blocks_in_use
 from worker.engine.stats import EngineStats, Rates
 from worker.execution.philox import derive
 from worker.execution.runner import InFlight, Runner, StepResult
-from worker.params import ParamError, SamplingParams
+from worker.params import ParamError
 from worker.request import Request, Sequence
 from worker.scheduling.scheduler import QueueFull, Scheduler
 from worker.scheduling.step import StepPlan
@@ -225,9 +225,10 @@ class Engine:
         stats.build_s, stats.execute_s = self.runner.build_s, self.runner.execute_s
         stats.saved_reads = self.runner.saved_reads
         out: list[Output] = []
+        ends = self.end_tokens
         samples = zip(result.tokens, result.bad, result.logprobs, strict=True)
         verified = {
-            row.slot: verify(row.drafts, [*islice(samples, row.samples)], self._ends(row.params))
+            row.slot: verify(row.drafts, [*islice(samples, row.samples)], row.params.ends(ends))
             for row in plan.rows
             if row.sampled
         }
@@ -293,11 +294,6 @@ class Engine:
         self._end(request, events[0].reason)
         return [(request, event) for event in events]
 
-    def _ends(self, params: SamplingParams) -> Set[int]:
-        """The tokens that end a sequence."""
-        ends = frozenset() if params.ignore_eos else self.end_tokens
-        return ends.union(params.stop_token_ids) if params.stop_token_ids else ends
-
     def _append(
         self, sequence: Sequence, tokens: list[int], entries: list[messages.TokenLogprob | None]
     ) -> messages.Delta | messages.Finish:
@@ -307,7 +303,7 @@ class Engine:
         self.stats.generated_tokens += len(tokens)
         known = [entry for entry in entries if entry is not None]
         logprobs = None if params.logprobs is None else known
-        if token in self._ends(params):
+        if token in params.ends(self.end_tokens):
             reason, sequence.stop_token = "stop", token
         elif (
             sequence.generated_tokens >= params.max_tokens

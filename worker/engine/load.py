@@ -33,14 +33,13 @@ def load_of(scheduler: Scheduler, rates: Rates, *, link_tokens_per_s: float = 0.
     host_cache = scheduler.host_cache
     queued = [len(sequence.tokens) for sequence in scheduler.waiting]
     lacking = [sequence.target - sequence.computed for sequence in scheduler.running]
-    blocks = sum(pool.blocks for pool in dict.fromkeys(scheduler.pools))
     return Load(
         queued_tokens=sum(queued),
         prefill_tokens=sum(tokens for tokens in lacking if tokens > 1),
         waiting=len(queued),
         running=len(lacking),
         committed_blocks=blocks_in_use(scheduler) + sum(-(-tokens // size) for tokens in queued),
-        blocks=blocks,
+        blocks=sum(pool.blocks for pool in dict.fromkeys(scheduler.pools)),
         step_tokens_max=scheduler.limits.max_batch_tokens,
         prompt_s=rates.prompt_s,
         token_s=rates.token_s,

@@ -300,9 +300,6 @@ class EngineLoop:
         if found:
             self._send(self.engine.end_quarantined())
 
-    def requests(self) -> list[Request]:
-        return list(self.engine.requests.values())
-
     def _send(self, outputs: list[Output]) -> None:
         if outputs and self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._deliver, outputs)

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -179,20 +178,6 @@ class ModelShape:
     linears: Linears
 
 
-@contextmanager
-def _recording(record: Callable[..., None]) -> Iterator[str]:
-    """An attention implementation that only records its arguments."""
-
-    def note(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **kwargs: Any
-    ) -> tuple[Tensor, None]:
-        record(module, query, key, value, **kwargs)
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
-
-    AttentionInterface.register("kvatlas_probe", note)
-    yield "kvatlas_probe"
-
-
 def probe(config: PretrainedConfig) -> ModelShape:
     """Run the model without weights and record how it calls attention.
 
@@ -209,16 +194,20 @@ def probe(config: PretrainedConfig) -> ModelShape:
         )
     calls: dict[int, list[tuple[LayerShape, AttentionCall]]] = {}
 
-    def record(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> None:
+    def record(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **kwargs: Any
+    ) -> tuple[Tensor, None]:
         window, sink = kwargs.get("sliding_window"), kwargs.get("s_aux") is not None
         shape = LayerShape(key.shape[1], key.shape[3], value.shape[3], window)
         call = AttentionCall(query.shape[1], kwargs.get("softcap"), sink)
         calls.setdefault(int(module.layer_idx), []).append((shape, call))  # type: ignore[arg-type]
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
-    with torch.device("meta"), torch.no_grad(), _recording(record) as name:
+    AttentionInterface.register("kvatlas_probe", record)
+    with torch.device("meta"), torch.no_grad():
         try:
             model = AutoModelForCausalLM.from_config(
-                config, attn_implementation=name, dtype=torch.bfloat16
+                config, attn_implementation="kvatlas_probe", dtype=torch.bfloat16
             ).eval()
             fix_rotary(model, 4)  # an update that looks at positions cannot run without values
             ids = torch.zeros(1, 4, dtype=torch.long)

@@ -65,14 +65,13 @@ class Runner:
         builder: BatchBuilder,
         sampler: Sampler,
         *,
-        max_num_seqs: int,
         clock: Callable[[], float],
         cpu_clock: Callable[[], float],
     ) -> None:
         self.model, self.builder, self.sampler = model, builder, sampler
         self.clock, self.cpu_clock = clock, cpu_clock
-        device = builder.device
-        self.last_token = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        slots = builder.host.shape[1]
+        self.last_token = torch.zeros(slots, dtype=torch.int64, device=builder.device)
         self.build_s = self.execute_s = 0.0
         self.saved_reads = 0  # keys of a layer group that were read once for several rows
         self.host: HostStore | None = None

@@ -200,14 +200,11 @@ class Planner:
         if known is not None and known.params is row.params:
             return known
         params = row.params
-        ends = set(params.stop_token_ids)
-        if not params.ignore_eos:
-            ends |= self._end_token_ids
         self._fixed[row.slot] = known = _Fixed(
             params,
             torch.tensor(list(params.logit_bias.keys()), dtype=torch.int64),
             torch.tensor(list(params.logit_bias.values()), dtype=torch.float64),
-            torch.tensor(sorted(ends), dtype=torch.int64),
+            torch.tensor(sorted(params.ends(self._end_token_ids)), dtype=torch.int64),
         )
         return known
 

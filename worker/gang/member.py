@@ -61,14 +61,6 @@ class GangMember:
     cpu_clock: Callable[[], float]
 
     @property
-    def rank(self) -> int:
-        return self.rendezvous.rank
-
-    @property
-    def ranks(self) -> int:
-        return self.rendezvous.ranks
-
-    @property
     def epoch(self) -> int:
         return self.rendezvous.address.epoch
 
@@ -128,7 +120,7 @@ def connected(
     transformers_logging.disable_progress_bar()
     if member is None:
         return resolve(config, directory), None
-    spec = resolve(config, directory, ranks=member.ranks)
+    spec = resolve(config, directory, ranks=member.rendezvous.ranks)
     threshold, block = config.pool.shard_from_tokens, spec.layout.block_size
     if threshold is not None and threshold < block:
         raise DoesNotFit(

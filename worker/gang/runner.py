@@ -9,7 +9,7 @@ error inside them, a rank with different tables, and one that is gone end the ga
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -25,7 +25,6 @@ from kvpaging.table import Copy
 from worker.execution.batch import Batch
 from worker.execution.model import PagedModel
 from worker.execution.runner import EngineDead, InFlight, Runner, StepResult
-from worker.execution.sampler import Sampler
 from worker.gang import protocol
 from worker.gang.batch import GangBuilder
 from worker.gang.pages import Copied
@@ -88,20 +87,9 @@ class RankRunner(Runner):
 
     builder: GangBuilder
 
-    def __init__(
-        self,
-        gang: GangComm,
-        model: PagedModel,
-        builder: GangBuilder,
-        sampler: Sampler,
-        *,
-        max_num_seqs: int,
-        clock: Callable[[], float],
-        cpu_clock: Callable[[], float],
-    ) -> None:
-        super().__init__(
-            model, builder, sampler, max_num_seqs=max_num_seqs, clock=clock, cpu_clock=cpu_clock
-        )
+    def __init__(self, gang: GangComm, model: PagedModel, *parts: Any, **clocks: Any) -> None:
+        """`parts` and `clocks` are for `Runner`."""
+        super().__init__(model, *parts, **clocks)
         self.gang = gang
         model.pages.exchange = gang.exchange
 
@@ -189,9 +177,9 @@ class RankRunner(Runner):
 class GangRunner(RankRunner):
     """Rank 0's runner: has all ranks run the engine's steps."""
 
-    def __init__(self, gang: GangComm, *parts: Any, depth: int, **options: Any) -> None:
+    def __init__(self, gang: GangComm, *parts: Any, depth: int, **clocks: Any) -> None:
         """`depth` steps may be in flight, as in the engine; the rest is for `RankRunner`."""
-        super().__init__(gang, *parts, **options)
+        super().__init__(gang, *parts, **clocks)
         self.depth = depth
         self._encoder = PlanEncoder(gang.epoch)
         self._open: deque[int] = deque()  # steps that the others have not answered
@@ -215,7 +203,8 @@ class GangRunner(RankRunner):
         try:
             own = super().collect(flight)
         finally:
-            self._forget_before(plan.step)
+            for step in [step for step in self._answers if step < plan.step]:
+                del self._answers[step]
         started = self.clock()
         while plan.step not in self._answers:
             self._request_one()
@@ -281,10 +270,6 @@ class GangRunner(RankRunner):
                 )
             self.saved_reads += answer.saved_reads
         self._answers[step] = answers
-
-    def _forget_before(self, step: int) -> None:
-        for old in [known for known in self._answers if known < step]:
-            del self._answers[old]
 
     def _cause(self, error: Exception) -> Exception:
         """The error that another rank reports for an exchange that failed here, if it still can:

@@ -69,11 +69,11 @@ def build_engine(
     )
     depth = 1 if spec.device.type == "cpu" else 2
     ends = end_token_ids(spec.directory, spec.hf_config)
-    sampler, options = _sampler(spec, ends), _options(spec, clock, cpu_clock)
+    sampler, clocks = _sampler(spec, ends), {"clock": clock, "cpu_clock": cpu_clock}
     runner = (
-        Runner(model, BatchBuilder(spec.layout, **_sizes(spec)), sampler, **options)
+        Runner(model, BatchBuilder(spec.layout, **_sizes(spec)), sampler, **clocks)
         if gang is None
-        else GangRunner(gang, model, _gang_builder(spec, gang), sampler, depth=depth, **options)
+        else GangRunner(gang, model, _gang_builder(spec, gang), sampler, depth=depth, **clocks)
     )
     state = SchedulerState(prefix, limits, policy or _policy(spec, ranks))
     rates, swaps = Rates(), None
@@ -160,9 +160,8 @@ def build_follower(
 ) -> Follower:
     """The loop of a rank other than 0, around a loaded model."""
     ends = end_token_ids(spec.directory, spec.hf_config)
-    options = _options(spec, clock, cpu_clock or clock)
     builder, sampler = _gang_builder(spec, gang), _sampler(spec, ends)
-    runner = RankRunner(gang, model, builder, sampler, **options)
+    runner = RankRunner(gang, model, builder, sampler, clock=clock, cpu_clock=cpu_clock or clock)
     if spec.host_slices:
         runner.host = _host_store(spec, model.store, clock)
     return Follower(runner, depth=1 if spec.device.type == "cpu" else 2)
@@ -200,13 +199,6 @@ def _sampler(spec: EngineSpec, end_tokens: Sequence[int]) -> Sampler:
         dtype=spec.dtype,
         max_logprobs=spec.params.max_logprobs,
     )
-
-
-def _options(
-    spec: EngineSpec, clock: Callable[[], float], cpu_clock: Callable[[], float]
-) -> dict[str, Any]:
-    """Arguments of runners."""
-    return {"max_num_seqs": spec.limits.max_num_seqs, "clock": clock, "cpu_clock": cpu_clock}
 
 
 def end_token_ids(directory: Path, config: PretrainedConfig) -> tuple[int, ...]:
