@@ -231,7 +231,7 @@ class HostCache:
                     blocks.append(Place(group, number, index))
         return slots, blocks
 
-    def _in_time(self, wanted: Sequence[Place]) -> list[Place]:
+    def _in_time(self, wanted: list[Place]) -> list[Place]:
         """The first of these slots, as many as can be loaded before the next step."""
         sizes = (self.block_bytes[self.hosts[place.group]] for place in wanted)
         return wanted[: sum(total <= self._load_room for total in accumulate(sizes))]

@@ -97,7 +97,7 @@ class GPUFollower:
     async def check_health(self) -> None:
         """Serve restarts the gang where this rank has stopped."""
         if self.loop.over:
-            raise RuntimeError(f"rank {self._member.rendezvous.rank} stopped: {self.loop.failure}")
+            raise RuntimeError(f"rank {self._member.rank} stopped: {self.loop.failure}")
 
     def stop(self) -> None:
         """Wait for the stop from rank 0, which it sends once it has no streams any more."""

@@ -61,6 +61,10 @@ class GangMember:
     cpu_clock: Callable[[], float]
 
     @property
+    def rank(self) -> int:
+        return self.rendezvous.rank
+
+    @property
     def epoch(self) -> int:
         return self.rendezvous.address.epoch
 
