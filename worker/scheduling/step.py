@@ -31,8 +31,9 @@ class Row(NamedTuple):
     tokens at the end of `count`; the row is sampled before and after each.
 
     `blocks[g]` are the block table entries of layer group g from `changed_from` on, new to the
-    device; with 0 the sequence is new too. `history` are prompt and output tokens so far, where the
-    sampler counts them for penalties from now on.
+    device; without any, `blocks` is empty. With `changed_from` 0 the sequence is new to its slot.
+    `history` are prompt and output tokens so far, where the sampler counts them for penalties from
+    now on.
 
     `sampled`: the last known token is among them, so its logits give the next token.
     `targets`: the prompt tokens to score, each by the logits of the position before it, the first
