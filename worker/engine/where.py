@@ -106,9 +106,7 @@ class Pages:
         if table.blocks[group][token // size] == NULL_BLOCK:
             return {"group": group, "window": table.windows[group], "out_of_window": True}
         blocks = [*table.blocks[group]]
-        for index in reversed(
-            range(table.first[group])
-        ):  # freed entries count for the ranks' tables
+        for index in reversed(range(table.first[group])):  # freed ones count in tables of ranks
             rank = table.rank_at(index)
             blocks[index] = blocks[index + 1] if rank is None else rank * own
         place = ShardMap(blocks, own, size).locate(token)

@@ -85,8 +85,10 @@ class GangPages:
         return out
 
     def import_(self, blocks: Sequence[Sequence[int]], data: Any) -> None:
-        share = _Share(self.store, blocks)
-        combined = share.given(data)
+        share, size = _Share(self.store, blocks), memoryview(data).nbytes
+        if size != share.bytes:
+            raise ValueError(f"{size} bytes were given for blocks of {share.bytes} bytes")
+        combined = np.frombuffer(data, np.uint8) if size else np.empty(0, np.uint8)
         if share.others:
             self._request(IMPORT, share.columns, share.take(combined, share.others).tobytes())
         share.import_(0, combined)
@@ -221,13 +223,6 @@ class _Share:
         for start, end in spans:
             combined[start:end] = part[at : at + end - start]
             at += end - start
-
-    def given(self, data: Any) -> Bytes:
-        """Raises ValueError when data has not exactly these blocks' bytes."""
-        size = memoryview(data).nbytes
-        if size != self.bytes:
-            raise ValueError(f"{size} bytes were given for blocks of {self.bytes} bytes")
-        return np.frombuffer(data, np.uint8) if size else np.empty(0, np.uint8)
 
     def _spans(self, ranks: Sequence[int]) -> list[tuple[int, int]]:
         at = np.flatnonzero(np.isin(self.owner, ranks))

@@ -149,10 +149,10 @@ class PlanDecoder:
 
     def step(self, body: list[Any]) -> DecodedStep:
         """Decode the body of a step message (see `read`). Raises WrongMessage."""
+        message = _decoded(_STEP, body, "a step")
         try:
-            message = _STEP.read(body)
             rows = tuple([self._row(row) for row in message.rows])
-        except (Refused, KeyError) as error:
+        except KeyError as error:
             raise WrongMessage(f"a step that cannot be read: {error}") from error
         plan = StepPlan(message.step, rows, message.copies)
         return DecodedStep(message.epoch, message.step, message.digest, plan, message.changes)
@@ -191,10 +191,7 @@ def unpack_result(message: bytes) -> Result:
     kind, body = read(message)
     if kind != RESULT:
         raise WrongMessage(f"a message of kind {kind} came in place of a result")
-    try:
-        result: Result = _RESULT.read(body)
-    except Refused as error:
-        raise WrongMessage(f"a result that cannot be read: {error}") from error
+    result: Result = _decoded(_RESULT, body, "a result")
     return result
 
 
@@ -205,10 +202,7 @@ def moving(moves: Moves) -> bytes:
 
 def moved(body: list[Any]) -> Moves:
     """Decode the body of such a message. Raises WrongMessage."""
-    try:
-        moves: Moves = _MOVES.read(body)
-    except Refused as error:
-        raise WrongMessage(f"copies that cannot be read: {error}") from error
+    moves: Moves = _decoded(_MOVES, body, "copies")
     return moves
 
 
@@ -232,6 +226,13 @@ def read(message: bytes) -> tuple[int, list[Any]]:
     if type(kind) is not int or kind not in KINDS:
         raise WrongMessage(f"a message of unknown kind {codec.shown(kind)}")
     return kind, body
+
+
+def _decoded(plan: codec.Plan, body: list[Any], name: str) -> Any:
+    try:
+        return plan.read(body)
+    except Refused as error:
+        raise WrongMessage(f"{name} that cannot be read: {error}") from error
 
 
 def _packed(kind: int, body: Iterable[Any] = ()) -> bytes:
