@@ -1,4 +1,8 @@
-"""The Ray Serve deployment class around one engine: one GPU or the CPU, a stream per request."""
+"""The Ray Serve deployment class around one engine: one GPU or the CPU, a stream per request.
+
+Its async methods are called by ingresses, by the cluster's index and by other workers. What they
+need of the engine runs in the engine's thread, between two steps (`EngineLoop`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The device side of a step: copies, forward, sampling. `launch` enqueues, `collect` waits."""
+"""The device side of a step: copies, forward pass, sampling.
+
+`launch` takes a `StepPlan` and enqueues it, `collect` waits for it and gives its `StepResult` on
+the host; both in the order of the plans. Neither changes the scheduler's state.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank of a gang other than 0: its threads serve rank 0 as long as the gang lives."""
+"""A rank of a gang other than 0: one thread runs rank 0's steps, another serves its transfers."""
 
 from __future__ import annotations
 

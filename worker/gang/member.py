@@ -1,4 +1,8 @@
-"""How a rank joins a gang: it agrees on sizes with the others, connects, and reports ready."""
+"""How a rank joins a gang.
+
+All ranks agree on sizes before weights are loaded, connect, load, and wait until all are `ready`.
+An error on one rank is reported to the others (`reporting`), so that none waits for it.
+"""
 
 from __future__ import annotations
 

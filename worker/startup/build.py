@@ -1,4 +1,8 @@
-"""Builds the engine around a loaded model, or the part of it that another rank runs."""
+"""Builds the engine around a loaded model, or the part of it that another rank runs.
+
+Takes an `EngineSpec` and a `PagedModel`; makes pools, prefix cache, scheduler, runner and host
+cache. Raises DoesNotFit where the host cache cannot be allocated.
+"""
 
 from __future__ import annotations
 
