@@ -230,7 +230,7 @@ def test_no_rank_is_in_a_step_whose_blocks_are_given_back(models, depth, when):
         if when == "before":
             part, method = engine.runner.builder, "build"
         else:
-            part, method = members.gangs[0].exchange, "settle"
+            part, method = members.gangs[0].exchange, "synchronize"
         fault = Once(getattr(part, method), ValueError("no luck"))
         setattr(part, method, fault)
         fault.armed = True
@@ -337,12 +337,12 @@ def test_to_collect_a_step_is_to_wait_for_its_own_exchanges(models):
         engine,
         members,
     ):
-        settled = []
-        members.gangs[0].exchange.settle = settled.append
+        synchronized = []
+        members.gangs[0].exchange.synchronize = synchronized.append
         submit(engine, 1)
         run_out(engine)
-        assert settled == list(range(engine.stats.steps))
-        assert len(settled) > NEW_TOKENS // 2
+        assert synchronized == list(range(engine.stats.steps))
+        assert len(synchronized) > NEW_TOKENS // 2
 
 
 class OnGPU:
