@@ -1,10 +1,10 @@
 """Messages between ingress and worker: the records, and their bytes.
 
-The ingress sends one `Submit` for a prompt. The worker answers it by a stream: `Accepted` (or
-`Rejected`, and nothing else), then `Delta` and `PromptLogprobs` as tokens come, `Finish` for each
-choice, `Mark` when there was nothing to say for a while, or `Error` in place of what is left. One
-message is one bytes object. `encode` takes any message of this module, `decode` gives it back or
-raises `WireError` naming the field: a peer of another version fails at its first message.
+The ingress sends one `GenerateRequest` for a prompt. The worker answers with a stream: `Accepted`
+(or `Rejected` alone), then `Delta` and `PromptLogprobs` as tokens come, `Finish` for each choice,
+`KeepAlive` after a while without another message, or `Error`, which ends the stream. One message is
+one bytes object. `encode` takes any message of this module, `decode` reverses it or raises
+`WireError` naming the field: a peer of another version fails at its first message.
 
 Words: a *choice* is one of the answers to a prompt; an *attempt* is one worker's try at a request,
 the next of which starts with what the choices had `generated`. Times are in seconds,
@@ -28,7 +28,8 @@ class WireError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ChoiceInput:
-    """What one choice has generated in earlier attempts, and whether that was all of it."""
+    """The tokens that earlier attempts have generated for one choice, and whether it has
+    finished."""
 
     generated: list[int] = field(default_factory=list)
     finished: bool = False
@@ -36,7 +37,7 @@ class ChoiceInput:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Another worker that has the keys of a prompt's first `blocks` blocks, or is thought to."""
+    """Another worker that is expected to have the first `blocks` blocks of a prompt cached."""
 
     gang: str
     blocks: int
@@ -44,8 +45,8 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """Ingress to worker: one prompt. Without `stream` the ingress wants few, large deltas; with
-    `pull` the worker gets blocks from another one before it starts."""
+    """Ingress to worker: one prompt. Without `stream` no deltas are sent before a choice ends; with
+    `pull` the worker pulls blocks from another one before it starts."""
 
     id: str
     model: str
@@ -95,7 +96,7 @@ class Rejected:
 
 
 class Started(NamedTuple):
-    """How a request began: its time in the queue, and the prompt tokens it did not compute."""
+    """How a request began: its time in the queue, and its prompt tokens found in the cache."""
 
     queue_s: float
     cached_tokens: int
@@ -104,7 +105,7 @@ class Started(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Delta:
     """New tokens of one choice; `logprobs`, where asked for, has one entry per token. `started`
-    comes with the first tokens of a request, whatever message they are in."""
+    comes with the first tokens of a request, in a `Delta` or a `Finish`."""
 
     choice: int
     tokens: list[int]
@@ -124,9 +125,9 @@ class PromptLogprobs:
 class Finish:
     """Last message of a choice, with the tokens not yet sent.
 
-    `reason` is "stop", "length", or "abort" where somebody ended it from outside. `cached_tokens`
-    of the prompt were not computed for this choice: found in the cache, or stored by a sibling.
-    Beam search sends nothing but this, choices in order of `score`, which others leave None.
+    `reason` is "stop", "length", or "abort" where it was ended from outside. `cached_tokens` of the
+    prompt were not computed for this choice: found in the cache, or stored by a sibling. Beam
+    search sends only this, its choices in order of `score`, which is None for others.
     """
 
     choice: int
@@ -143,7 +144,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Error:
-    """The request failed; nothing follows. `code` and `status` are what the client is told."""
+    """The request failed; nothing follows. `code` and `status` go to the client."""
 
     code: str
     message: str
@@ -152,7 +153,7 @@ class Error:
 
 @dataclass(frozen=True, slots=True)
 class KeepAlive:
-    """Nothing to say, still alive."""
+    """The worker is alive and has no event to send."""
 
 
 Event = Accepted | Rejected | Delta | PromptLogprobs | Finish | Error | KeepAlive

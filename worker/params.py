@@ -1,15 +1,15 @@
-"""What a request may ask of the sampler, and the limits that keep every option's memory bounded.
+"""Sampling parameters of a request, and the limits that bound the memory of every option.
 
-`check` takes the options of one request (`SamplingParams`) and what this server serves
+`check` takes the options of one request (`SamplingParams`) and the limits of this server
 (`ParamLimits`). It changes nothing and raises `ParamError` for the first option that is not served,
-with what is allowed and the setting that changes it. `row_bytes` says what the limits cost.
-No torch here: the ingress checks before the first byte of an answer, the worker at admission.
+with what is allowed and the setting that changes it. `row_bytes` is the memory that the limits
+cost. No torch: the ingress checks before the first byte of an answer, the worker at admission.
 
 Words: *greedy* takes the likeliest token, without a random number. *Penalties* lower the logits of
 tokens that occurred before; *logit bias* is added to those of chosen tokens. *Logprobs* are natural
 logarithms of the probabilities of generated tokens, *prompt logprobs* those of prompt tokens.
-*Beam search* keeps the `beam_width` likeliest continuations. *Speculation* draft tokens tokens,
-which one step of the model then verifies.
+*Beam search* keeps the `beam_width` likeliest continuations. *Speculation* drafts tokens, which one
+step of the model then verifies.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ MAX_BEAM_WIDTH = 128
 NO_SPECULATION, PROMPT_LOOKUP, DRAFT_MODEL = "none", "prompt_lookup", "draft_model"
 SPECULATIONS = (NO_SPECULATION, PROMPT_LOOKUP, DRAFT_MODEL)
 MAX_GUESSES = 31
-"""Tokens drafted at a time: with the one before them they stay a short row in a gang."""
+"""Draft tokens of a row: with the token before them they are a short row in a gang."""
 
 MAX_COUNT = 2**31 - 1
 """Positions are one 32-bit word of the random number generator's counter."""
@@ -52,8 +52,8 @@ class SamplingParams:
     the request. `logprobs` and `prompt_logprobs` are how many alternatives to report beside the
     chosen token: 0 reports the chosen one alone, None reports nothing. A positive `beam_width` asks
     for beam search, whose `n` best are returned; the two fields after it mean something only there.
-    `speculation` is one of SPECULATIONS, "" where the server decides, and `speculation_k` how many
-    tokens are drafted at most, 0 where the server decides.
+    `speculation` is one of SPECULATIONS, "" where the server decides, and `speculation_k` the most
+    tokens to draft, 0 where the server decides.
     """
 
     max_tokens: int = 16
@@ -78,6 +78,11 @@ class SamplingParams:
     speculation: str = ""
     speculation_k: int = 0
 
+    def ends(self, model_ends: frozenset[int]) -> frozenset[int]:
+        """The tokens that end a sequence, of which `model_ends` are the model's own."""
+        ends: frozenset[int] = frozenset() if self.ignore_eos else model_ends
+        return ends.union(self.stop_token_ids) if self.stop_token_ids else ends
+
     @property
     def greedy(self) -> bool:
         """True when no random number is used: temperature 0, or a single candidate."""
@@ -85,17 +90,14 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
-        """True when the sampler must know the tokens so far: the sequence needs a seat."""
-        return (
-            self.repetition_penalty != 1.0
-            or self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
-        )
+        """True when the sampler must count the tokens so far."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return penalties != (1.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class ParamLimits:
-    """What this server serves. Each bound on a count is a bound on memory (see `row_bytes`)."""
+    """The limits of this server. Each bound on a count bounds memory (see `row_bytes`)."""
 
     vocab_size: int
     max_logprobs: int = 20
@@ -108,8 +110,8 @@ class ParamLimits:
 def row_bytes(limits: ParamLimits) -> int:
     """Device bytes that the options of one row can cost beside rows of logits.
 
-    A bias entry is an int64 index and a float64 value, a stop token an int64 index: kept by the
-    host while the sequence sits and copied into the step's plan, on a CPU into the same memory. An
+    A bias entry is an int64 index and a float64 value, a stop token an int64 index: cached by the
+    host while the sequence runs and copied into the step's plan, on a CPU into the same memory. An
     alternative is an int64 id, its place in the sort and a log-probability of at most 8 bytes; the
     row of a beam has one per beam and per token that ends it, the model's own taken to be no more
     than a request may add. The scalars of a row take at most 256 bytes.
@@ -163,7 +165,7 @@ _NOT_WITH_BEAMS: dict[str, tuple[object, ...]] = {
     "prompt_logprobs": (None,),
     "speculation": ("", NO_SPECULATION),
 }
-"""What beam search does not do, and the values that ask for nothing."""
+"""Parameters that beam search does not take, and their neutral values."""
 
 
 def _beams(params: SamplingParams, limits: ParamLimits) -> None:

@@ -1,4 +1,8 @@
-"""The Ray Serve deployment class around one engine: one GPU or the CPU, a stream per request."""
+"""The Ray Serve deployment class around one engine: one GPU or the CPU, a stream per request.
+
+Its async methods are called by ingresses, by the cluster's index and by other workers. What they
+need of the engine runs in the engine's thread, between two steps (`EngineLoop`).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,15 @@ from worker.engine.loop import EngineLoop
 from worker.engine.orphans import OrphanTracker
 from worker.engine.where import Pages
 from worker.gang.follower import GPUFollower
-from worker.gang.member import BEATS, GangMember, RankInfo, facts_of, launched, repeat, told
+from worker.gang.member import (
+    HEARTBEATS,
+    GangMember,
+    RankInfo,
+    connected,
+    rank_info,
+    reporting,
+    start_heartbeats,
+)
 from worker.gang.pages import GangPages
 from worker.params import ParamError, check
 from worker.request import Arrival, Request
@@ -36,7 +48,7 @@ from worker.startup.start import start
 log = logging.getLogger("kvatlas.worker")
 
 ORPHANS_S = 3.0
-"""How often requests are looked for whose ingress is gone."""
+"""How often to look for requests whose ingress is gone."""
 
 COPY_THREADS = 2
 
@@ -44,8 +56,8 @@ COPY_THREADS = 2
 class GPUWorker:
     """Serves one model. The constructor returns when the model is loaded, checked and warm.
 
-    `key` is the cluster's secret, without which blocks have other names than elsewhere; `fetch`
-    asks other workers for theirs. With a `seat` it leads a gang: every rank is ready then.
+    `key` is the cluster's secret, without which block hashes differ from other workers'; `fetch`
+    gets their blocks. With a `member` it is rank 0 of a gang, all ranks of which are ready then.
     """
 
     follower = GPUFollower
@@ -66,19 +78,19 @@ class GPUWorker:
         self._ranks: list[RankInfo] = []
         self._blocks: GangPages | None = None
         self.loop = EngineLoop(
-            lambda: told(member, lambda: self._make(Path(directory))),
+            lambda: reporting(member, lambda: self._make(Path(directory))),
             now=time.monotonic,
             messages_per_s=config.server.stream_messages_per_s,
-            beat_s=None if member is None else member.timeout_s / BEATS,
+            heartbeat_s=None if member is None else member.timeout_s / HEARTBEATS,
         )
         if member is not None and self._blocks is not None:
-            repeat(self._blocks.heartbeat, member.timeout_s / BEATS)
+            start_heartbeats(self._blocks.heartbeat, member.timeout_s / HEARTBEATS)
         epoch = 0 if member is None else member.epoch
-        self.pages = Pages(self.loop.engine, self.launch, self.gang, epoch, self._ranks)
+        self.pages = Pages(self.loop.engine, self.spec, self.gang, epoch, self._ranks)
         self.puller = self._puller(fetch)
         self.started = False
-        self.live = OrphanTracker()
-        self.announcer = Announcer(self.launch.name, self.gang)
+        self.tracker = OrphanTracker()
+        self.announcer = Announcer(self.spec.name, self.gang)
         self.loop.engine.scheduler.announce_to(self.announcer)
         self._load: Load | None = None
         self.pressure = Pressure()
@@ -96,7 +108,7 @@ class GPUWorker:
             self._blocks or engine.runner.model.store,
             self.loop,
             fetch,
-            slice_bytes=self.launch.layout.slice_bytes,
+            slice_bytes=self.spec.layout.slice_bytes,
             bytes_max=cluster.pull_bytes_max,
             timeout_s=cluster.pull_timeout_s,
             in_thread=in_thread,
@@ -104,24 +116,24 @@ class GPUWorker:
         )
 
     def _make(self, directory: Path) -> Engine:
-        self.launch, ways = launched(self.config, directory, self._member)
+        self.spec, comms = connected(self.config, directory, self._member)
         engine = start(
-            self.launch,
+            self.spec,
             clock=time.perf_counter,
             cpu_clock=time.thread_time,
             key=self._key,
-            gang=None if ways is None else ways[0],
+            gang=None if comms is None else comms[0],
             progress=log.info,
         )
-        facts = facts_of(self.gang, self.launch, engine.runner)
-        self._ranks += [facts] if self._member is None else self._member.ready(facts)
-        if self._member is not None and ways is not None:  # the others listen from now on
-            store, copied = engine.runner.model.store, ways[0].copied
-            self._blocks = GangPages(store, ways[1], copied, self._lost)
+        info = rank_info(self.gang, self.spec, engine.runner)
+        self._ranks += [info] if self._member is None else self._member.ready(info)
+        if comms is not None:  # the others receive from now on
+            gang, blocks = comms
+            self._blocks = GangPages(engine.runner.model.store, blocks, gang.copied, self._lost)
         return engine
 
     def _lost(self, error: Exception) -> None:
-        """The engine ends before anything that is posted from now on gives blocks back."""
+        """End the engine, before any work posted from now on frees blocks."""
         self.loop.post(lambda: self.loop.engine.runner.raise_if_dead(error))
 
     def _start(self) -> None:
@@ -131,7 +143,7 @@ class GPUWorker:
             self._orphans = asyncio.create_task(self._end_orphans())
 
     async def generate(self, submit: bytes) -> AsyncIterator[bytes]:
-        """One request (a `wire.Submit`); yields encoded events, the first accepted or rejected."""
+        """Serve an encoded `GenerateRequest`; yields encoded events, first accepted or rejected."""
         self._start()
         try:
             message = messages.decode_as(messages.GenerateRequest, submit)
@@ -140,29 +152,29 @@ class GPUWorker:
             yield messages.encode(messages.Rejected("invalid", 0.0, str(error)))
             return
         pulling = None
-        self.live.began(message.id, message.ingress, time.monotonic())
+        self.tracker.began(message.id, message.ingress, time.monotonic())
         try:
             async for event in self.loop.stream(request):
                 if isinstance(event, messages.Accepted) and message.pull and request.pulling:
                     pulling = asyncio.create_task(self.puller.pull(request, message.pull))
                 yield messages.encode(event)
         finally:
-            self.live.ended(message.id)
+            self.tracker.ended(message.id)
             if pulling is not None:
                 pulling.cancel()
 
     async def export(self, group_hashes: list[bytes]) -> Answer:
-        """For other workers: blocks that are cached here, by their block hashes, end to end, of
-        each layer group. Raises ValueError for more than a call may carry."""
+        """For other workers: blocks that are cached here, by the concatenated block hashes of each
+        layer group. Raises ValueError for more blocks than one call may carry."""
         self._start()
         return await self.puller.export(group_hashes)
 
     def _request(self, message: messages.GenerateRequest) -> Request:
         """Check again what the ingress checked. Raises ValueError."""
-        limits, longest = self.launch.params, self.launch.memory.max_model_len
+        limits, longest = self.spec.params, self.spec.memory.max_model_len
         check(message.params, limits)
-        if message.model != self.launch.name:
-            raise ValueError(f"model {message.model!r} is not served here: {self.launch.name!r} is")
+        if message.model != self.spec.name:
+            raise ValueError(f"model {message.model!r} is not served here: {self.spec.name!r} is")
         if not message.prompt:
             raise ValueError("the prompt has no tokens; at least 1 is needed")
         if not all(0 <= token < limits.vocab_size for token in message.prompt):
@@ -196,19 +208,19 @@ class GPUWorker:
         )
 
     async def abort(self, request_id: str, choice: int | None = None) -> bool:
-        """End a request, or one choice of it while others go on; False when it is not here."""
+        """End a request, or one choice while others go on; False where it is not here."""
         self._start()
         return await self.loop.abort(request_id, choice)
 
     async def still_wanted(self, ingress: str, requests: list[str]) -> None:
-        """An ingress names its requests; what it has forgotten is ended."""
+        """An ingress lists its live requests; those that it has forgotten are ended."""
         self._start()
-        await self._end_all(self.live.heard(ingress, requests, time.monotonic()))
+        await self._end_all(self.tracker.update(ingress, requests, time.monotonic()))
 
     async def _end_orphans(self) -> None:
         while True:
             await asyncio.sleep(ORPHANS_S)
-            await self._end_all(self.live.orphans(time.monotonic()))
+            await self._end_all(self.tracker.orphans(time.monotonic()))
 
     async def _end_all(self, requests: list[str]) -> None:
         for request in requests:
@@ -219,7 +231,7 @@ class GPUWorker:
                 log.warning("request %s could not be ended: %s", request, error)
 
     async def announce(self, force: bool) -> bytes | None:
-        """The next batch for the index, cut between two steps; None where there is no news."""
+        """The next batch for the index, cut between two steps; None without changes."""
         self._start()
         return await self.loop.call(lambda: self._cut(force))
 
@@ -235,23 +247,23 @@ class GPUWorker:
         return self.announcer.cut(load)
 
     async def repair(self, epoch: int, seq: int) -> list[bytes]:
-        """The batches after those that the index knows, or a dump of all."""
+        """The batches after those that the index has, or a dump of all."""
         return await self.loop.call(lambda: self.announcer.repair(epoch, seq))
 
     async def info(self) -> dict[str, Any]:
-        """What the ingress must know of the model, and the rows of the start-up table."""
+        """The model's properties for the ingress, and the rows of the start-up table."""
         return {
             "gang": self.gang,
             "pool": self.config.pool.name,
             "ranks": self.config.pool.gang_size,
-            "model": self.launch.name,
-            "max_model_len": self.launch.memory.max_model_len,
-            "vocab_size": self.launch.params.vocab_size,
-            "max_beam_width": self.launch.params.max_beam_width,
-            "block_size": self.launch.layout.block_size,
-            "dtype": str(self.launch.dtype).removeprefix("torch."),
+            "model": self.spec.name,
+            "max_model_len": self.spec.memory.max_model_len,
+            "vocab_size": self.spec.params.vocab_size,
+            "max_beam_width": self.spec.params.max_beam_width,
+            "block_size": self.spec.layout.block_size,
+            "dtype": str(self.spec.dtype).removeprefix("torch."),
             "eos_token_ids": sorted(self.loop.engine.end_tokens),
-            "table": self.launch.table(),
+            "table": self.spec.table(),
             **self.loop.engine.scheduler.prefix.to_dict(),
         }
 
@@ -267,7 +279,7 @@ class GPUWorker:
             **stats,
             **engine.runner.exchanged(),
             "gang": self.gang,
-            "model": self.launch.name,
+            "model": self.spec.name,
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
             "preemptions": scheduler.preemptions,
@@ -292,18 +304,19 @@ class GPUWorker:
         }
 
     def _transfers(self) -> dict[str, Any]:
-        shown = self.puller.stats.to_dict(self.launch.layout.bytes_per_token)
+        shown = self.puller.stats.to_dict(self.spec.layout.bytes_per_token)
         return {**shown, "prefill_tokens_per_s": self.loop.prefill.rate.per_s}
 
     async def heartbeats(self, period_s: float, ingress: str) -> AsyncIterator[dict[str, Any]]:
-        """`stats`, for as long as an ingress listens: it hears when this process dies."""
-        with self.live.listening(ingress, time.monotonic()):
+        """`stats` every `period_s`, for as long as an ingress listens; the stream breaks when this
+        process dies."""
+        with self.tracker.listening(ingress, time.monotonic()):
             while True:
                 yield await self.stats()
                 await asyncio.sleep(period_s)
 
     async def flush(self) -> int:
-        """Forget all cached blocks that no request uses; how many they were."""
+        """Forget all cached blocks that no request uses; returns how many."""
         self._start()
         return await self.loop.call(self.loop.engine.scheduler.flush)
 
@@ -313,18 +326,17 @@ class GPUWorker:
 
         def look(rank: int) -> dict[str, Any]:
             pages = snapshot(scheduler.pools, scheduler.tables(), scheduler.block_size, rank=rank)
-            facts = self._ranks[rank]
+            info = self._ranks[rank]
+            evictions = sum(p.stats.evictions for p in dict.fromkeys(scheduler.pools))
             return {
                 **asdict(pages),
                 **host_blocks(scheduler.host_cache, rank),
                 "copies": 0 if rank else scheduler.copies,  # these three are of the whole gang
                 "hit_tokens": 0 if rank else scheduler.prefix.stats.hit_tokens,
-                "evictions": 0
-                if rank
-                else sum(p.stats.evictions for p in dict.fromkeys(scheduler.pools)),
-                "host": facts.host,
-                "pid": facts.pid,
-                "device": facts.device,
+                "evictions": 0 if rank else evictions,
+                "host": info.host,
+                "pid": info.pid,
+                "device": info.device,
             }
 
         self._start()
@@ -345,14 +357,11 @@ class GPUWorker:
         return await self.loop.call(self._look_at_requests)
 
     def _look_at_requests(self) -> list[dict[str, Any]]:
-        now, found = time.monotonic(), self.loop.requests()
+        now, found = time.monotonic(), self.loop.engine.requests.values()
         return [{"gang": self.gang, **one} for request in found for one in request.to_dict(now)]
 
     async def where(self, request_id: str, token: int, choice: int = 0) -> dict[str, Any] | None:
-        """Where the keys of a request's token lie; None when the request is not here.
-
-        Raises ValueError where the request is here but the token is not in its pages.
-        """
+        """Where the keys of a request's token lie, see `Pages.locate`."""
         self._start()
         return await self.loop.call(lambda: self.pages.locate(request_id, token, choice))
 
@@ -375,7 +384,7 @@ class GPUWorker:
             )
 
     def stop(self) -> None:
-        """An orderly end, of the other ranks too; once."""
+        """Stop this worker and the other ranks of its gang; called once."""
         self.loop.stop()
         if self._blocks is not None and self.loop.failure is None:
             self._blocks.stop()

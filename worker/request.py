@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,10 +14,13 @@ if TYPE_CHECKING:
 
 NO_SLOT = -1
 
+NEVER_LOADED = 1 << 62
+"""Of `Sequence.lacking`, the blocks missing in the pools at its last load from the host."""
+
 
 class Arrival:
-    """Blocks on their way here, from another worker or from the host: whoever needs them waits
-    until this has `ended`, whatever has come by then."""
+    """Blocks that arrive from another worker or from the host: sequences that need them wait until
+    this has `ended`, however many have arrived by then."""
 
     __slots__ = ("ended",)
 
@@ -25,6 +28,7 @@ class Arrival:
         self.ended = False
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """One choice of a request: its tokens, its table, and how far both have come.
 
@@ -32,59 +36,38 @@ class Sequence:
     sample `pending` tokens. A step of an older `epoch` (before a preemption) is void.
     """
 
-    __slots__ = (
-        "awaited",
-        "block_hashes",
-        "cached_tokens",
-        "candidates",
-        "choice",
-        "computed",
-        "epoch",
-        "finish_reason",
-        "lacking",
-        "last_step",
-        "loaded_tokens",
-        "params",
-        "pending",
-        "planned",
-        "prompt_tokens",
-        "registered",
-        "request",
-        "scored",
-        "slot",
-        "slot_filled",
-        "stop_token",
-        "stored",
-        "synced",
-        "table",
-        "tokens",
-    )
+    request: Request
+    choice: int
+    generated: InitVar[Seq[int]]
+    params: SamplingParams = field(init=False)  # the engine gives each choice a seed of its own
+    prompt_tokens: int = field(init=False)
+    tokens: list[int] = field(init=False)
+    awaited: Arrival | None = field(init=False)  # arriving blocks that it waits for
+    table: BlockTable | None = None
+    slot: int = NO_SLOT
+    computed: int = 0
+    planned: int = 0
+    pending: int = 0
+    epoch: int = 0
+    stored: int = 0  # tokens found in the cache or a sibling: their K,V are not written again
+    registered: int = 0  # leading blocks that have a block hash
+    block_hashes: list[list[bytes]] = field(default_factory=list)  # of full blocks, per layer group
+    cached_tokens: int = 0
+    loaded_tokens: int = 0  # tokens loaded from the host for it
+    lacking: int = NEVER_LOADED
+    last_step: int | None = None
+    slot_filled: bool = False  # its tokens were sent to the sampler, for penalties
+    synced: int = 0  # table entries sent to the device
+    scored: int = 0  # prompt log-probabilities reported: entries below this token index
+    candidates: BeamCandidates | None = None  # of a beam, until all beams have theirs
+    finish_reason: str | None = None
+    stop_token: int | None = None
 
-    def __init__(self, request: Request, choice: int, generated: Seq[int]) -> None:
-        self.request = request
-        self.choice = choice
-        self.params = request.params  # the engine gives each choice a seed of its own
+    def __post_init__(self, generated: Seq[int]) -> None:
+        request = self.request
+        self.params, self.awaited = request.params, request.arrival
         self.prompt_tokens = len(request.prompt)
         self.tokens = [*request.prompt, *generated]
-        self.table: BlockTable | None = None
-        self.slot = NO_SLOT
-        self.computed = self.planned = self.pending = self.epoch = 0
-        self.stored = 0  # tokens found in the cache or a sibling: their K,V are not written again
-        self.registered = 0  # leading blocks that have a block hash
-        self.block_hashes: list[list[bytes]] = []  # block hashes of full blocks, per layer group
-        self.cached_tokens = 0
-        self.awaited = request.arrival  # blocks on their way here that it waits for
-        self.loaded_tokens = 0  # tokens that came back from the host for it
-        self.lacking = 1 << 62  # blocks that were not in the pools when some were last sent for
-        self.last_step: int | None = None
-        # a row that was planned tells the sampler its tokens, for penalties
-        self.slot_filled = False
-        self.synced = 0  # table entries that the device has been told
-        self.scored = 0  # prompt log-probabilities reported: entries below this token index
-        # of a beam: what may follow, until all beams know
-        self.candidates: BeamCandidates | None = None
-        self.finish_reason: str | None = None
-        self.stop_token: int | None = None
 
     @property
     def generated_tokens(self) -> int:
@@ -94,25 +77,25 @@ class Sequence:
     def target(self) -> int:
         """How many tokens must be computed, those that steps in flight will sample included."""
         params = self.request.params
-        if params.max_tokens == 0:  # at most prompt log-probabilities are wanted
+        if params.max_tokens == 0:  # at most prompt log-probabilities are computed
             return 0 if params.prompt_logprobs is None else self.prompt_tokens - 1
         return len(self.tokens) + self.pending
 
     @property
     def waits(self) -> bool:
-        """Whether it cannot start yet: its search goes on without it, or blocks are to come."""
+        """Whether it cannot start yet: it waits for other beams' candidates, or blocks arrive."""
         coming = self.awaited is not None and not self.awaited.ended
         return coming or self.candidates is not None
 
     @property
     def scores(self) -> bool:
-        """Whether prompt log-probabilities are still wanted of it, for all choices."""
-        wanted = self.request.params.prompt_logprobs is not None and not self.choice
-        return wanted and self.scored < self.prompt_tokens - 1
+        """Whether it still scores the prompt, which choice 0 does for all."""
+        scoring = self.request.params.prompt_logprobs is not None and not self.choice
+        return scoring and self.scored < self.prompt_tokens - 1
 
     def resumes_at(self, stored: int) -> int:
-        """The first token that is computed where so many are stored: the last one always is, for
-        its logits, and those that are scored."""
+        """The first token to compute with `stored` tokens in pages: the last one always is, for its
+        logits, and so are those that are scored."""
         first = min(stored, len(self.tokens) - 1)
         return min(first, self.scored) if self.scores else first
 
@@ -120,14 +103,14 @@ class Sequence:
         """Forget what was computed; steps in flight are void for this sequence."""
         self.computed = self.planned = self.pending = self.synced = 0
         self.stored = self.registered = 0
-        self.lacking = 1 << 62
+        self.lacking = NEVER_LOADED
         self.slot_filled = False
         self.epoch += 1
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request as the engine sees it. Lower `priority` goes first, then whose tenant had less,
+    """A request in the engine. Lower `priority` goes first, then the earlier `turn` of its tenant,
     then earlier arrival."""
 
     id: str
@@ -142,8 +125,8 @@ class Request:
     salt: bytes = b""
     tenant: str = ""
     generated: tuple[tuple[int, ...], ...] = ((),)
-    ended: frozenset[int] = frozenset()  # choices that had come to their end in an earlier attempt
-    turn: int = 0  # of its tenant, by `fairness.Turns`
+    ended: frozenset[int] = frozenset()  # choices that an earlier attempt has finished
+    turn: int = 0  # of its tenant, see `FairQueue`
     order: int = 0  # of submission; breaks ties of arrival
     admitted_s: float | None = None
     first_token_s: float | None = None
@@ -153,7 +136,7 @@ class Request:
     candidates: int = 0  # of a beam search: continuations of each beam that its steps report
 
     def __post_init__(self) -> None:
-        # A search has no choices before its end; it starts with one beam and never in its middle.
+        # A beam search has no choices before its end; each attempt starts anew with one beam.
         generated = ((),) if self.params.beam_width else self.generated
         self.sequences = [Sequence(self, i, done) for i, done in enumerate(generated)]
         for choice in self.ended:
@@ -161,18 +144,18 @@ class Request:
 
     @property
     def pulling(self) -> bool:
-        """Whether blocks of another worker are on their way to it."""
+        """Whether blocks are being pulled for it from another worker."""
         return self.arrival is not None and not self.arrival.ended
 
     @property
     def choices(self) -> int:
-        """How many answers it gets."""
+        """How many choices it returns."""
         return self.params.n if self.params.beam_width else len(self.sequences)
 
     @property
     def rank(self) -> tuple[bool, int, int, float, int]:
-        """Smaller is served first and preempted last: who was served already and lost his engine,
-        then by priority, turn and arrival."""
+        """Smaller is served first and preempted last: later attempts, whose engine was lost, then
+        by priority, turn and arrival."""
         return (self.attempt == 0, self.priority, self.turn, self.arrival_s, self.order)
 
     @property
@@ -180,7 +163,7 @@ class Request:
         return all(s.finish_reason is not None for s in self.sequences)
 
     def to_dict(self, now: float) -> list[dict[str, Any]]:
-        """Each sequence that waits or runs, for people; `now` is in the clock of `arrival_s`."""
+        """Each waiting or running sequence, for `/debug`; `now` is in the clock of `arrival_s`."""
         return [
             {
                 "request": self.id,

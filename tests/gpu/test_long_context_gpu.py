@@ -110,15 +110,15 @@ def _measured(rank: int, ranks: int, store: str, context: int) -> dict[str, dict
         for name, count in COUNTS.items():
             run = measure.one_step(some, stripe, tokens, count, exchange)
             at, out = run()
-            exchange.settle()
+            exchange.synchronize()
             calls, sent = exchange.calls, exchange.bytes_sent
             times = []
             for _ in range(TURNS):
                 exchange.gather(torch.zeros(1, device=device))
-                exchange.settle()
+                exchange.synchronize()
                 since = time.perf_counter()
                 run()
-                exchange.settle()
+                exchange.synchronize()
                 if GPUS:
                     torch.cuda.synchronize()
                 times.append(time.perf_counter() - since)

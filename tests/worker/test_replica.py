@@ -123,7 +123,7 @@ async def test_a_prompt_comes_back_from_the_host(directory: Path) -> None:
         assert any('tier="host"' in line and float(line.split()[-1]) > 0 for line in hits)
         await running.post("/debug/flush")
         shown = await pages(running)
-        assert (shown["host_cached"], shown["idle"]) == (0, 0)
+        assert (shown["host_cached"], shown["cached"]) == (0, 0)
         assert cached(await ask(running, max_tokens=4)) == 0
 
 
@@ -157,7 +157,7 @@ async def test_no_tenant_learns_what_another_one_asked(directory: Path) -> None:
         for salt, hit in (("a", 0), ("b", 0), ("a", full), (None, 0), ("", full), ("b", full)):
             answer = await ask(running, cache_salt=salt, max_tokens=1)
             assert cached(answer) == hit, salt
-        before = (await pages(running))["idle"]
+        before = (await pages(running))["cached"]
         assert before >= 3 * full // BLOCK
         assert (await running.post("/debug/flush")).json() == {"flushed": before}
         assert cached(await ask(running, cache_salt="a", max_tokens=1)) == 0
@@ -291,7 +291,7 @@ async def test_a_request_finds_what_another_worker_with_the_same_secret_has(
         assert stats["failures"] == ({} if found else {"gone": 1})
         if found:
             rates = stats["links"]["owner"]
-            size = puller.launch.layout.bytes_per_token
+            size = puller.spec.layout.bytes_per_token
             assert rates["bytes_per_s"] == pytest.approx(size * rates["tokens_per_s"])
         assert (await puller.stats())["blocks"]["pinned"] == 0
         # A gang that pulls from itself, or knows no other, computes.

@@ -1,14 +1,14 @@
-"""The host cache: blocks that leave the GPU for host memory, and come back while others compute.
+"""The host cache: evicted blocks are offloaded to host memory, and loaded while others compute.
 
 It takes a scheduler's state and one `HostPool` below each pool, which keeps the books of the slots;
-a mover, the runner, moves the bytes. What a plan evicts is kept in a slot and
-copied out between planning and launching the step that overwrites it (`keep`, `issue`). A waiting
-sequence whose next blocks are only here is told to wait (`brings`); they come in as
-`worker.blocks.incoming` says, others pass it meanwhile, and `land` registers them. It promises that
-a copy that fails costs nothing but the time to compute its blocks again.
+a mover, the runner, moves the bytes. A block that a plan evicts is kept in a slot: it is copied out
+between planning and launching the step that overwrites it (`keep`, `issue`). A waiting sequence
+whose next blocks are only on the host waits for a load (`begin_load`, see
+`worker.blocks.incoming`); others pass it meanwhile, and `land` registers the blocks. A copy that
+fails costs nothing but the time to compute its blocks again.
 
-Words: an *arena* is the memory that a pool of pages numbers, a *slot* a place for one of its blocks
-in host memory; a block is *astray* whose slot is on another rank. Runs in the engine's thread.
+Words: *offload* is a copy to the host, *load* one from it; an *arena* is the memory of one pool of
+pages, a *slot* a place for one of its blocks in host memory. Runs in the engine's thread.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kvpaging.host_pool import HostPool, Move, Moves, Union, below
@@ -27,6 +28,7 @@ from worker.engine.stats import Rate
 from worker.scheduling.prefix import Matcher
 
 if TYPE_CHECKING:
+    from kvpaging.host_store import Copying
     from kvpaging.table import BlockTable
     from worker.request import Sequence as Served
     from worker.scheduling.state import SchedulerState
@@ -42,22 +44,11 @@ class Mover(Protocol):
     def raise_if_dead(self, error: Exception) -> None: ...
 
 
-class Copying(Protocol):
-    """Copies that were begun."""
-
-    @property
-    def done(self) -> bool: ...
-
-    def took_s(self) -> tuple[float, float]:
-        """Seconds of the copies out, and of those back, when they have ended."""
-        ...
-
-
 @dataclass(slots=True)
 class HostCacheStats:
-    """Counters since start. Blocks are of all layer groups, seconds of rank 0 in a gang;
-    requests that start find `hit_tokens` that came back for them, and `gpu_hit_tokens` that did not
-    have to; `dropped_blocks` were evicted without a place or time on the host."""
+    """Counters since start. Blocks are of all layer groups, seconds of rank 0 in a gang. Of the
+    tokens that requests find cached, `hit_tokens` were loaded for them, `gpu_hit_tokens` were on
+    the GPU; `dropped_blocks` were evicted without room or time to offload them."""
 
     offloaded_blocks: int = 0
     offloaded_bytes: int = 0
@@ -72,7 +63,7 @@ class HostCacheStats:
 
 
 class Place(NamedTuple):
-    """A block or a slot of a layer group, and which of a sequence's logical blocks it is."""
+    """A block or a slot of a layer group, and its index among a sequence's logical blocks."""
 
     group: int
     number: int
@@ -81,7 +72,7 @@ class Place(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class HostLoad(Incoming):
-    """What comes back for a sequence, in one piece, out of `slots`, which are held. `copying` is
+    """The load of a sequence's blocks, in one chunk, out of `slots`, which are pinned. `copying` is
     None until it has begun."""
 
     sequence: Served
@@ -90,8 +81,8 @@ class HostLoad(Incoming):
 
 
 class HostCache:
-    """The host cache of one engine; `hosts[g]` serves layer group g, `step_bytes` bounds what is
-    copied in each direction between two steps, `arena_bytes` are those of a block."""
+    """The host cache of one engine; `hosts[g]` serves layer group g, `step_bytes` bounds the copies
+    in each direction between two steps, `arena_bytes` are the bytes of a block in each arena."""
 
     def __init__(
         self,
@@ -109,9 +100,9 @@ class HostCache:
         self.stats = HostCacheStats()
         self.offload_rate, self.load_rate = Rate(), Rate()
         self._mover = mover
-        self._out: list[Move] = []
-        self._back: list[Move] = []
-        self._room = {"out": step_bytes, "back": step_bytes}
+        self._offload_moves: list[Move] = []
+        self._load_moves: list[Move] = []
+        self._offload_room = self._load_room = step_bytes
         self._loads: deque[HostLoad] = deque()  # in the order of their copies
         self._timed: deque[tuple[Copying, Moves]] = deque()
         self.incoming = IncomingBlocks[HostLoad](self.prefix)
@@ -122,7 +113,7 @@ class HostCache:
 
     @property
     def busy(self) -> bool:
-        """Whether blocks are on their way back."""
+        """Whether blocks are being loaded."""
         return bool(self._loads)
 
     @property
@@ -132,7 +123,7 @@ class HostCache:
 
     @property
     def load_tokens_per_s(self) -> float:
-        """How fast tokens come back; 0 where that was not measured yet."""
+        """How fast tokens are loaded; 0 where that was not measured yet."""
         return self.load_rate.per_s * self.state.block_size / self.slice_bytes
 
     def to_dict(self) -> dict[str, Any]:
@@ -147,12 +138,12 @@ class HostCache:
         }
 
     def flush(self) -> int:
-        """Forget what nobody uses; returns how many blocks were forgotten."""
+        """Forget the blocks that nobody uses; returns how many."""
         return sum(host.flush() for host in self.arenas)
 
     def _evicts(self, host: HostPool) -> Callable[[int], None]:
         def evicted(block: int) -> None:
-            """Keep a block and all that goes with it, where the step has time for it."""
+            """Keep a block and those evicted with it, where the step has time for it."""
             for each, block_hash, parent in below(host.pool, block):
                 on_other_rank = host.on_other_rank(block_hash, host.pool.rank_of(each))
                 passed = each in host.pool.passed
@@ -169,12 +160,11 @@ class HostCache:
         block: int,
         block_hash: bytes,
         parent: bytes | None,
-        *,
         first: bool = False,
     ) -> bool:
-        """Copy a block out before the next step; False where there is no slot or no time. A copy on
-        another rank gives way: what a sequence finds must not be scattered. What is to go
-        `first`, as a window has passed it, takes nobody's slot."""
+        """Offload a block before the next step; False where there is no slot or no time. Its copy
+        on another rank is forgotten: the blocks of a match must be on one rank. A block that a
+        window has passed is the `first` to be evicted from the host, and evicts none there."""
         if not self.time_for(self.block_bytes[host]):
             return False
         rank = host.pool.rank_of(block)
@@ -183,33 +173,29 @@ class HostCache:
         slot = host.keep(block_hash, parent, rank, first=first)
         if slot is None:
             return False
-        self._room["out"] -= self.block_bytes[host]
-        self._out.append(Move(self.arenas.index(host), block, slot))
+        self._offload_room -= self.block_bytes[host]
+        self._offload_moves.append(Move(self.arenas.index(host), block, slot))
         return True
 
     def time_for(self, size: int) -> bool:
-        """Whether so many bytes may still be copied out before the next step."""
-        return size <= self._room["out"]
+        """Whether `size` bytes more may be offloaded before the next step."""
+        return size <= self._offload_room
 
     def match(self, sequence: Served) -> list[list[int]]:
-        """As the prefix cache, in the pools and here: numbers are those of `unions`."""
+        """As `PrefixCache.match`, in the pools and on the host: numbers are those of `unions`."""
         return self.prefix.match(sequence, within=self._both)
-
-    def depth(self, sequence: Served) -> int:
-        """Leading blocks of a sequence that are in the pools or on the host."""
-        return len(self.match(sequence)[0])
 
     @property
     def spent(self) -> bool:
-        """Whether the next block may only come back after the next step."""
-        return bool(self._back) and self._room["back"] < max(self.block_bytes.values())
+        """Whether no block more can be loaded before the next step."""
+        return bool(self._load_moves) and self._load_room < max(self.block_bytes.values())
 
-    def brings(self, sequence: Served, hit: Sequence[Sequence[int]], table: BlockTable) -> bool:
+    def begin_load(self, sequence: Served, hit: Sequence[Sequence[int]], table: BlockTable) -> bool:
         """Whether a waiting sequence that finds `hit` in the pools, and would start with `table`,
-        should wait for more from the host. What fits is begun; nobody is preempted for it.
+        should wait for blocks from the host. Loads those that fit; nobody is preempted for them.
 
-        A sequence asks again only while less is missing than before: what came and went meanwhile
-        it computes.
+        A sequence loads again only while fewer blocks are missing than before: those that were
+        loaded and evicted since are computed.
         """
         if not any(map(len, self.arenas)):
             return False
@@ -223,17 +209,17 @@ class HostCache:
             return True
         if not 0 < len(wanted) < sequence.lacking:
             return False
-        some = self._in_time(wanted, self._room["back"])
-        if not some:  # there may be time for them after the next step
-            return bool(self._back)
-        if not self._fits(some, kept) or not self.state.affordable(sequence, table):
+        in_time = self._in_time(wanted)
+        if not in_time:  # there may be time for them after the next step
+            return bool(self._load_moves)
+        if not self._fits(in_time, kept) or not self.state.affordable(sequence, table):
             return self.busy and not self.state.running
         sequence.lacking = len(wanted)
-        self._begin(sequence, found, some)
+        self._begin(sequence, found, in_time)
         return True
 
     def parts(self, found: Sequence[Sequence[int]]) -> tuple[list[Place], list[Place]]:
-        """Slots and blocks of what a match in both tiers found, heads first."""
+        """The slots and the blocks of a match in the pools and on the host, heads first."""
         slots: list[Place] = []
         blocks: list[Place] = []
         for index, row in enumerate(zip(*found, strict=True)):
@@ -245,26 +231,21 @@ class HostCache:
                     blocks.append(Place(group, number, index))
         return slots, blocks
 
-    def _in_time(self, wanted: Sequence[Place], left: int) -> list[Place]:
-        """The first of these slots, of `left` bytes at most."""
-        some = []
-        for place in wanted:
-            left -= self.block_bytes[self.hosts[place.group]]
-            if left < 0:
-                break
-            some.append(place)
-        return some
+    def _in_time(self, wanted: list[Place]) -> list[Place]:
+        """The first of these slots, as many as can be loaded before the next step."""
+        sizes = (self.block_bytes[self.hosts[place.group]] for place in wanted)
+        return wanted[: sum(total <= self._load_room for total in accumulate(sizes))]
 
     def _fits(self, wanted: Sequence[Place], kept: Sequence[Place]) -> bool:
-        """Whether each rank has the blocks now, beside those that are kept."""
-        hosts, idle = self.hosts, STATES[CACHED]
+        """Whether each rank can allocate the wanted blocks now, beside those that are kept."""
+        hosts, cached = self.hosts, STATES[CACHED]
         need = Counter((hosts[g].pool, hosts[g].rank_of(slot)) for g, slot, _ in wanted)
         for pool, block in ((hosts[group].pool, block) for group, block, _ in kept):
-            need[pool, pool.rank_of(block)] += pool.state(block) == idle
+            need[pool, pool.rank_of(block)] += pool.state(block) == cached
         return all(n <= pool.available_on(rank) for (pool, rank), n in need.items())
 
     def _begin(self, sequence: Served, found: Sequence[list[int]], slots: list[Place]) -> None:
-        """Hold what is there, then take blocks for what is not, which may evict others."""
+        """Pin the blocks of the match, then allocate blocks for `slots`, which may evict others."""
         first, stop = slots[0].at, slots[-1].at + 1
         group_hashes = self.prefix.block_hashes(sequence)
         names = [group_hashes[place.group][place.at] for place in slots]
@@ -283,22 +264,22 @@ class HostCache:
             host = self.hosts[group]
             block = self.incoming.take(group, host.rank_of(slot))
             chunk.blocks[group][index - first] = block
-            self._room["back"] -= self.block_bytes[host]
-            self._back.append(Move(self.arenas.index(host), block, slot))
+            self._load_room -= self.block_bytes[host]
+            self._load_moves.append(Move(self.arenas.index(host), block, slot))
         load.chunks.append(chunk)
         sequence.awaited = load.arrival
         self._loads.append(load)
 
     def issue(self) -> None:
-        """Begin the copies that were asked for, before anything writes to the blocks of those out.
+        """Begin the planned copies, before any step writes to the blocks that are offloaded.
 
-        Where that fails, what was to come back is computed, and nobody finds what was to leave.
+        Where that fails, blocks to be loaded are computed, and those to be offloaded are forgotten.
         """
-        moves = Moves(tuple(self._out), tuple(self._back))
-        self._room = {"out": self.step_bytes, "back": self.step_bytes}
+        moves = Moves(tuple(self._offload_moves), tuple(self._load_moves))
+        self._offload_room = self._load_room = self.step_bytes
         if not moves.out and not moves.back:
             return
-        self._out, self._back = [], []
+        self._offload_moves, self._load_moves = [], []
         waiting = [load for load in self._loads if load.copying is None]
         try:
             copying = self._mover.move(moves)
@@ -322,27 +303,26 @@ class HostCache:
         self.stats.loaded_blocks += len(moves.back)
 
     def _bytes(self, moves: Sequence[Move]) -> tuple[int, int]:
-        """Of all ranks, and of rank 0, whose seconds are known."""
+        """Bytes of all ranks, and of rank 0 alone, whose seconds are known."""
         hosts = [(self.arenas[move.arena], move.slot) for move in moves]
         own = sum(self.block_bytes[host] for host, slot in hosts if host.rank_of(slot) == 0)
         return sum(self.block_bytes[host] for host, _ in hosts), own
 
     def land(self) -> bool:
-        """Publish what has come back; whether anything has."""
+        """Register the blocks that have been loaded; False where there are none."""
+        stats = self.stats
         while self._timed and self._timed[0][0].done:
             copying, moves = self._timed.popleft()
             offload_s, load_s = copying.took_s()
-            (out, own_offloaded), (back, own_loaded) = map(self._bytes, moves)
+            (offloaded, own_offloaded), (loaded, own_loaded) = map(self._bytes, moves)
             if own_offloaded:
                 self.offload_rate.add(own_offloaded, offload_s)
             if own_loaded:
                 self.load_rate.add(own_loaded, load_s)
-            stats = self.stats
-            stats.offloaded_bytes, stats.offload_s = (
-                stats.offloaded_bytes + out,
-                stats.offload_s + offload_s,
-            )
-            stats.loaded_bytes, stats.load_s = stats.loaded_bytes + back, stats.load_s + load_s
+            stats.offloaded_bytes += offloaded
+            stats.offload_s += offload_s
+            stats.loaded_bytes += loaded
+            stats.load_s += load_s
         landed = False
         while self._loads and (begun := self._loads[0].copying) is not None and begun.done:
             self._land(self._loads.popleft())
@@ -350,7 +330,7 @@ class HostCache:
         return landed
 
     def _land(self, load: HostLoad) -> None:
-        """Publish what has come, unless it was computed meanwhile."""
+        """Register the blocks of a load, unless they were computed meanwhile."""
         (chunk,) = load.chunks
         self.incoming.land(load, chunk, chunk.stop)
         if load.sequence.epoch == 0:
@@ -359,20 +339,20 @@ class HostCache:
         self._end(load)
 
     def started(self, sequence: Served) -> None:
-        """A sequence starts for the first time: count where what it found was."""
-        back = min(sequence.loaded_tokens, sequence.cached_tokens)
-        self.stats.hit_tokens += back
-        self.stats.gpu_hit_tokens += sequence.cached_tokens - back
+        """A sequence starts for the first time: count where its cached tokens were."""
+        loaded = min(sequence.loaded_tokens, sequence.cached_tokens)
+        self.stats.hit_tokens += loaded
+        self.stats.gpu_hit_tokens += sequence.cached_tokens - loaded
 
     def _end(self, load: HostLoad) -> None:
-        """Tails first, so that a chain's tail is evicted before its head."""
+        """Unpins tails first, so that a sequence's tail is evicted before its head."""
         self.incoming.end(load)
         for group, slot, _ in reversed(load.slots):
             self.hosts[group].unpin(slot)
 
 
 def host_blocks(host_cache: HostCache | None, rank: int) -> dict[str, int]:
-    """One rank's part of `/debug/kv`: slots of all layer groups by state; none without a tier."""
+    """One rank's part of `/debug/kv`: slots of all layer groups by state; none without a cache."""
     if host_cache is None:
         return {}
     counts = [host.counts(rank) for host in host_cache.arenas]

@@ -1,12 +1,13 @@
-"""Blocks on their way into the pools, from another worker or from the host: one way for both.
+"""Blocks that arrive in the pools from another worker or from the host: one mechanism for both.
 
-An `Incoming` holds the blocks that what comes will follow (`begin`). Blocks to be filled are taken
-and held, a `Piece` at a time. Once the bytes of a piece are there its blocks are registered like
-blocks computed here, and stay held, so that what comes never evicts what came (`land`). At its end
-all holds end (`end`), and the sequences that awaited its arrival go on: what has not come they
-compute. Others that want a block find by its hash that it is coming (`find`), and wait too.
+An `Incoming` pins the blocks that precede the arriving ones (`begin`). Blocks to be filled are
+allocated and pinned, a `Chunk` at a time. Once the bytes of a chunk are there its blocks are
+registered like blocks computed here, and stay pinned, so that later chunks never evict earlier ones
+(`land`). At the end all are unpinned (`end`), and the sequences that waited go on: they compute the
+blocks that have not arrived. Other sequences find by hash that a block is coming (`find`), and
+wait.
 
-A held block is neither evicted nor given away. Everything here runs in the engine's thread.
+A pinned block is neither evicted nor allocated. Everything here runs in the engine's thread.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """Logical blocks `start` to `stop` of what is coming, which are filled together; `blocks[g]`
-    are those of group g, NULL_BLOCK where none is. While `writing`, somebody may still write to
-    them, and only his word ends the holds. Those of an `early` one come before, and are found
-    after, all that precede it."""
+    """Logical blocks `start` to `stop` of an `Incoming`, filled together; `blocks[g]` are those of
+    group g, NULL_BLOCK where none is. While `writing`, a copy may still write to them, and they
+    stay pinned until it has ended. An `early` chunk arrives before, and is registered after, the
+    chunks that precede it."""
 
     start: int
     stop: int
@@ -44,9 +45,9 @@ class Chunk:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Incoming:
-    """What comes for one sequence. `wanted[g]` are block hashes of group g, the first of which
-    follow `parents`; `kept[g]` the blocks before and those that came, all held. `names` are block
-    hashes by which others find it."""
+    """The blocks that arrive for one sequence. `wanted[g]` are block hashes of group g, the first
+    of which follow `parents`; `kept[g]` the blocks before them and those that arrived, all pinned.
+    `names` are the block hashes by which others find it."""
 
     arrival: Arrival = field(default_factory=Arrival)
     parents: Seq[bytes | None] = ()
@@ -60,23 +61,23 @@ Coming = TypeVar("Coming", bound=Incoming)
 
 
 class IncomingBlocks(Generic[Coming]):
-    """The books of what comes from one source into the pools of a prefix cache."""
+    """The books of the blocks that arrive from one source in the pools of a prefix cache."""
 
     def __init__(self, prefix: PrefixCache) -> None:
         self.prefix, self.pools = prefix, prefix.pools
         self.coming: dict[bytes, Coming] = {}
 
     def find(self, names: Iterable[bytes | None]) -> Coming | None:
-        """What brings the first of these that is coming."""
+        """The one that brings the first of these block hashes that is coming."""
         return next((self.coming[n] for n in names if n in self.coming), None)
 
     def begin(self, incoming: Coming) -> None:
-        """Hold what it builds on; from now on it can be found."""
+        """Pin the blocks that it builds on; from now on it can be found."""
         self.pin(incoming.kept)
         self.coming.update(dict.fromkeys(incoming.names, incoming))
 
     def take(self, group: int, rank: int) -> int:
-        """A block to be filled, held. Raises OutOfBlocks."""
+        """Allocate a block to be filled, pinned. Raises OutOfBlocks."""
         pool = self.pools[group]
         (block,) = pool.allocate(1, rank)
         pool.pin(block)
@@ -84,8 +85,8 @@ class IncomingBlocks(Generic[Coming]):
         return block
 
     def land(self, incoming: Coming, chunk: Chunk, count: int) -> int:
-        """The first `count` logical blocks of a piece are filled: they can be found from now on.
-        Returns how many blocks of all groups these are."""
+        """Register the first `count` logical blocks of a chunk, which are filled. Returns how many
+        blocks of all groups these are."""
         landed = 0
         for index in range(count):
             at, blocks = chunk.start + index, [column[index] for column in chunk.blocks]
@@ -105,12 +106,12 @@ class IncomingBlocks(Generic[Coming]):
         return landed
 
     def drop(self, chunk: Chunk) -> None:
-        """Nobody writes to its blocks, and they were not found."""
+        """Unpin the blocks of a chunk that are not registered, and that no copy writes to."""
         self.unpin(chunk.blocks)
         chunk.blocks = []
 
     def forget(self, incoming: Coming) -> None:
-        """It is not found any more and holds nothing, but blocks that are still written to."""
+        """It is no longer found, and pins no blocks but those that a copy still writes to."""
         for chunk in incoming.chunks:
             if not chunk.writing:
                 self.drop(chunk)
@@ -121,13 +122,13 @@ class IncomingBlocks(Generic[Coming]):
         incoming.wanted, incoming.names, incoming.kept = (), (), []
 
     def end(self, incoming: Coming) -> None:
-        """Who awaited it may start."""
+        """Sequences that waited for it may start."""
         self.forget(incoming)
         incoming.arrival.ended = True
 
     def each(self, blocks: Seq[Seq[int]]) -> Iterator[tuple[BlockPool, int]]:
-        """All blocks, with their pools, the last first: a chain's tail is evicted before its head,
-        and all groups of a logical block before any of the one before it."""
+        """All blocks with their pools, the last first: a sequence's tail is evicted before its
+        head, and all groups of a logical block before any of the preceding one."""
         for row in reversed([*zip_longest(*blocks, fillvalue=NULL_BLOCK)]):
             for pool, block in zip(self.pools, row, strict=True):
                 if block != NULL_BLOCK:

@@ -1,9 +1,9 @@
-"""Brings blocks of other workers here, and gives them ours, while both go on computing.
+"""Pulls blocks from other workers, and exports ours to them, while both go on computing.
 
-A pull is cut into pieces of whole blocks. Each piece is one call to the owner; several are on
-their way at once, and they land in order. What windows need, of the last blocks only, comes before
-all others, which are of no use without it. Bytes are copied in a thread of their own: neither the
-engine nor the event loop waits for them. Whatever goes wrong, the request computes what is missing.
+A pull is cut into chunks of whole blocks. Each chunk is one call to the owner; several calls run at
+once, and the chunks land in order. Blocks that windows need, the last ones only, come before all
+others, which are of no use without them. Bytes are copied in threads of their own: neither the
+engine nor the event loop waits for them. Where a pull fails, the request computes the blocks.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kvpaging.hashing import BLOCK_HASH_BYTES
 from worker import messages
 from worker.blocks.incoming import Chunk, counted
 from worker.blocks.transfer import ExportPin, Pull, PullFailed, Transfers, TransferStats
 from worker.request import Request
+
+if TYPE_CHECKING:
+    from worker.engine.loop import EngineLoop
 
 log = logging.getLogger("kvatlas.worker")
 
@@ -29,13 +32,13 @@ Answer = tuple[int, Any]
 """How many leading blocks the owner had, and their bytes: any object with a buffer."""
 
 Fetch = Callable[[str, list[bytes], float], Awaitable[Answer]]
-"""Ask a gang, within seconds, for blocks: block hashes end to end, of each group, zeros for a block
-that is not wanted. When it has returned or raised, nobody uses the bytes any more. Raises
-PullFailed."""
+"""Fetch blocks of a gang within a time in seconds: the concatenated block hashes of each group,
+with UNWANTED for blocks not wanted. Once it has returned or raised, nobody else uses the bytes.
+Raises PullFailed."""
 
 
 async def no_peers(gang: str, group_hashes: list[bytes], timeout_s: float) -> Answer:
-    """The `Fetch` of a worker that knows no others. Raises PullFailed."""
+    """The `Fetch` of a worker without peers. Raises PullFailed."""
     raise PullFailed("unknown", f"{gang} is not known here")
 
 
@@ -49,27 +52,19 @@ class Pages(Protocol):
     def import_(self, blocks: Sequence[Sequence[int]], data: Any) -> None: ...
 
 
-class Engine(Protocol):
-    """The part of `EngineLoop` that is used here: work for the engine's thread, in order."""
-
-    def call(self, work: Callable[[], _T], timeout_s: float) -> Awaitable[_T]: ...
-
-    def post(self, work: Callable[[], None]) -> None: ...
-
-
 class Puller:
     """Both sides of one worker's transfers. Lives on its event loop.
 
-    `slice_bytes` are the bytes of one block of each group. `in_thread` runs work elsewhere. At most
-    `bytes_max` are on their way here, and as many from here; `timeout_s` bounds each step of a
-    piece. `now` is a clock in seconds.
+    `slice_bytes` are the bytes of one block of each group. `in_thread` runs work in another thread.
+    At most `bytes_max` are in flight to here, and as many from here; `timeout_s` bounds each step
+    of a chunk. `now` is a clock in seconds.
     """
 
     def __init__(
         self,
         transfers: Transfers,
         pages: Pages,
-        engine: Engine,
+        engine: EngineLoop,
         fetch: Fetch,
         *,
         slice_bytes: int,
@@ -81,8 +76,8 @@ class Puller:
         self.transfers, self.pages, self.engine, self.fetch = transfers, pages, engine, fetch
         self.slice_bytes, self.timeout_s = slice_bytes, timeout_s
         self.in_thread, self.now = in_thread, now
-        self.piece_blocks = max(1, min(CALL_BYTES_MAX, bytes_max // 2) // slice_bytes)
-        calls = bytes_max // (self.piece_blocks * slice_bytes)
+        self.chunk_blocks = max(1, min(CALL_BYTES_MAX, bytes_max // 2) // slice_bytes)
+        calls = bytes_max // (self.chunk_blocks * slice_bytes)
         self.possible = calls > 0
         self._incoming, self._outgoing = (asyncio.Semaphore(max(1, calls)) for _ in "io")
 
@@ -91,31 +86,29 @@ class Puller:
         return self.transfers.stats
 
     async def export(self, group_hashes: Sequence[bytes]) -> Answer:
-        """What a peer's `Fetch` asks for. Raises ValueError for more than one call may carry."""
+        """Serve a peer's `Fetch`. Raises ValueError for more blocks than one call may carry."""
         width = BLOCK_HASH_BYTES
-        asked = [[c[at : at + width] for at in range(0, len(c), width)] for c in group_hashes]
-        groups, most = len(self.transfers.pools), self.piece_blocks
-        if len(asked) != groups or not all(len(ids) == len(asked[0]) <= most for ids in asked):
+        hashes = [[c[at : at + width] for at in range(0, len(c), width)] for c in group_hashes]
+        groups, most = len(self.transfers.pools), self.chunk_blocks
+        if len(hashes) != groups or not all(len(c) == len(hashes[0]) <= most for c in hashes):
             raise ValueError(f"{groups} lists of up to {most} block hashes can be asked for")
         async with self._outgoing:
             export_pin, copying = ExportPin(), None
             try:
-                await self.engine.call(
-                    lambda: self.transfers.lend(export_pin, asked), self.timeout_s
-                )
+                await self._in_engine(lambda: self.transfers.begin_export(export_pin, hashes))
                 blocks = export_pin.blocks
                 copying = self.in_thread(lambda: self.pages.export(blocks))
                 data = await asyncio.shield(copying)
             finally:
-                self._after(copying, lambda: self.transfers.returned(export_pin))
+                self._after(copying, lambda: self.transfers.end_export(export_pin))
         self.stats.exports += 1
         self.stats.exported_blocks += counted(blocks)
         self.stats.exported_bytes += memoryview(data).nbytes
         return len(blocks[0]), data
 
     async def pull(self, request: Request, source: messages.Pull) -> None:
-        """Bring what the request needs, as far as possible, then let it start. Raises nothing but
-        CancelledError."""
+        """Bring the blocks that the request needs, as far as possible, then let it start. Raises
+        nothing but CancelledError."""
         pull = Pull(request, source.gang)
         self.stats.pulls += 1
         self.stats.pulling += 1
@@ -149,7 +142,7 @@ class Puller:
             await other.ended.wait()
             if other.failure not in ("", CANCELLED):
                 raise PullFailed(other.failure, "they did not come for another request either")
-        size, needed = self.piece_blocks, self.transfers.needs_from(pull)
+        size, needed = self.chunk_blocks, self.transfers.needs_from(pull)
         starts = range(0, pull.count, size)
         chunks = [
             Chunk(at, min(at + size, pull.count), size <= needed < at + size) for at in starts
@@ -160,13 +153,13 @@ class Puller:
             await self._bring_all(pull, early)
             await self._bring_all(pull, [chunk for chunk in chunks if not chunk.early])
             for chunk in early:
-                await self._found(pull, chunk, chunk.stop - chunk.start)
+                await self._register(pull, chunk, chunk.stop - chunk.start)
         finally:
             if pull.bytes:
                 self.stats.link(pull.gang).add(pull.bytes, self.now() - started_s)
 
     async def _bring_all(self, pull: Pull, chunks: Sequence[Chunk]) -> None:
-        """These pieces, several at once. Raises what the first that failed does."""
+        """Bring these chunks, several at once. Raises the error of the first that failed."""
         try:
             async with asyncio.TaskGroup() as group:
                 before = asyncio.Event()
@@ -181,10 +174,10 @@ class Puller:
         return self.engine.call(work, self.timeout_s)
 
     async def _bring(self, pull: Pull, chunk: Chunk, before: asyncio.Event) -> None:
-        """One piece, after those before it have landed; so do they when it fails."""
+        """Bring one chunk; it lands, or fails, after the chunk before it has landed."""
         async with self._incoming:
             try:
-                count, data = await self._ask(pull, chunk)
+                count, data = await self._fetch(pull, chunk)
             except Exception:
                 await before.wait()
                 raise
@@ -194,11 +187,11 @@ class Puller:
         if count < chunk.stop - chunk.start:
             raise PullFailed("gone", f"it has {chunk.start + count} of {pull.count} blocks now")
 
-    async def _ask(self, pull: Pull, chunk: Chunk) -> Answer:
+    async def _fetch(self, pull: Pull, chunk: Chunk) -> Answer:
         await self._in_engine(lambda: self.transfers.reserve(pull, chunk))
-        ids = [b"".join(hashes[chunk.start : chunk.stop]) for hashes in pull.wanted]
+        hashes = [b"".join(wanted[chunk.start : chunk.stop]) for wanted in pull.wanted]
         async with asyncio.timeout(self.timeout_s):
-            return await self.fetch(pull.gang, ids, self.timeout_s)
+            return await self.fetch(pull.gang, hashes, self.timeout_s)
 
     async def _land(self, pull: Pull, chunk: Chunk, count: int, data: Any) -> None:
         size = memoryview(data).nbytes
@@ -216,15 +209,15 @@ class Puller:
                 self._after(writing, lambda: self.transfers.confirmed(chunk))
                 self._expect(writing, chunk)
         if not chunk.early:
-            await self._found(pull, chunk, count)
+            await self._register(pull, chunk, count)
         self.stats.pulled_bytes += size
         pull.bytes += size
 
-    def _found(self, pull: Pull, chunk: Chunk, count: int) -> Awaitable[None]:
+    def _register(self, pull: Pull, chunk: Chunk, count: int) -> Awaitable[None]:
         return self._in_engine(lambda: self.transfers.land(pull, chunk, count))
 
     def _expect(self, writing: asyncio.Future[Any], chunk: Chunk) -> None:
-        """Quarantine what a copy that should have ended still writes to."""
+        """Quarantine the blocks that a copy still writes to after the deadline."""
 
         def overdue() -> None:
             if not writing.done():
@@ -233,11 +226,11 @@ class Puller:
         asyncio.get_running_loop().call_later(self.timeout_s, overdue)
 
     def _after(self, copying: asyncio.Future[Any] | None, work: Callable[[], None]) -> None:
-        """Work for the engine's thread once a copy has ended, or never began."""
+        """Post work to the engine's thread once a copy has ended, or has never begun."""
 
         def ended(done: asyncio.Future[Any]) -> None:
             if not done.cancelled():
-                done.exception()  # seen by whoever waited, or by nobody who cares any more
+                done.exception()  # marks it as retrieved: who waited has seen it
             self.engine.post(work)
 
         if copying is None:

@@ -1,8 +1,8 @@
-"""What becomes of the blocks of a preempted sequence: computed again, or kept on the host for it.
+"""Preempted sequences: their blocks are computed again, or swapped to the host.
 
-Swapping out copies the full blocks that the host does not have yet and holds them there until the
-sequence runs again; the tokens behind them, less than a block, are computed again either way. They
-come back as any blocks do that a waiting sequence finds on the host.
+A swap offloads the full blocks that the host does not have yet and pins them there until the
+sequence runs again; the tokens after them, less than a block, are computed again either way. They
+are loaded like any blocks that a waiting sequence finds on the host.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RECOMPUTE, SWAP = "recompute", "swap"
 
 @dataclass(slots=True)
 class SwapStats:
-    """Preempted sequences by what was chosen, and the seconds that it was to cost them."""
+    """Preempted sequences by choice, and the seconds that each choice was expected to cost."""
 
     swaps: int = 0
     swap_expected_s: float = 0.0
@@ -41,30 +41,29 @@ class Swaps:
     def __init__(self, host_cache: HostCache, rates: Rates, preemption: str) -> None:
         self.host_cache, self.rates, self.preemption = host_cache, rates, preemption
         self.stats = SwapStats()
-        self._held: dict[Served, list[tuple[HostPool, int]]] = {}
+        self._pinned: dict[Served, list[tuple[HostPool, int]]] = {}
 
     def to_dict(self) -> dict[str, Any]:
-        """Its counters, with those of the tier."""
-        self.stats.swapped_sequences = len(self._held)
+        """The counters of swaps and of the host cache."""
+        self.stats.swapped_sequences = len(self._pinned)
         return {**self.host_cache.to_dict(), **asdict(self.stats)}
 
     def preempt(self, sequence: Served) -> None:
-        """Called before the sequence gives its blocks back."""
+        """Choose, and pin or offload, before the sequence's blocks are freed."""
         host_cache, tokens = self.host_cache, sequence.computed
         found = host_cache.match(sequence)
         slots, blocks = host_cache.parts(found)
         new = [place for place in blocks if self._slot(place.group, place.number) is None]
-        out = sum(host_cache.block_bytes[host_cache.hosts[group]] for group, _, _ in new)
-        back = sum(
-            host_cache.block_bytes[host_cache.hosts[group]] for group, _, _ in (*slots, *blocks)
-        )
+        sizes = [host_cache.block_bytes[host] for host in host_cache.hosts]
+        out = sum(sizes[place.group] for place in new)
+        back = sum(sizes[place.group] for place in (*slots, *blocks))
         again_s = tokens * self.rates.token_s
         rest = max(0, tokens - len(found[0]) * host_cache.state.block_size)
         swap_s = self._copy_s(out, back)
         if swap_s is not None:
             swap_s += rest * self.rates.token_s
         reason = self._against(back, out, swap_s, again_s)
-        kind = SWAP if reason == "" and self._hold(sequence, found, new) else RECOMPUTE
+        kind = SWAP if reason == "" and self._pin(sequence, found, new) else RECOMPUTE
         if kind == SWAP:
             self.stats.swaps += 1
             self.stats.swap_expected_s += swap_s or 0.0
@@ -83,14 +82,12 @@ class Swaps:
         )
 
     def _copy_s(self, out: int, back: int) -> float | None:
-        """Seconds there and back; None where a rate was not measured yet."""
-        rates = self.host_cache.offload_rate.per_s, self.host_cache.load_rate.per_s
-        if not all(rates):
-            return None
-        return out / rates[0] + back / rates[1]
+        """Seconds to offload and load as many bytes; None where a rate was not measured yet."""
+        offload, load = self.host_cache.offload_rate.per_s, self.host_cache.load_rate.per_s
+        return out / offload + back / load if offload and load else None
 
     def _against(self, back: int, out: int, swap_s: float | None, again_s: float) -> str:
-        """Why not to swap; empty where nothing speaks against it."""
+        """The reason not to swap; empty where there is none."""
         if self.preemption == RECOMPUTE:
             return "scheduler.preemption=recompute"
         if not back:
@@ -103,24 +100,24 @@ class Swaps:
             return "rates not measured yet"
         return "" if swap_s < again_s else "computing is faster"
 
-    def _hold(self, sequence: Served, found: Sequence[Sequence[int]], new: Sequence[Place]) -> bool:
-        """Hold on the host all that a match has `found`, or none where there is no room for what is
-        `new` there."""
+    def _pin(self, sequence: Served, found: Sequence[Sequence[int]], new: Sequence[Place]) -> bool:
+        """Pin on the host all blocks that a match has `found`; none, and False, where there is no
+        room for the `new` ones."""
         host_cache = self.host_cache
-        held = [
+        pinned = [
             (host_cache.hosts[group], slot)
             for group, column in enumerate(found)
             for number in column
             if (slot := self._slot(group, number)) is not None
         ]
-        for host, slot in held:
+        for host, slot in pinned:
             host.pin(slot)
         need = Counter(
             (host_cache.hosts[g], host_cache.hosts[g].pool.rank_of(block)) for g, block, _ in new
         )
         counts = {place: place[0].counts(place[1]) for place in need}
         if any(n > counts[place].free + counts[place].cached for place, n in need.items()):
-            self._unhold(held)
+            self._unpin(pinned)
             return False
         for group, block, _ in new:
             host, pool = host_cache.hosts[group], host_cache.hosts[group].pool
@@ -131,13 +128,13 @@ class Swaps:
             assert kept, "there was time"
             assert slot_ is not None, "there was room"
             host.pin(slot_)
-            held.append((host, slot_))
-        self._held[sequence] = held
+            pinned.append((host, slot_))
+        self._pinned[sequence] = pinned
         return True
 
     def _slot(self, group: int, number: int) -> int | None:
-        """Where the host has what a match has found as `number`; None where it does not, or only
-        on another rank, where it can give way."""
+        """The host's slot of the block that a match has found as `number`; None where there is
+        none, or only one on another rank, which can be forgotten."""
         host = self.host_cache.hosts[group]
         slot = self.host_cache.unions[group].slot(number)
         if slot is None and number >= 0:
@@ -149,10 +146,10 @@ class Swaps:
         return slot
 
     def release(self, sequence: Served) -> None:
-        """It runs again, or never will: what was held for it may go."""
-        self._unhold(self._held.pop(sequence, []))
+        """Unpin a sequence's blocks: it runs again, or has finished."""
+        self._unpin(self._pinned.pop(sequence, []))
 
-    def _unhold(self, held: list[tuple[HostPool, int]]) -> None:
-        """Tail first, so that a chain's tail is evicted before its head."""
-        for host, slot in reversed(held):
+    def _unpin(self, pinned: list[tuple[HostPool, int]]) -> None:
+        """Tail first, so that a sequence's tail is evicted before its head."""
+        for host, slot in reversed(pinned):
             host.unpin(slot)

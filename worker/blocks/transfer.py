@@ -1,8 +1,8 @@
-"""The books of block transfers between engines: what is lent to others, what is pulled from them.
+"""The books of block transfers between engines: exports to others and pulls from them.
 
 Everything here runs in the engine's thread, between steps; `worker.blocks.pull` moves the bytes
-meanwhile. Blocks that others read are held until they have; those that are pulled come in as
-`worker.blocks.incoming` says.
+meanwhile. Exported blocks are pinned until they are copied; pulled ones arrive as described in
+`worker.blocks.incoming`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LINKS_MAX = 64
 
 
 class PullFailed(Exception):
-    """Blocks will not come, so they are computed; failures are counted by `reason`, a word."""
+    """Blocks will not arrive, so they are computed; failures are counted by `reason`, a word."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -51,7 +51,7 @@ class TransferStats:
     links: dict[str, Rate] = field(default_factory=dict)
 
     def link(self, gang: str) -> Rate:
-        """The rate from `gang`; the one not used for longest makes room for a new one."""
+        """The rate from `gang`; the least recently used one is dropped for a new one."""
         rate = self.links.pop(gang, None) or Rate()
         if len(self.links) >= LINKS_MAX:
             del self.links[next(iter(self.links))]
@@ -59,7 +59,7 @@ class TransferStats:
         return rate
 
     def to_dict(self, bytes_per_token: int) -> dict[str, Any]:
-        """All of them, rates of links in tokens too."""
+        """All counters, rates of links in tokens too."""
         links = {
             gang: {"bytes_per_s": rate.per_s, "tokens_per_s": rate.per_s / bytes_per_token}
             for gang, rate in self.links.copy().items()
@@ -72,20 +72,20 @@ class TransferStats:
 
 @dataclass(slots=True, eq=False)
 class ExportPin:
-    """Blocks of each group that are held while they are copied out."""
+    """Blocks of each group that are pinned while they are exported."""
 
     blocks: list[list[int]] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
 class Pull(Incoming):
-    """One request's pull. What is `wanted` is not here. Blocks that a window would hide are
-    UNWANTED, and NULL_BLOCK; `names` are block hashes of one group that are never so."""
+    """One request's pull of blocks that are not here. Blocks that no window reaches are UNWANTED,
+    and NULL_BLOCK; `names` are the hashes of a group without a window, where there is one."""
 
     request: Request
     gang: str
     ended: asyncio.Event = field(default_factory=asyncio.Event)
-    ranks: tuple[int, ...] = ()  # where they go
+    ranks: tuple[int, ...] = ()  # where the blocks go
     failure: str = ""
     bytes: int = 0
 
@@ -99,35 +99,31 @@ class Pull(Incoming):
 
 
 class Transfers:
-    """Loans and pulls over a scheduler's pools. Raises nothing but PullFailed, from `reserve`."""
+    """Exports and pulls over a scheduler's pools. Only `reserve` raises, PullFailed."""
 
     def __init__(
         self, state: SchedulerState, host_cache: HostCache | None, stats: TransferStats
     ) -> None:
-        self.state, self.prefix, self.host_cache, self.stats = (
-            state,
-            state.prefix,
-            host_cache,
-            stats,
-        )
-        self.pools = state.pools
+        self.state, self.host_cache, self.stats = state, host_cache, stats
+        self.prefix, self.pools = state.prefix, state.pools
         self.incoming = IncomingBlocks[Pull](self.prefix)
 
-    def lend(self, export_pin: ExportPin, group_hashes: Seq[Seq[bytes]]) -> None:
-        """Hold the longest run of leading block hashes that all groups have, each on one rank."""
+    def begin_export(self, export_pin: ExportPin, group_hashes: Seq[Seq[bytes]]) -> None:
+        """Pin the longest run of leading blocks that all groups have, each on one rank."""
         export_pin.blocks = self.prefix.here.find(group_hashes)
         self.incoming.pin(export_pin.blocks)
 
-    def returned(self, export_pin: ExportPin) -> None:
-        """Nobody reads them for the loan any more."""
+    def end_export(self, export_pin: ExportPin) -> None:
+        """Unpin the blocks of an export, which nobody reads any more."""
         self.incoming.unpin(export_pin.blocks)
         export_pin.blocks = []
 
     def begin(self, pull: Pull, most: int) -> Pull | None:
-        """Find which of the request's first `most` blocks are not here, and keep those that are.
+        """Find which of the request's first `most` blocks are not here, and pin those that are.
 
-        Gives another pull that brings the next one already, if there is one: wait for it, then
-        begin again. Nothing is wanted where the next one is being computed, or all are on the host.
+        Returns the other pull that brings the next block already, if there is one: wait for it,
+        then begin again. Wants no blocks where the next one is being computed, or all are on the
+        host.
         """
         prefix = self.prefix
         self.incoming.forget(pull)
@@ -140,7 +136,7 @@ class Transfers:
         if here >= end or prefix.being_computed(open_[0], here):
             return None
         names = group_hashes[prefix.indexed or 0][here:end]
-        if self.host_cache is not None and self.host_cache.depth(open_[0]) >= end:
+        if self.host_cache is not None and len(self.host_cache.match(open_[0])[0]) >= end:
             return None
         other = self.incoming.find(names[:1])
         if other is not None:
@@ -156,22 +152,23 @@ class Transfers:
         return None
 
     def needs_from(self, pull: Pull) -> int:
-        """Where what windows need of the blocks wanted begins: without it none is of use."""
+        """The first of the wanted blocks that a window needs: without those none is of use."""
         pairs = zip(pull.wanted, self.prefix.windows, strict=False)
         return min(([*c].count(UNWANTED) for c, window in pairs if window is not None), default=0)
 
     def reserve(self, pull: Pull, chunk: Chunk) -> None:
-        """Take blocks for a piece, in all groups or none, and none that running ones will need.
+        """Allocate blocks for a chunk, in all groups or none, beside those promised to running
+        ones.
 
         Raises PullFailed where there is no room: nobody is preempted for a pull.
         """
         n, size = chunk.stop - chunk.start, self.state.block_size
         pull.ranks = pull.ranks or self._ranks(pull)
-        at = chunk.start % len(pull.ranks)  # pieces go on where those before end
+        at = chunk.start % len(pull.ranks)  # chunks go on where those before end
         ranks = pull.ranks[at:] + pull.ranks[:at]
         wanted = [[name != UNWANTED for name in c[chunk.start : chunk.stop]] for c in pull.wanted]
-        whole = [group for group, some in enumerate(wanted) if all(some)]
-        groups = whole or [*range(len(wanted))]
+        full = [group for group, flags in enumerate(wanted) if all(flags)]
+        groups = full or [*range(len(wanted))]
         table = BlockTable([self.pools[group] for group in groups], size, ranks)
         loose: list[tuple[BlockPool, int]] = []
         try:
@@ -182,8 +179,11 @@ class Transfers:
             for group in set(range(len(wanted))).difference(groups):
                 blocks[group] = self._beside(table, group, wanted[group], loose)
             chunk.blocks = [
-                [block if some else NULL_BLOCK for block, some in zip(blocks[g], one, strict=True)]
-                for g, one in enumerate(wanted)
+                [
+                    block if used else NULL_BLOCK
+                    for block, used in zip(blocks[g], flags, strict=True)
+                ]
+                for g, flags in enumerate(wanted)
             ]
             self.incoming.pin(chunk.blocks)
         except OutOfBlocks as lack:
@@ -194,42 +194,38 @@ class Transfers:
             for pool, block in loose:
                 pool.unref(block)
         pull.chunks.append(chunk)
-        if self.host_cache is not None:  # what this evicts leaves before bytes arrive
+        if self.host_cache is not None:  # evicted blocks are offloaded before bytes arrive
             self.host_cache.issue()
 
     def _beside(
-        self,
-        table: BlockTable,
-        group: int,
-        wanted: Seq[bool],
-        loose: list[tuple[BlockPool, int]],
+        self, table: BlockTable, group: int, wanted: Seq[bool], loose: list[tuple[BlockPool, int]]
     ) -> list[int]:
-        """A block of another group for each wanted one of a table, on the same rank, noted in
-        `loose` too. Raises OutOfBlocks."""
+        """Allocate a block of another group for each wanted one of a table, on the same rank;
+        appends them to `loose` too. Raises OutOfBlocks."""
         pool, blocks = self.pools[group], [NULL_BLOCK] * len(wanted)
-        for index in (index for index, some in enumerate(wanted) if some):
+        for index in (index for index, used in enumerate(wanted) if used):
             [blocks[index]] = pool.allocate(1, table.rank_at(index) or 0)
             loose.append((pool, blocks[index]))
         return blocks
 
     def _ranks(self, pull: Pull) -> tuple[int, ...]:
-        """Where a request's blocks go: to all ranks if it will run there, else beside those that
-        are here, or where there is most room."""
+        """The ranks of a request's blocks: all if it will be sharded, else the one that has its
+        blocks, or the one with most room."""
         policy, pool = self.state.policy, self.pools[0]
         here = self.state.owners(pull.kept)
         tokens = max(len(sequence.tokens) for sequence in pull.request.sequences)
         size, most = self.state.block_size, self.state.rank_blocks
-        long = policy.wide_for(tokens, block_size=size, rank_blocks=most)
-        if long or len(set(here)) > 1:
+        sharded = policy.wide_for(tokens, block_size=size, rank_blocks=most)
+        if sharded or len(set(here)) > 1:
             return policy.wide((here[-1] + 1) % policy.ranks if here else 0)
         return (here[-1] if here else max(range(policy.ranks), key=pool.available_on),)
 
     def land(self, pull: Pull, chunk: Chunk, count: int) -> None:
-        """The first `count` blocks of a piece are filled: they can be found from now on."""
+        """Register the first `count` blocks of a chunk, which are filled."""
         self.stats.pulled_blocks += self.incoming.land(pull, chunk, count)
 
     def quarantine(self, chunk: Chunk) -> None:
-        """The end of a copy into these blocks is overdue: nobody gets them until it is known."""
+        """Quarantine a chunk's blocks until the overdue copy into them has ended."""
         if not chunk.writing:
             return
         chunk.overdue = True
@@ -238,7 +234,7 @@ class Transfers:
             pool.quarantine(block, "a copy into it has not ended")
 
     def confirmed(self, chunk: Chunk) -> None:
-        """Nobody writes to these blocks any more."""
+        """The copy into a chunk's blocks has ended: readmit and unpin them."""
         if chunk.overdue:
             self.stats.unconfirmed_blocks -= counted(chunk.blocks)
             for pool, block in self.incoming.each(chunk.blocks):
@@ -247,5 +243,6 @@ class Transfers:
         self.incoming.drop(chunk)
 
     def end(self, pull: Pull) -> None:
-        """The request may start. Blocks that are still written to stay held until `confirmed`."""
+        """The request may start. Blocks that a copy still writes to stay pinned until
+        `confirmed`."""
         self.incoming.end(pull)

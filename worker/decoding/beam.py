@@ -1,9 +1,9 @@
-"""Beam search: which beams go on, and how their tables follow. No torch, no clock.
+"""Beam search: which beams go on, and how their block tables follow. No torch, no clock.
 
 Sequences and scores are those of `_beam_search` in transformers. It looks at the best
 `max(2, 1 + end tokens) * width` continuations of all beams, of which the first `width` may finish.
-That many always hold the `width` best ones that do not end; so the best `width + end tokens` of
-each beam, `BeamSearch.candidates`, are all that a device need report.
+These always contain the best `width` ones that do not end, so the best `width + end tokens` of each
+beam, `BeamSearch.candidates`, are all that a device need report.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Child(NamedTuple):
-    """A beam of the next step: its parent's place, one more token, its sum of log-probabilities."""
+    """A beam of the next step: its parent's place, its new token, its sum of log-probabilities."""
 
     parent: int
     token: int
@@ -67,11 +67,11 @@ class BeamSearch:
         self.ended: list[Ended] = []  # at most `width`, best first
 
     def select(
-        self, beam_candidates: Sequence[BeamCandidates], verified: Callable[[int], Sequence[int]]
+        self, beam_candidates: Sequence[BeamCandidates], generated: Callable[[int], Sequence[int]]
     ) -> list[Child]:
         """The beams of the next step; none when the search is over and `ended` is its result.
 
-        offers: one per beam, in order of places; said(place): what that beam has generated.
+        `beam_candidates`: one per beam, by place; `generated(place)`: that beam's tokens so far.
         """
         self.length += 1
         by_length = self.length >= self.max_tokens
@@ -86,7 +86,7 @@ class BeamSearch:
                     children.append(child)
             elif place < self.width:
                 stop_token = child.token if ends else None
-                tokens = [*verified(child.parent), child.token]
+                tokens = [*generated(child.parent), child.token]
                 self.ended.append(Ended(tokens, child.logprob / scale, stop_token))
         self.ended.sort(key=lambda ended: -ended.score)
         del self.ended[self.width :]
@@ -120,14 +120,13 @@ def begin(
     end_tokens: frozenset[int],
     max_model_len: int,
 ) -> BeamSearch:
-    """The search that a request asks for. Raises ParamError where its beams can never all run."""
+    """The search of a request. Raises ParamError where its beams can never all run at once."""
     params = request.params
     max_tokens = min(params.max_tokens, max_model_len - len(request.prompt))
     _check_room(state, params.beam_width, len(request.prompt), max_tokens)
-    ends = frozenset(params.stop_token_ids)
     return BeamSearch(
         params.beam_width,
-        ends if params.ignore_eos else ends | end_tokens,
+        params.ends(end_tokens),
         max_tokens=max_tokens,
         length_penalty=params.length_penalty,
         early_stopping=params.early_stopping,
@@ -135,15 +134,15 @@ def begin(
 
 
 def _check_room(state: SchedulerState, width: int, prompt: int, more: int) -> None:
-    """Every beam needs a slot, and all at their longest must fit beside the prompt they share."""
+    """Every beam needs a slot, and all at full length must fit beside the prompt they share."""
     if width > state.limits.max_num_seqs:
         allowed = f"at most {state.limits.max_num_seqs}, the sequences that run at a time"
         raise ParamError("beam_width", width, allowed, "scheduler.max_num_seqs")
     needs, tokens = state.needs, prompt + more
     shared = prompt // state.block_size
-    whole = -(-(tokens - 1) // state.block_size)
+    longest = -(-(tokens - 1) // state.block_size)
     most = needs.blocks(tokens - 1)
-    each = needs.by_arena(min(blocks, whole - shared) for blocks in most)
+    each = needs.by_arena(min(blocks, longest - shared) for blocks in most)
     common = needs.by_arena(min(blocks, shared) for blocks in most)
     for pool, one, together in zip(dict.fromkeys(state.pools), each, common, strict=True):
         if width * one > pool.blocks - together:

@@ -1,8 +1,7 @@
-"""A draft model: a small model that says greedily what the large one may say.
+"""A draft model: a small model whose greedy output is drafted for the large one.
 
-It has pages of its own, for as many tokens as those of the model it drafts for, and computes one
-sequence at a time, between two steps. What it drafted wrongly it cuts off its table and computes
-again.
+It has pages of its own, for as many tokens as those of the large model, and computes one sequence
+at a time, between two steps. Rejected draft tokens are cut off its table.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ if TYPE_CHECKING:
     from worker.execution.model import PagedModel
 
 ANY = SamplingParams()
-"""Of rows that nothing is sampled for."""
+"""Parameters of rows that the sampler never sees."""
 
 
 class DraftModel:
-    """The model, its pages and a slot for each running sequence. `max_model_len` tokens are the
-    longest it draft tokens for, `chunk` the most it computes in one call."""
+    """The model, its pages and a slot for each running sequence. It drafts for sequences of up to
+    `max_model_len` tokens and computes at most `chunk` tokens in one call."""
 
     def __init__(
         self, model: PagedModel, builder: BatchBuilder, *, max_model_len: int, chunk: int
@@ -47,8 +46,8 @@ class DraftModel:
 
     @torch.inference_mode()
     def next_token(self, drafter: Drafter, count: int) -> int | None:
-        """Compute `count` tokens more; the likeliest token after the last known one, None where
-        that is not reached. Raises OutOfBlocks, and nothing has changed."""
+        """Compute `count` tokens more. Returns the likeliest token after the last known one, None
+        where that is not reached. Raises OutOfBlocks, and nothing has changed."""
         table, tokens, start = drafter.table, drafter.tokens, drafter.computed
         assert table is not None
         before, reached = len(table.blocks[0]), start + count == len(tokens)
@@ -90,8 +89,8 @@ class Drafter:
         self.slot = self.computed = self.synced = 0
 
     def propose(self, tokens: Seq[int], k: int) -> list[int]:
-        """None while a long prompt is being caught up with, and where slots run out. Raises
-        OutOfBlocks where pages cannot hold all tokens: others may have them, so close it."""
+        """None while a long prompt is not computed yet, and where slots run out. Raises OutOfBlocks
+        where the pages cannot hold all tokens: close it then, so that others get its pages."""
         draft = self._draft
         k = min(k, draft.max_model_len - len(tokens))
         if k < 1:  # for good
@@ -134,15 +133,15 @@ class Drafter:
         return True
 
     def _corrected(self, tokens: Seq[int]) -> BlockTable:
-        """Cut off what was drafted wrongly; the last token is computed (again) for its logits."""
+        """Cut off rejected drafts; the last token is computed (again) for its logits."""
         table = self.table
         assert table is not None
         most = min(self.computed, len(tokens) - 1)
-        right = min(self._confirmed, most)
-        while right < most and self.tokens[right] == tokens[right]:
-            right += 1
-        table.truncate(right)
-        self.computed, self.synced = right, min(self.synced, len(table.blocks[0]))
-        self.tokens[right:] = tokens[right:]
+        accepted = min(self._confirmed, most)
+        while accepted < most and self.tokens[accepted] == tokens[accepted]:
+            accepted += 1
+        table.truncate(accepted)
+        self.computed, self.synced = accepted, min(self.synced, len(table.blocks[0]))
+        self.tokens[accepted:] = tokens[accepted:]
         self._confirmed = len(tokens)
         return table

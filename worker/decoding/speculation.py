@@ -1,12 +1,11 @@
-"""Speculation: tokens are drafted, and one chunk of the model says how far the draft tokens are
-right.
+"""Speculative decoding: tokens are drafted, and one row of the model verifies them.
 
 A row with `drafts` computes the last known token and the draft tokens, and is sampled after each of
 them with the random number of that place in the output. The output goes on with the sampled tokens
-up to the first that differs from its guess. Such a draft token is certain of one token x, and
-sampling y from p takes x with probability p(x), and any other y with p(y): the rule of rejection
-sampling (Leviathan, Kalman, Matias 2023) for that proposal. So the tokens are those without
-speculation, under a seed too, whatever was drafted. No torch, no clock.
+up to the first that differs from its draft token. A draft proposes one token x with certainty, so
+sampling y from p accepts x with probability p(x) and any other y has p(y): rejection sampling
+(Leviathan, Kalman, Matias 2023) for that proposal. So the tokens are those without speculation,
+under a seed too, whatever was drafted. No torch, no clock.
 """
 
 from __future__ import annotations
@@ -25,38 +24,37 @@ if TYPE_CHECKING:
     from worker.request import Request, Sequence
 
 SIZES = (5, 3)
-"""Tokens that must recur for their continuation to be drafted; the longer is looked for first."""
+"""Sizes of n-grams that must recur for their continuation to be drafted, the first found counts."""
 
 KNOWN_MAX = 1 << 16
-"""Runs that one sequence remembers; with more it forgets all and begins anew."""
+"""N-grams kept for one sequence; with more, all are forgotten."""
 
 LEARNED_AT_ONCE = 4096
-"""Tokens of a sequence that one proposal looks at for the first time."""
+"""Tokens of a sequence that one proposal adds to its n-grams."""
 
 LONGEST_PAUSE = 6
-"""After so many misses in a row, and more, nothing is drafted for 2 to this power of tokens."""
+"""After this many misses in a row, or more, nothing is drafted for 2 to this power of tokens."""
 
 
 class Proposer(Protocol):
-    """Draft tokens what follows the tokens of one sequence, which only ever grow between two
-    calls."""
+    """Drafts the next tokens of one sequence, whose tokens only ever grow between two calls."""
 
     def propose(self, tokens: Seq[int], k: int) -> list[int]:
-        """At most `k` token ids, likeliest continuation; none where there is no idea. Raises
-        OutOfBlocks where the sequence should go on without draft tokens for want of pages."""
+        """At most `k` token ids, the likeliest continuation, or none. Raises OutOfBlocks where the
+        sequence should go on without draft tokens for lack of pages."""
 
     def close(self) -> None:
-        """Give back what is kept for the sequence, which has left its slot; it may return."""
+        """Free what is kept for the sequence, which has left its slot and may return."""
 
 
 class PromptLookup:
-    """Draft tokens that what followed the last tokens before follows them again."""
+    """Drafts the tokens that followed the last earlier occurrence of the last tokens."""
 
     __slots__ = ("_after", "_learned")
 
     def __init__(self) -> None:
-        self._after: dict[tuple[int, ...], int] = {}  # a run of tokens: where it last ended
-        self._learned = 0  # tokens whose place after a run is known
+        self._after: dict[tuple[int, ...], int] = {}  # an n-gram: where it last ended
+        self._learned = 0  # tokens whose preceding n-grams are known
 
     def propose(self, tokens: Seq[int], k: int) -> list[int]:
         self._learn(tokens)
@@ -67,7 +65,7 @@ class PromptLookup:
         return []
 
     def close(self) -> None:
-        """The places stay: they are true for as long as the sequence is."""
+        """The n-grams stay valid for as long as the sequence lives."""
 
     def _learn(self, tokens: Seq[int]) -> None:
         stop = min(len(tokens), self._learned + LEARNED_AT_ONCE)
@@ -80,7 +78,7 @@ class PromptLookup:
 
 
 def _copied(tokens: Seq[int], place: int, k: int) -> list[int]:
-    """`k` tokens from `place` on; those that are not there yet repeat what was copied."""
+    """`k` tokens from `place` on; past the end they repeat with the period of the copy."""
     drafts = list(tokens[place : place + k])
     period = len(tokens) - place
     while len(drafts) < k:
@@ -89,38 +87,38 @@ def _copied(tokens: Seq[int], place: int, k: int) -> list[int]:
 
 
 class Speculator:
-    """How many tokens of one sequence to guess, as its draft tokens have fared.
+    """How many tokens to draft for one sequence, by how many were accepted before.
 
-    Twice as many after a step that took all, one more than were right after others; where none is
-    right several times in a row, a pause, each twice as long as the last; so too where a step was
-    let pass to know the last token and nothing came to mind.
+    Twice as many after a step that accepted all, else one more than were accepted. Where none is
+    accepted several times in a row, drafting pauses, each time twice as long; so too where the
+    sequence let a step pass to know its last token and then nothing was proposed.
     """
 
-    __slots__ = ("_misses", "_resumes_at", "held", "k", "k_max", "proposer")
+    __slots__ = ("_misses", "_resumes_at", "deferred", "k", "k_max", "proposer")
 
     def __init__(self, proposer: Proposer, k_max: int) -> None:
         self.proposer, self.k_max = proposer, k_max
         self.k = min(4, k_max)
-        self.held = False  # it let a step pass to know its last token
+        self.deferred = False  # it let a step pass to know its last token
         self._misses = self._resumes_at = 0
 
     def ready(self, length: int) -> bool:
-        """Whether a sequence of so many tokens should be drafted on."""
+        """Whether to draft for the sequence at `length` tokens."""
         return length >= self._resumes_at
 
     def propose(self, tokens: Seq[int], k: int) -> tuple[int, ...]:
         drafts = tuple(self.proposer.propose(tokens, k)[:k])
-        if self.held and not drafts:  # a step was lost for nothing
+        if self.deferred and not drafts:  # a step was lost for nothing
             self._misses += 1
             self._resumes_at = len(tokens) + 2 ** min(self._misses + 1, LONGEST_PAUSE)
-        self.held = False
+        self.deferred = False
         return drafts
 
-    def learn(self, guessed: int, right: int, length: int) -> None:
-        """Of `drafted` tokens so many were right, and the sequence has `length` tokens now."""
-        if right:
+    def learn(self, drafted: int, accepted: int, length: int) -> None:
+        """Of `drafted` tokens so many were accepted; the sequence has `length` tokens now."""
+        if accepted:
             self._misses = 0
-            self.k = min(self.k_max, 2 * guessed if right == guessed else right + 1)
+            self.k = min(self.k_max, 2 * drafted if accepted == drafted else accepted + 1)
         else:
             self._misses += 1
             self.k = min(2, self.k_max)
@@ -129,9 +127,9 @@ class Speculator:
 
 @dataclass(slots=True)
 class SpeculationStats:
-    """Counters since start. `right_at[i]` counts draft tokens number i of a row that were right;
-    `off` what goes on without draft tokens, by reason: requests that wanted some and cannot have
-    them, choices whose proposer failed ("error") or had no room for them ("pages")."""
+    """Counters since start. `right_at[i]` counts accepted draft tokens number i of a row; `off`, by
+    reason, requests that cannot have speculation ("beams", "penalties") and choices whose proposer
+    failed ("error") or had no room ("pages")."""
 
     drafts: int = 0
     draft_tokens: int = 0
@@ -141,10 +139,10 @@ class SpeculationStats:
 
 
 class Speculation:
-    """What is drafted where a request does not say, and up to which load.
+    """The speculators of all sequences, and the defaults for requests that do not choose.
 
-    A step takes draft tokens up to `step_tokens` tokens in all: beyond, a token more costs as much
-    as it may save.
+    A step takes draft tokens up to `step_tokens` tokens in all: beyond that a further token costs
+    as much as it may save.
     """
 
     def __init__(
@@ -167,7 +165,7 @@ class Speculation:
 
     def equip(self, request: Request) -> None:
         """Give each choice a speculator where the request wants one and can have it. Raises
-        ParamError where it asks for a method that is not here."""
+        ParamError for a method that is not served here."""
         params = request.params
         method = params.speculation or self.method
         if method == NO_SPECULATION:
@@ -176,7 +174,7 @@ class Speculation:
         if make is None:
             allowed = f"one of {', '.join((NO_SPECULATION, *self.makers))}"
             raise ParamError("speculation.method", method, allowed, "speculation.draft_model")
-        # Penalties need the counts of every guess; a search samples nothing.
+        # Penalties would need counts after every draft token; a beam search samples nothing.
         reason = "beams" if params.beam_width else "penalties" * params.penalised
         if reason:
             self._switched_off(reason)
@@ -185,38 +183,34 @@ class Speculation:
             if sequence.finish_reason is None:
                 self.speculators[sequence] = Speculator(make(), params.speculation_k or self.k)
 
-    def guesses(self, sequence: Sequence) -> bool:
-        """Whether anything is drafted for a sequence."""
-        return sequence in self.speculators
-
     def close(self, sequence: Sequence) -> None:
-        """It has left its slot, and may return."""
+        """The sequence has left its slot, and may return."""
         if sequence in self.speculators:
             self.speculators[sequence].proposer.close()
 
     def forget(self, sequence: Sequence) -> None:
-        """It is finished, or goes on without draft tokens."""
+        """The sequence has finished, or goes on without draft tokens."""
         self.speculators.pop(sequence, None)
 
-    def guess(self, sequence: Sequence, room: int) -> tuple[int, ...] | None:
-        """At most `room` tokens that may follow a sequence. None where it should let this step
-        pass to know its last token, which a step in flight is to say."""
+    def propose(self, sequence: Sequence, room: int) -> tuple[int, ...] | None:
+        """At most `room` draft tokens for a sequence. None where it should let this step pass, as a
+        step in flight samples its last token."""
         speculator = self.speculators[sequence]
         length = len(sequence.tokens) + sequence.pending
         most = min(sequence.request.params.max_tokens + sequence.prompt_tokens, self.max_model_len)
-        # The token that is sampled after the draft tokens is the last there can be.
+        # One token more is sampled after the draft tokens.
         k = min(speculator.k, room, most - length - 1)
         if k < 1 or not speculator.ready(length):
             return ()
         if sequence.pending:
-            speculator.held = True
+            speculator.deferred = True
             return None
         try:
             return speculator.propose(sequence.tokens, k)
         except OutOfBlocks:
             self._switched_off("pages")
         except Exception as error:
-            # Where the device itself failed, so does the next step.
+            # A failure of the device itself fails the next step too.
             self._switched_off("error")
             self.on_error(error)
         self.close(sequence)
@@ -226,20 +220,20 @@ class Speculation:
     def _switched_off(self, reason: str) -> None:
         self.stats.off[reason] = self.stats.off.get(reason, 0) + 1
 
-    def note(self, sequence: Sequence, guessed: int, right: int) -> None:
-        """A step has said that the first `right` of `drafted` tokens are right."""
+    def note(self, sequence: Sequence, drafted: int, accepted: int) -> None:
+        """A step has accepted the first `accepted` of `drafted` tokens."""
         stats = self.stats
         stats.drafts += 1
-        stats.draft_tokens += guessed
-        stats.accepted_tokens += right
-        stats.right_at += [0] * (guessed - len(stats.right_at))
-        for place in range(right):
+        stats.draft_tokens += drafted
+        stats.accepted_tokens += accepted
+        stats.right_at += [0] * (drafted - len(stats.right_at))
+        for place in range(accepted):
             stats.right_at[place] += 1
-        self.speculators[sequence].learn(guessed, right, len(sequence.tokens))
+        self.speculators[sequence].learn(drafted, accepted, len(sequence.tokens))
 
 
 class VerifiedTokens(NamedTuple):
-    """What a row says: tokens with their log-probabilities. `bad`: a logit was not finite."""
+    """A row's new tokens and their log-probabilities. `bad`: a logit was not finite."""
 
     tokens: list[int]
     logprobs: list[messages.TokenLogprob | None]
@@ -250,8 +244,8 @@ Sample = tuple[int, bool, "messages.TokenLogprob | None"]
 
 
 def verify(drafts: Seq[int], samples: Seq[Sample], ends: Container[int]) -> VerifiedTokens:
-    """What a row says that was sampled after its last token and after each of its `drafts`: up to
-    the first sample that is not as drafted, or that ends the sequence."""
+    """The samples after a row's last token and after each of its `drafts`, up to the first that is
+    not as drafted, or that ends the sequence."""
     verified = VerifiedTokens([], [], False)
     for place, (token, bad, logprob) in enumerate(samples):
         if bad:

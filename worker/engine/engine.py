@@ -1,14 +1,15 @@
-"""The engine: plan a step, run it, commit it, say what came of it. One thread, no clock of its own.
+"""The engine: plans a step, runs it, commits it and emits its events. One thread, no own clock.
 
-Up to `depth` steps are in flight: with 2, step k commits while k + 1 runs, and what a finished
-sequence computed too much is dropped. A step that raises commits nothing; its rows are tried again,
-in the end each alone, so that only a request that itself fails is lost.
+Requests go in (`submit`, `abort`); `step` gives the events (`worker.messages`) for their streams.
+Up to `depth` steps are in flight: with 2, step k commits while step k + 1 runs, and tokens computed
+past the end of a sequence are dropped. A step that raises commits nothing; its rows are retried, in
+the end each alone, so that only a request that itself fails is lost.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import islice
 
@@ -19,7 +20,7 @@ from worker.engine.load import blocks_in_use
 from worker.engine.stats import EngineStats, Rates
 from worker.execution.philox import derive
 from worker.execution.runner import InFlight, Runner, StepResult
-from worker.params import ParamError, SamplingParams
+from worker.params import ParamError
 from worker.request import Request, Sequence
 from worker.scheduling.scheduler import QueueFull, Scheduler
 from worker.scheduling.step import StepPlan
@@ -59,10 +60,8 @@ class Engine:
     @property
     def idle(self) -> bool:
         scheduler, host_cache = self.scheduler, self.scheduler.host_cache
-        waits = (
-            scheduler.running or scheduler.waiting or (host_cache is not None and host_cache.busy)
-        )
-        return not waits and not self._in_flight
+        loading = host_cache is not None and host_cache.busy
+        return not (scheduler.running or scheduler.waiting or loading or self._in_flight)
 
     def submit(self, request: Request) -> list[messages.Event]:
         """Queue a checked request. The first event is accepted or rejected; a request that needs
@@ -100,9 +99,9 @@ class Engine:
         return events
 
     def abort(self, request_id: str, choice: int | None = None) -> list[Output]:
-        """End a request, or one choice of it, wherever it is; the others go on.
+        """End a request or one of its choices, waiting or running; other choices go on.
 
-        Gives the end of each choice that it ended: none when that is not here (any more).
+        Returns a finish event per choice ended, none where the request is not (or no longer) here.
         """
         request = self.requests.get(request_id)
         if request is None:
@@ -113,7 +112,7 @@ class Engine:
         return self._close(chosen, "abort")
 
     def _close(self, sequences: Iterable[Sequence], reason: str) -> list[Output]:
-        """End those that have not ended, with no token more."""
+        """Finish the unfinished ones of these sequences, without another token."""
         out: list[Output] = []
         for sequence in sequences:
             if sequence.finish_reason is None:
@@ -123,7 +122,7 @@ class Engine:
         return out
 
     def step(self, now: float) -> list[Output]:
-        """One turn: plan and launch a step, settle the oldest one in flight. Empty when idle."""
+        """Plan and launch one step, collect the oldest one in flight. Empty when idle."""
         out = self._expire(now)
         plan = self._plan()
         if plan.rows:
@@ -134,14 +133,14 @@ class Engine:
                 self._note(error)
                 lost = self._roll_back([plan])
                 while self._in_flight:
-                    out += self._settle(now)
+                    out += self._collect(now)
                 return out + self._recover(lost, now)
         if self._in_flight and (len(self._in_flight) >= self.depth or not plan.rows):
-            out += self._settle(now)
+            out += self._collect(now)
         return out
 
     def _plan(self, only: Iterable[Sequence] | None = None) -> StepPlan:
-        """The next step, after the copies that it and what waits need have begun."""
+        """The next step. Copies from and to the host that it needs have begun."""
         host_cache, again = self.scheduler.host_cache, True
         if host_cache is not None:
             host_cache.land()
@@ -155,7 +154,7 @@ class Engine:
                 again = only is None and not plan.rows and host_cache.land()
         return plan
 
-    def _settle(self, now: float) -> list[Output]:
+    def _collect(self, now: float) -> list[Output]:
         flight = self._in_flight.popleft()
         try:
             result = self.runner.collect(flight)
@@ -172,8 +171,8 @@ class Engine:
         self.runner.raise_if_dead(error)
 
     def _roll_back(self, plans: Iterable[StepPlan]) -> dict[Sequence, bool]:
-        """Undo failed steps, newest first. The sequences that are to be tried again, and whether
-        one of these steps admitted them."""
+        """Undo failed steps, newest first. Returns the sequences to retry, and whether one of these
+        steps admitted them."""
         lost: dict[Sequence, bool] = {}
         for plan in plans:
             for row, sequence in zip(plan.rows, self.scheduler.rollback(plan), strict=True):
@@ -182,10 +181,10 @@ class Engine:
         return lost
 
     def _recover(self, lost: dict[Sequence, bool], now: float) -> list[Output]:
-        """Try rows of failed steps again, without the sequences just admitted; those, and all if
-        that fails too, run alone, and what fails alone gets a 500."""
-        old = [sequence for sequence, fresh in lost.items() if not fresh]
+        """Retry the rows of failed steps without the sequences just admitted; those, and all if
+        that fails too, run alone. A request that fails alone ends with error 500."""
         out: list[Output] = []
+        old = [sequence for sequence, fresh in lost.items() if not fresh]
         alone = [sequence for sequence, fresh in lost.items() if fresh]
         if old:
             done, failure = self._try(old, now)
@@ -226,15 +225,16 @@ class Engine:
         stats.build_s, stats.execute_s = self.runner.build_s, self.runner.execute_s
         stats.saved_reads = self.runner.saved_reads
         out: list[Output] = []
+        ends = self.end_tokens
         samples = zip(result.tokens, result.bad, result.logprobs, strict=True)
         verified = {
-            row.slot: verify(row.drafts, [*islice(samples, row.samples)], self._ends(row.params))
+            row.slot: verify(row.drafts, [*islice(samples, row.samples)], row.params.ends(ends))
             for row in plan.rows
             if row.sampled
         }
-        guessed = {row.slot: verified[row.slot].tokens for row in plan.rows if row.drafts}
+        drafted = {row.slot: verified[row.slot].tokens for row in plan.rows if row.drafts}
         scores, beam_candidates = iter(result.scores), iter(result.beam_candidates)
-        for row, sequence in zip(plan.rows, self.scheduler.commit(plan, guessed), strict=True):
+        for row, sequence in zip(plan.rows, self.scheduler.commit(plan, drafted), strict=True):
             scored = next(scores) if row.scored_from is not None else None
             candidates = next(beam_candidates) if row.candidates else None
             if sequence is None or sequence.finish_reason is not None:
@@ -242,7 +242,7 @@ class Engine:
             request = sequence.request
             if row.scored_from is not None and scored is not None:
                 out += self._report_scores(sequence, row.scored_from, scored)
-            tokens, logprobs, bad = verified.get(row.slot, SILENT)
+            tokens, logprobs, bad = verified.get(row.slot, UNSAMPLED)
             if bad or (row.candidates and candidates is None):
                 out += self._fail(request, ArithmeticError(BAD_LOGITS))
             elif tokens:
@@ -259,7 +259,7 @@ class Engine:
         return out
 
     def _mark_first_token(self, request: Request, now: float) -> bool:
-        """Whether this is a request's first token."""
+        """Note a request's first token; False where it had one already."""
         if request.first_token_s is not None:
             return False
         request.first_token_s = now
@@ -267,7 +267,7 @@ class Engine:
         return True
 
     def _search(self, request: Request) -> list[Output]:
-        """Take a step of a beam search when all its beams have said what may follow."""
+        """Take a step of a beam search once all its beams have candidates."""
         search, beams = self.searches[request.id], request.sequences
         beam_candidates = [beam.candidates for beam in beams if beam.candidates is not None]
         if len(beam_candidates) < len(beams):
@@ -281,7 +281,7 @@ class Engine:
         return self._finish_search(request)
 
     def _finish_search(self, request: Request, reason: str | None = None) -> list[Output]:
-        """End a beam search with its `n` best, in order of score; for a `reason`, with nothing."""
+        """End a beam search with its `n` best, in order of score; with a `reason`, without any."""
         search, first = self.searches[request.id], request.sequences[0]
         best: list[beam.Ended | None] = [*search.ended[: request.choices]]
         if reason is not None:
@@ -294,21 +294,16 @@ class Engine:
         self._end(request, events[0].reason)
         return [(request, event) for event in events]
 
-    def _ends(self, params: SamplingParams) -> Set[int]:
-        """The tokens that end a sequence."""
-        ends = frozenset() if params.ignore_eos else self.end_tokens
-        return ends.union(params.stop_token_ids) if params.stop_token_ids else ends
-
     def _append(
         self, sequence: Sequence, tokens: list[int], entries: list[messages.TokenLogprob | None]
     ) -> messages.Delta | messages.Finish:
-        """The last of `tokens` is new; those before it were drafted and are appended already."""
+        """Append the last of `tokens`; those before it are accepted drafts, appended already."""
         request, params, token = sequence.request, sequence.request.params, tokens[-1]
         sequence.tokens.append(token)
         self.stats.generated_tokens += len(tokens)
         known = [entry for entry in entries if entry is not None]
         logprobs = None if params.logprobs is None else known
-        if token in self._ends(params):
+        if token in params.ends(self.end_tokens):
             reason, sequence.stop_token = "stop", token
         elif (
             sequence.generated_tokens >= params.max_tokens
@@ -350,7 +345,7 @@ class Engine:
         return [(request, messages.Error("engine_error", message, 500))]
 
     def end_quarantined(self) -> list[Output]:
-        """End the requests that have quarantined blocks: their keys may be another's."""
+        """Fail the requests that have quarantined blocks: these may hold another request's keys."""
         out: list[Output] = []
         for request in list(self.requests.values()):
             tables = [s.table for s in request.sequences if s.table is not None]
@@ -376,7 +371,7 @@ class Engine:
             self.stats.finished[reason] = self.stats.finished.get(reason, 0) + 1
 
     def _retry_after_s(self) -> float:
-        """A guess at when a place in the queue is free: one request's share of the work ahead."""
+        """Estimated seconds until a place in the queue is free: until a running sequence ends."""
         stats = self.stats
         if not stats.steps or not stats.rows:
             return 1.0
@@ -389,13 +384,13 @@ class Engine:
 
 
 BAD_LOGITS = "its logits are not finite numbers; model.dtype=float32 has the widest range"
-SILENT = VerifiedTokens([], [], False)
+UNSAMPLED = VerifiedTokens([], [], False)
 
 
 def ending(
     sequence: Sequence, tokens: list[int], logprobs: list[messages.TokenLogprob] | None
 ) -> messages.Finish:
-    """The end of a choice, with the tokens not yet sent."""
+    """The finish event of a choice, with the tokens not yet sent."""
     assert sequence.finish_reason is not None
     return messages.Finish(
         choice=sequence.choice,
@@ -410,7 +405,6 @@ def ending(
 
 
 def started(sequence: Sequence) -> messages.Started:
-    """How a request began."""
     request = sequence.request
     assert request.admitted_s is not None
     return messages.Started(
@@ -421,7 +415,7 @@ def started(sequence: Sequence) -> messages.Started:
 def ending_of_beam(
     first: Sequence, choice: int, ended: beam.Ended | None, reason: str | None
 ) -> messages.Finish:
-    """The end of an answer of a beam search; with a `reason` it has none."""
+    """The finish event of a beam search's choice; with a `reason`, `ended` is None."""
     stop_token = None if ended is None else ended.stop_token
     tokens = [] if ended is None else ended.tokens
     return messages.Finish(

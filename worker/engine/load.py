@@ -1,4 +1,4 @@
-"""How busy an engine is, as the router is told. No torch, no clock."""
+"""How busy an engine is, as its router and autoscaler see it. No torch, no clock."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 class Pressure(NamedTuple):
-    """Whether there should be more engines, or fewer could do.
+    """Whether there should be more engines, or fewer would do.
 
-    queued_s: until a request that comes now begins, or what one has waited already, if that is
-    more. filled: sequences over seats or blocks over the pool, whichever is more, queue included.
+    queued_s: seconds until a request that arrives now begins, or the longest wait so far if that is
+    more. filled: sequences over slots or blocks over the pool, whichever is more, queue included.
     """
 
     queued_s: float = 0.0
@@ -23,41 +23,39 @@ class Pressure(NamedTuple):
 
 
 def blocks_in_use(scheduler: Scheduler) -> int:
-    """Blocks of all pools that cannot be had now."""
+    """Blocks of all pools that cannot be allocated now."""
     return sum(pool.blocks - pool.available for pool in dict.fromkeys(scheduler.pools))
 
 
 def load_of(scheduler: Scheduler, rates: Rates, *, link_tokens_per_s: float = 0.0) -> Load:
-    """What an engine has to do, between two of its steps."""
+    """The work of an engine, taken between two of its steps."""
     size = scheduler.block_size
+    host_cache = scheduler.host_cache
     queued = [len(sequence.tokens) for sequence in scheduler.waiting]
     lacking = [sequence.target - sequence.computed for sequence in scheduler.running]
-    blocks = sum(pool.blocks for pool in dict.fromkeys(scheduler.pools))
     return Load(
         queued_tokens=sum(queued),
         prefill_tokens=sum(tokens for tokens in lacking if tokens > 1),
         waiting=len(queued),
         running=len(lacking),
         committed_blocks=blocks_in_use(scheduler) + sum(-(-tokens // size) for tokens in queued),
-        blocks=blocks,
+        blocks=sum(pool.blocks for pool in dict.fromkeys(scheduler.pools)),
         step_tokens_max=scheduler.limits.max_batch_tokens,
         prompt_s=rates.prompt_s,
         token_s=rates.token_s,
         step_s=rates.step_s,
         block_s=rates.block_s,
         link_tokens_per_s=link_tokens_per_s,
-        host_tokens_per_s=0.0
-        if scheduler.host_cache is None
-        else scheduler.host_cache.load_tokens_per_s,
+        host_tokens_per_s=0.0 if host_cache is None else host_cache.load_tokens_per_s,
     )
 
 
 def pressure_of(scheduler: Scheduler, load: Load, now: float) -> Pressure:
-    """What an engine's `load` and its queue say at `now`, in the clock of `Request.arrival_s`."""
+    """The pressure of an engine's load and queue; `now` as in `Request.arrival_s`."""
     ahead = load.queued_tokens + load.prefill_tokens
     step_s = load.prompt_s + load.step_s + load.block_s * min(load.committed_blocks, load.blocks)
     work_s = ahead * load.token_s + -(-ahead // load.step_tokens_max) * step_s
-    # Prefill is not all: a seat or a block may be free only when an answer has come to its end.
+    # Prefill is not all: a slot or a block may be free only once a running sequence has ended.
     waiting = (s.request for s in scheduler.waiting if s.request.admitted_s is None)
     waited_s = max((now - request.arrival_s for request in waiting), default=0.0)
     slots = (load.running + load.waiting) / scheduler.limits.max_num_seqs

@@ -1,8 +1,8 @@
-"""The engine's thread and the streams that listen to it; asyncio on one side, steps on the other.
+"""The engine's thread and the streams of its events; asyncio on one side, steps on the other.
 
 Work goes in through an inbox that is drained between steps. Events come out to one outbox per
-request, which folds deltas that nobody has fetched yet into one: a slow reader costs no memory, and
-under load a message carries many tokens.
+request, which joins the deltas that are not fetched yet: a slow reader costs no memory, and under
+load a message carries many tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kvpaging import audit
 from worker import messages
@@ -32,15 +32,15 @@ _T = TypeVar("_T")
 
 
 class Outbox:
-    """What one request's stream has not fetched yet. Lives on the event loop."""
+    """The events that one request's stream has not fetched yet. Lives on the event loop."""
 
     def __init__(self) -> None:
-        self._events: dict[int, messages.Event] = {}  # by choice; what is of none has negative keys
+        self._events: dict[int, messages.Event] = {}  # by choice; others under negative keys
         self.any = asyncio.Event()
         self.urgent = asyncio.Event()
 
     def put(self, event: messages.Event) -> None:
-        """Add an event; a delta joins the one of its choice."""
+        """Add an event; tokens are joined to the delta of their choice."""
         if isinstance(event, messages.Delta | messages.Finish):
             first = self._events.get(event.choice)
             self._events[event.choice] = event if first is None else _joined(first, event)
@@ -86,7 +86,7 @@ class EngineLoop:
 
     `now` is a monotonic clock in seconds. `messages_per_s` bounds what all streams send together:
     with c choices running, each sends every `c / messages_per_s` seconds, its first token and its
-    end at once. The engine of a gang says something to the other ranks at least each `beat_s`.
+    end at once. The engine of a gang sends the other ranks a message at least every `heartbeat_s`.
     """
 
     def __init__(
@@ -95,10 +95,10 @@ class EngineLoop:
         *,
         now: Callable[[], float],
         messages_per_s: float,
-        beat_s: float | None = None,
+        heartbeat_s: float | None = None,
     ) -> None:
         self.now, self.messages_per_s = now, messages_per_s
-        self._beat_s, self._said_s = beat_s, now()
+        self._heartbeat_s, self._sent_s = heartbeat_s, now()
         self.failure: BaseException | None = None
         self.busy_since_s: float | None = None
         self.violations = 0
@@ -153,7 +153,7 @@ class EngineLoop:
         return await asyncio.wait_for(asyncio.wrap_future(done), timeout_s)
 
     async def abort(self, request_id: str, choice: int | None = None) -> bool:
-        """End a request, or one choice of it; False when it is not here (any more)."""
+        """End a request or one of its choices; False where it is not (or no longer) here."""
 
         def work() -> bool:
             ended = self.engine.abort(request_id, choice)
@@ -163,8 +163,8 @@ class EngineLoop:
         return await self.call(work)
 
     async def stream(self, request: Request) -> AsyncIterator[messages.Event]:
-        """Submit a request and yield its events, the first accepted or rejected; a Mark after each
-        `MARK_S` of silence. Closing the iterator aborts the request."""
+        """Submit a request and yield its events, the first accepted or rejected; a KeepAlive after
+        each `KEEP_ALIVE_S` without one. Closing the iterator aborts the request."""
         box = Outbox()
         if self.failure is not None:
             yield self._lost()
@@ -193,7 +193,7 @@ class EngineLoop:
             self.post(lambda: self._abort(request.id))
 
     async def _ready(self, box: Outbox, fine: bool, sent_at_s: float) -> bool:
-        """Wait until a message is due: something to say, and the pace allows it or it is urgent."""
+        """Wait until a message is due: there are events, and they are urgent or the pace allows."""
         try:
             async with asyncio.timeout(KEEP_ALIVE_S):
                 await (box.any if fine else box.urgent).wait()
@@ -229,12 +229,12 @@ class EngineLoop:
             made.set_exception(error)
             return
         engine.on_step_error = _log_step_error
-        engine.scheduler.speculation.on_error = _log_guess_error
+        engine.scheduler.speculation.on_error = _log_draft_error
         self.engine = engine
         made.set_result(engine)
         try:
-            while not self._awaited():
-                self._beat()
+            while not self._wait_for_start():
+                self._heartbeat()
             while self._turn():
                 pass
             engine.runner.stop()
@@ -251,24 +251,25 @@ class EngineLoop:
         for box in self._boxes.values():
             box.put(self._lost())
 
-    def _awaited(self) -> bool:
-        """Whether there is anything to do, listeners or an end; waits a while for it."""
+    def _wait_for_start(self) -> bool:
+        """Whether there are streams to serve, work or a stop; waits a heartbeat for one of them."""
         with self._wake:
             return self._wake.wait_for(
-                lambda: self._loop is not None or self._stopping or bool(self._inbox), self._beat_s
+                lambda: self._loop is not None or self._stopping or bool(self._inbox),
+                self._heartbeat_s,
             )
 
-    def _beat(self) -> None:
-        """Let the other ranks know that this one is alive, where no step has done so for long."""
-        if self._beat_s is not None and self.now() - self._said_s >= self._beat_s:
-            self._said_s = self.now()
+    def _heartbeat(self) -> None:
+        """Send the other ranks a heartbeat where no step was sent for `heartbeat_s`."""
+        if self._heartbeat_s is not None and self.now() - self._sent_s >= self._heartbeat_s:
+            self._sent_s = self.now()
             self.engine.runner.heartbeat()
 
     def _turn(self) -> bool:
         with self._wake:
             while not self._inbox and self.engine.idle and not self._stopping:
                 self.busy_since_s = None
-                if not self._wake.wait(self._beat_s):
+                if not self._wake.wait(self._heartbeat_s):
                     break
             work, self._inbox = self._inbox, deque()
             if self._stopping:
@@ -281,27 +282,23 @@ class EngineLoop:
         self.prefill.note(self.engine.stats)
         steps = self.engine.stats.steps
         if steps > before:
-            self._said_s = self.now()
-        self._beat()
+            self._sent_s = self.now()
+        self._heartbeat()
         if steps // AUDIT_STEPS > before // AUDIT_STEPS:
             self._audit()
         if steps == before and not self.engine.idle:
-            with self._wake:  # nothing could be computed: until work comes, or blocks may be back
+            with self._wake:  # nothing could be computed: until work comes, or blocks are loaded
                 self._wake.wait(IDLE_RETRY_S)
         return True
 
     def _audit(self) -> None:
-        """Quarantine what does not add up, and end the requests that use it."""
+        """Quarantine the blocks that an audit finds unsound, and end the requests that use them."""
         tables = self.engine.scheduler.tables()
-        found = 0
-        for pool in dict.fromkeys(self.engine.scheduler.pools):
-            found += len(audit.repair(pool, tables))
+        pools = dict.fromkeys(self.engine.scheduler.pools)
+        found = sum(len(audit.repair(pool, tables)) for pool in pools)
         self.violations += found
         if found:
             self._send(self.engine.end_quarantined())
-
-    def requests(self) -> list[Request]:
-        return list(self.engine.requests.values())
 
     def _send(self, outputs: list[Output]) -> None:
         if outputs and self._loop is not None and not self._loop.is_closed():
@@ -314,12 +311,11 @@ class EngineLoop:
                 box.put(event)
 
 
-def _log_guess_error(error: Exception) -> None:
-    log.error(
-        "a proposer failed, its sequence goes on without draft tokens: %s", error, exc_info=error
-    )
+def _log_draft_error(error: Exception) -> None:
+    text = "a proposer failed, its sequence goes on without draft tokens: %s"
+    log.error(text, error, exc_info=error)
 
 
 def _log_step_error(error: BaseException, retried: bool) -> None:
-    text: Any = "a step failed again, alone or without newcomers" if retried else "a step failed"
+    text = "a step failed again, alone or without newcomers" if retried else "a step failed"
     log.error("%s: %s", text, error, exc_info=error)

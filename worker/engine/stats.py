@@ -1,4 +1,4 @@
-"""What an engine counts, and how fast it has been. No torch, no clock."""
+"""An engine's counters and its measured speeds. No torch, no clock."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ if TYPE_CHECKING:
 
 RATE_WEIGHT = 0.2
 PREFILL_TOKENS = 32
-"""A step that computes fewer tokens says little about how fast prompts are computed."""
+"""Steps that compute fewer tokens do not count for the speed of prefill."""
 
-NEW = 0.05
-"""Weight of the latest step in a rate."""
+STEP_WEIGHT = 0.05
+"""Weight of the latest step in the means of `Rates`."""
 
 LARGE_TOKENS = 128
-"""Steps with this many prompt tokens say what a token costs, smaller ones what the rest does."""
+"""Steps with this many prompt tokens measure the cost of a token, smaller ones that of a step."""
 
 
 @dataclass(slots=True)
@@ -32,11 +32,11 @@ class EngineStats:
     schedule_s: float = 0.0
     build_s: float = 0.0
     execute_s: float = 0.0
-    sharded_steps: int = 0  # all of whose rows span ranks
+    sharded_steps: int = 0  # all rows span ranks
     sharded_s: float = 0.0
-    mixed_steps: int = 0  # with rows that span ranks and rows that do not, and wait for those
+    mixed_steps: int = 0  # some rows span ranks, and the others wait for them
     mixed_s: float = 0.0
-    saved_reads: int = 0  # keys of a layer group that need not be read for another row
+    saved_reads: int = 0  # keys of a layer group read once for several rows
     finished: dict[str, int] = field(default_factory=dict)
 
     def note_ranks(self, plan: StepPlan, took_s: float) -> None:
@@ -52,7 +52,7 @@ class EngineStats:
 
 @dataclass(slots=True)
 class Rate:
-    """Amounts per second, a moving average in which a new value counts for a fifth."""
+    """Amounts per second: a moving average with weight RATE_WEIGHT for a new value."""
 
     per_s: float = 0.0
 
@@ -63,14 +63,14 @@ class Rate:
 
 
 class PrefillRate:
-    """How fast this engine computes prompts, in tokens per second, from the counters it keeps."""
+    """The engine's speed of prefill in tokens per second, from its counters."""
 
     def __init__(self) -> None:
         self.rate = Rate()
         self._seen = (0, 0, 0.0)
 
     def note(self, stats: EngineStats) -> None:
-        """A turn has passed. Counts where most tokens were of chunks, not one per row."""
+        """Note the steps since the last call, where most of their tokens were of prompts."""
         seen = (stats.batch_tokens, stats.rows, stats.execute_s)
         tokens, rows, seconds = (now - was for now, was in zip(seen, self._seen, strict=True))
         self._seen = seen
@@ -82,9 +82,8 @@ class PrefillRate:
 class Rates:
     """Seconds as measured over the last steps, 0 where nothing was measured yet.
 
-    prompt_s for having prompts in a step at all and token_s more for each of their tokens; step_s
-    for a step of single tokens on an empty pool and block_s more for each block in use, by the
-    line of least squares.
+    A step with prompts takes prompt_s and token_s more per prompt token; a step of decodes takes
+    step_s and block_s more per block in use, fitted by least squares.
     """
 
     prompt_s: float = 0.0
@@ -92,7 +91,7 @@ class Rates:
     step_s: float = 0.0
     block_s: float = 0.0
     _weight: float = 0.0
-    _blocks: float = 0.0  # means over steps of single tokens, as are the next three
+    _blocks: float = 0.0  # means over decode steps, as are the next three
     _took_s: float = 0.0
     _square: float = 0.0
     _product: float = 0.0
@@ -111,18 +110,18 @@ class Rates:
             self.prompt_s = _mean(self.prompt_s, max(0.0, rest_s - prompt * self.token_s))
 
     def _fit(self, took_s: float, blocks: float) -> None:
-        self._weight += NEW * (1 - self._weight)
-        share = NEW / self._weight
+        self._weight += STEP_WEIGHT * (1 - self._weight)
+        share = STEP_WEIGHT / self._weight
         self._blocks += share * (blocks - self._blocks)
         self._took_s += share * (took_s - self._took_s)
         self._square += share * (blocks * blocks - self._square)
         self._product += share * (blocks * took_s - self._product)
-        spread = self._square - self._blocks**2
-        slope = (self._product - self._blocks * self._took_s) / spread if spread > 1 else 0.0
+        variance = self._square - self._blocks**2
+        slope = (self._product - self._blocks * self._took_s) / variance if variance > 1 else 0.0
         most = self._took_s / self._blocks if self._blocks else 0.0
         self.block_s = min(max(0.0, slope), most)
         self.step_s = self._took_s - self.block_s * self._blocks
 
 
 def _mean(old: float, new: float) -> float:
-    return old + NEW * (new - old) if old else new
+    return old + STEP_WEIGHT * (new - old) if old else new

@@ -1,9 +1,9 @@
 """StepPlan -> index tensors: everything a forward pass needs, filled into a ring of host buffers.
 
-Block tables live on the device, a row per running sequence; a step sends only changed entries. That
-a block behind a window was given back is not sent: nobody reads such an entry again. An input token
-is an id or, written as `-1 - slot`, the last token sampled for that slot, which the host may not
-know yet.
+Block tables live on the device, a row per running sequence; a step sends only changed entries.
+Entries of blocks freed behind a window are not sent: they are never read again. An input token is
+an id or, written as `-1 - slot`, the last token sampled for that slot, which the host may not know
+yet.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from worker.scheduling.step import Row, StepPlan
 RING = 3
 
 NEVER_READ = 0
-"""The entry of a block that was given back: no query of the row, or of a later one, sees it."""
+"""The entry of a freed block: no query of the row, or of a later one, sees it."""
 
 Ints = NDArray[np.int64]
 NO_TOKENS: Ints = np.zeros(0, np.int64)
@@ -36,8 +36,8 @@ NO_TOKENS: Ints = np.zeros(0, np.int64)
 class Batch:
     """One step on the device: T tokens in R rows, of which n need logits.
 
-    In a gang the last T - `local` tokens are of sequences whose blocks lie on several ranks, and
-    a rank without rows of its own has no `rows`.
+    In a gang the last T - `local` tokens are of sharded sequences, and a rank without rows of its
+    own has no `rows`.
     """
 
     ids: Tensor  # int64 [T], negative: see `last token` above
@@ -52,7 +52,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Rows whose blocks are all here, flat: T tokens in R rows."""
+    """Rows whose blocks are all on this rank, flat: T tokens in R rows."""
 
     ids: Ints  # [T]
     positions: Ints  # [T]
@@ -131,15 +131,7 @@ class BatchBuilder:
             for slots_of_group in where:
                 slots_of_group[known] = -1
         ids = np.fromiter(chain.from_iterable(map(tokens_of, rows)), np.int64, total)
-        return _Part(
-            ids=ids,
-            positions=positions,
-            where=where,
-            starts=starts,
-            counts=counts,
-            slots=slots,
-            ends=ends,
-        )
+        return _Part(ids, positions, where, starts, counts=counts, slots=slots, ends=ends)
 
     def _batch(
         self,
@@ -150,8 +142,8 @@ class BatchBuilder:
         positions: Ints = NO_TOKENS,
         sharded: tuple[ShardedBatch, ...] = (),
     ) -> Batch:
-        """Send the step to the device. `ends` are the rows that may want logits, with where their
-        tokens end; `ids` and `positions` are of the `sharded` tokens, after those of the part."""
+        """Send the step to the device. `ends` are the rows that may need logits, with the ends of
+        their tokens; `ids` and `positions` are of the `sharded` tokens, after those of the part."""
         scored, sampled, sampled_slots = _logit_rows(ends)
         size, groups = self.layout.block_size, self.layout.groups
         blocks = (part.starts + part.counts + size - 1) // size
@@ -197,7 +189,7 @@ class BatchBuilder:
         )
 
     def _shared(self, part: _Part, group: int) -> tuple[SharedPrefix, ...]:
-        """The keys that rows of a part share in a layer group."""
+        """The prefixes that rows of a part share in a layer group."""
         window, full = self.layout.groups[group].shape.window, self.layout.indexed
         searched = None if window is None or full is None else self.host[full]
         where = (part.slots, part.counts, part.starts, self.layout.block_size)
@@ -220,7 +212,7 @@ class BatchBuilder:
             self.tables[at[:, 0], at[:, 1], at[:, 2]] = at[:, 3].int()
 
     def _send(self, step: int, parts: tuple[Ints, ...]) -> list[Tensor]:
-        """One copy to the device for the whole step, out of the ring's next buffer."""
+        """Copy the step to the device at once, from the ring's next buffer."""
         turn = step % RING
         event = self._events[turn]
         if event is not None:
@@ -245,8 +237,8 @@ def tokens_of(row: Row) -> Sequence[int]:
 
 
 def _logit_rows(ends: Iterable[tuple[Row, int]]) -> tuple[Ints, Ints, Ints]:
-    """Indexes of the tokens whose logits score a prompt token; of those that are sampled, before
-    those that beams may go on from; and the slots of the sampled ones."""
+    """Indexes of the tokens whose logits score a prompt token; of the sampled tokens, followed by
+    the last ones of beams; and the slots of the sampled ones."""
     scored: list[int] = []
     sampled: list[int] = []
     slots: list[int] = []

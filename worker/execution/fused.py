@@ -1,8 +1,8 @@
-"""Linear layers that read the same input, computed as one.
+"""Linear layers that read the same input, fused into one product.
 
-Three projections of one hidden state are three passes of the weights through the same cores; one
-wider product is faster on every device. The layers keep their names and their calls, so that any
-family's code runs as it is: the first one called computes for all, the others take their part.
+One wider product is faster than three projections of one hidden state on every device. The layers
+keep their names and calls, so that any family's code runs unchanged: the first one called computes
+for all, the others take their part.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def join(layers: Sequence[Any]) -> nn.Module:
-    """One linear layer with the outputs of all, which are of one kind and alike."""
+    """One linear layer with the outputs of all; they have the same class, inputs and dtype."""
     if isinstance(layers[0], Int8Linear):
         return Int8Linear.joined(layers)
     weight = torch.cat([layer.weight.detach() for layer in layers])
@@ -32,7 +32,7 @@ def join(layers: Sequence[Any]) -> nn.Module:
 
 
 class Shared(nn.Module):
-    """The joined layer and the parts of the last input's product."""
+    """The joined layer, and its outputs for the last input."""
 
     def __init__(self, layers: Sequence[Any]) -> None:
         super().__init__()
@@ -46,13 +46,13 @@ class Shared(nn.Module):
             self.source = x
             self.parts = self.linear(x).split(self.sizes, -1)
         found = self.parts[index]
-        if index == len(self.sizes) - 1:  # the last in order of calls: hold no activations
+        if index == len(self.sizes) - 1:  # the last call: keep no activations
             self.source, self.parts = None, ()
         return found
 
 
 class Part(nn.Module):
-    """Stands where a linear layer stood."""
+    """Replaces one of the joined layers."""
 
     def __init__(self, shared: Shared, index: int) -> None:
         super().__init__()
@@ -63,7 +63,8 @@ class Part(nn.Module):
 
 
 def fuse(model: nn.Module) -> int:
-    """Join sibling projections in place; returns how many groups. Results differ by rounding."""
+    """Join sibling projections in place; returns the number of joins. Results differ by
+    rounding."""
     joined = 0
     for parent in list(model.modules()):
         for names in SIBLINGS:

@@ -38,7 +38,7 @@ class Packed:
     """int8 weights in fbgemm's own order. They never change, so copies of a model share them."""
 
     def __init__(self, weight: Tensor) -> None:
-        """`weight` is quantised per row: qint8 `[outputs, inputs]`."""
+        """`weight`: quantised per row, qint8 `[outputs, inputs]`."""
         self.outputs, self.inputs = weight.shape
         self.levels = input_levels()
         self.hadamard = hadamard(math.gcd(self.inputs, BLOCK_MAX))
@@ -68,8 +68,8 @@ class Packed:
 
 @contextmanager
 def _fbgemm() -> Iterator[None]:
-    """Packs and unpacks as FBGEMM does. torch 2.13 announces the end of quantised tensors, which
-    are the only way in; what shall follow them takes 1.2 to 1.7 times as long."""
+    """Selects FBGEMM. torch 2.13 deprecates quantised tensors, the only interface to it; their
+    successor takes 1.2 to 1.7 times as long."""
     before = torch.backends.quantized.engine
     torch.backends.quantized.engine = ENGINE
     try:
@@ -100,7 +100,7 @@ torch.library.register_fake("kvatlas::int8_product", _product_shape, lib=_LIBRAR
 
 
 class Int8Linear(nn.Module):
-    """Stands where a linear layer stood; its bias stays as it was."""
+    """Replaces a linear layer; its bias stays as it was."""
 
     def __init__(self, packed: Packed, bias: nn.Parameter | None) -> None:
         super().__init__()
@@ -167,8 +167,8 @@ def input_levels() -> int:
 
 
 def quantise(model: nn.Module) -> int:
-    """Replace each linear layer by one of 8 bits, in place; returns how many. The head too, even
-    where it is tied to an embedding, which then stays beside it: it is the largest product."""
+    """Replace each linear layer by one of 8 bits, in place; returns how many. The head too, the
+    largest product, even where it is tied to an embedding, which then is kept beside it."""
     layers = [
         (parent, name, layer)
         for parent in model.modules()
@@ -182,8 +182,8 @@ def quantise(model: nn.Module) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Linears:
-    """Counts of a model's numbers: the weights of its linear layers and how many rows they are,
-    those of embeddings, and all that are not only in linear layers."""
+    """Parameter counts of a model: `weights` of its linear layers and their `rows`; `kept`, those
+    not quantised, of which `embedded` are in embeddings."""
 
     weights: int
     rows: int
@@ -191,12 +191,12 @@ class Linears:
     kept: int
 
     def size_bytes(self, itemsize: int) -> int:
-        """What they take once `quantise` was there, `itemsize` for each number that is kept."""
+        """Bytes after `quantise`, with `itemsize` for each number that is kept."""
         return self.weights + ROW_BYTES * self.rows + itemsize * self.kept
 
     @property
     def prevail(self) -> bool:
-        """Whether most of what is no embedding is in linear layers."""
+        """Whether most parameters outside embeddings are in linear layers."""
         return self.weights > self.kept - self.embedded
 
 

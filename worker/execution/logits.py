@@ -19,13 +19,13 @@ _ASIDE = 64
 
 
 def _runs(x: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-    """Reduce each run of _RUN columns to one, the last run being what is left: [R, V] to [R, C]."""
-    whole = x.shape[1] // _RUN * _RUN
+    """Reduce each run of _RUN columns to one, the last run may be shorter: [R, V] to [R, C]."""
+    full = x.shape[1] // _RUN * _RUN
     parts = []
-    if whole:
-        parts.append(reduce(x[:, :whole].view(x.shape[0], whole // _RUN, _RUN)))
-    if whole < x.shape[1]:
-        parts.append(reduce(x[:, whole:].unsqueeze(1)))
+    if full:
+        parts.append(reduce(x[:, :full].view(x.shape[0], full // _RUN, _RUN)))
+    if full < x.shape[1]:
+        parts.append(reduce(x[:, full:].unsqueeze(1)))
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
@@ -93,10 +93,9 @@ def reach(distances: Tensor, weights: Tensor, aim: Tensor) -> Tensor:
 
     The bits of a float that is not negative order it as an integer does. So the answer is found
     digit by digit: histogram the weights by the leading digit, find the digit where the running sum
-    reaches the aim, go on with the next digit of those that share it. Exact, and a tenth of the
-    time of sorting the vocabulary. What is nearer or farther than the digits found so far goes to
-    _ASIDE places on either side of the histogram: in one place the additions would wait for each
-    other.
+    reaches the aim, go on with the next digit of those that share it. Exact, and ten times as fast
+    as sorting the vocabulary. Columns nearer or farther than the digits found so far go to _ASIDE
+    places on either side of the histogram: in one place the additions would wait for each other.
     """
     narrow = distances.dtype == torch.float32
     digits = (11, 10, 10) if narrow else (11, 11, 11, 10, 10, 10)

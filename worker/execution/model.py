@@ -1,17 +1,16 @@
-"""A transformers model whose attention is ours: every key and value it makes lives in pages.
+"""A transformers model with paged attention: all its keys and values are stored in pages.
 
-A model is given one flat ragged batch `[1, T]`; attention finds rows, tables and slots of the step
-in `Pages`. A model is served if it passes two checks: `probe`, without weights, that every layer
-calls the attention hook once and with which shapes; `worker.startup.selfcheck`, with weights, that
-the logits are those of the model's own attention.
+A model gets one flat ragged batch `[1, T]`; attention finds rows, tables and slots of the step in
+`Pages`. A model is served if it passes two checks: `probe`, without weights, that every layer calls
+the attention hook once, with which shapes; `worker.startup.selfcheck`, with weights, that the
+logits are those of the model's own attention.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,10 +40,10 @@ class UnsupportedModel(Exception):
 
 @dataclass(slots=True)
 class Pages:
-    """What attention reads while a step runs: the store and one `Rows` per layer group.
+    """The inputs of attention while a step runs: the store and one `Rows` per layer group.
 
-    In a gang the first `local` tokens belong to `rows`. The others are of sequences that lie on
-    several ranks: one `sharded` batch per layer group, whose partials go through the `exchange`.
+    In a gang the first `local` tokens belong to `rows`. The others are of sharded sequences: one
+    `sharded` batch per layer group, whose partials go through the `exchange`.
     """
 
     store: BlockStore
@@ -67,7 +66,7 @@ class Pages:
         self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, options: AttentionOptions
     ) -> Tensor:
         """Write k, v [T, Hkv, D*] to their slots, then attend q [T, Hq, Dk] over all pages of its
-        row. Returns [T, Hq, Dv] in q's dtype. The window is the layer's, whatever `options` say."""
+        row. Returns [T, Hq, Dv] in q's dtype. The window is the layer's, not that of `options`."""
         group = self.group_of[layer]
         k_pages, v_pages = self.store.k(layer), self.store.v(layer)
         scales = self.store.scales(layer)
@@ -160,7 +159,7 @@ AttentionInterface.register(HOOK, _paged_attention)
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """How a layer calls attention, beside what it stores."""
+    """How a layer calls attention, beside the shapes it stores."""
 
     heads: int
     softcap: float | None
@@ -169,7 +168,7 @@ class AttentionCall:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What is known of a model before its weights are loaded."""
+    """A model's shapes, known before its weights are loaded."""
 
     family: str
     layers: tuple[LayerShape, ...]
@@ -179,25 +178,11 @@ class ModelShape:
     linears: Linears
 
 
-@contextmanager
-def _recording(record: Callable[..., None]) -> Iterator[str]:
-    """An attention implementation that only records its arguments."""
-
-    def note(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **kwargs: Any
-    ) -> tuple[Tensor, None]:
-        record(module, query, key, value, **kwargs)
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
-
-    AttentionInterface.register("kvatlas_probe", note)
-    yield "kvatlas_probe"
-
-
 def probe(config: PretrainedConfig) -> ModelShape:
-    """Run the model without weights and see how it calls attention.
+    """Run the model without weights and record how it calls attention.
 
-    Raises `UnsupportedModel` where a layer's attention cannot be ours: the flat batch would then be
-    one sequence to the model and requests would read each other.
+    Raises `UnsupportedModel` where a layer's attention cannot be replaced: it would take the flat
+    batch for one sequence, and requests would read each other.
     """
     family = str(config.model_type)
     config = copy.deepcopy(config.get_text_config(decoder=True))
@@ -209,16 +194,20 @@ def probe(config: PretrainedConfig) -> ModelShape:
         )
     calls: dict[int, list[tuple[LayerShape, AttentionCall]]] = {}
 
-    def record(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> None:
+    def record(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **kwargs: Any
+    ) -> tuple[Tensor, None]:
         window, sink = kwargs.get("sliding_window"), kwargs.get("s_aux") is not None
         shape = LayerShape(key.shape[1], key.shape[3], value.shape[3], window)
         call = AttentionCall(query.shape[1], kwargs.get("softcap"), sink)
         calls.setdefault(int(module.layer_idx), []).append((shape, call))  # type: ignore[arg-type]
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
-    with torch.device("meta"), torch.no_grad(), _recording(record) as name:
+    AttentionInterface.register("kvatlas_probe", record)
+    with torch.device("meta"), torch.no_grad():
         try:
             model = AutoModelForCausalLM.from_config(
-                config, attn_implementation=name, dtype=torch.bfloat16
+                config, attn_implementation="kvatlas_probe", dtype=torch.bfloat16
             ).eval()
             fix_rotary(model, 4)  # an update that looks at positions cannot run without values
             ids = torch.zeros(1, 4, dtype=torch.long)
@@ -250,10 +239,10 @@ def probe(config: PretrainedConfig) -> ModelShape:
 
 
 def fix_rotary(model: nn.Module, max_model_len: int) -> str:
-    """Fix rotary frequencies that would look at the batch (`longrope`, `dynamic`) for ever.
+    """Fix rotary frequencies that would depend on the batch (`longrope`, `dynamic`).
 
-    They are those of a sequence of `max_model_len` tokens: else a cached block would mean one thing
-    alone and another beside a long neighbour. Returns the choice, part of the model fingerprint.
+    They become those of a sequence of `max_model_len` tokens: else the keys of a cached block would
+    depend on the longest row beside it. Returns the choice, part of the model fingerprint.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -281,7 +270,7 @@ def fix_rotary(model: nn.Module, max_model_len: int) -> str:
 
 
 class PagedModel:
-    """A loaded model with our attention; `forward` runs one flat batch."""
+    """A loaded model with paged attention; `forward` runs one flat batch."""
 
     def __init__(self, hf: PreTrainedModel, store: BlockStore):
         self.hf, self.store = hf.eval(), store
@@ -302,9 +291,9 @@ class PagedModel:
         local: int = 0,
         sharded: Sequence[ShardedBatch] = (),
     ) -> Tensor:
-        """ids, positions int64 [T]; logits_at int64 [n], which tokens' logits are wanted.
+        """ids, positions int64 [T]; logits_at int64 [n], the tokens to compute logits for.
 
-        Returns logits [n, vocab]. The keys and values of all T tokens are in their pages after.
+        Returns logits [n, vocab]. Stores the keys and values of all T tokens in their pages.
         """
         self.pages.rows, self.pages.local, self.pages.sharded = rows, local, sharded
         try:

@@ -1,10 +1,14 @@
-"""The device side of a step: copies, forward, sampling. `launch` enqueues, `collect` waits."""
+"""The device side of a step: copies, forward pass, sampling.
+
+`launch` takes a `StepPlan` and enqueues it, `collect` waits for it and gives its `StepResult` on
+the host; both in the order of the plans. Neither changes the scheduler's state.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, islice
 
 import torch
 from torch import Tensor
@@ -30,8 +34,8 @@ from worker.scheduling.step import BeamCandidates, Row, StepPlan
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A launched step: device tensors that `collect` turns into host values. `rows` are the plan's
-    that are sampled here."""
+    """A launched step: device tensors that `collect` turns into host values. `rows` are those of
+    the plan that are sampled on this rank."""
 
     plan: StepPlan
     sampled: Sampled | None
@@ -43,7 +47,7 @@ class InFlight:
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """Results of a step on the host: one entry per sampled token, one list per row that scores its
-    prompt, one offer per row of a beam (None where its logits are not finite)."""
+    prompt, candidates per row of a beam (None where its logits are not finite)."""
 
     tokens: list[int]
     bad: list[bool]
@@ -65,14 +69,13 @@ class Runner:
         builder: BatchBuilder,
         sampler: Sampler,
         *,
-        max_num_seqs: int,
         clock: Callable[[], float],
         cpu_clock: Callable[[], float],
     ) -> None:
         self.model, self.builder, self.sampler = model, builder, sampler
         self.clock, self.cpu_clock = clock, cpu_clock
-        device = builder.device
-        self.last_token = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        slots = builder.host.shape[1]
+        self.last_token = torch.zeros(slots, dtype=torch.int64, device=builder.device)
         self.build_s = self.execute_s = 0.0
         self.saved_reads = 0  # keys of a layer group that were read once for several rows
         self.host: HostStore | None = None
@@ -130,17 +133,11 @@ class Runner:
             sampled = self.sampler.sample(logits[batch.scored : end], sample_plan)
             # After a row with draft tokens the host knows which of its tokens is the last.
             self.last_token[batch.slots] = sampled.tokens
-        beam_candidates = self._offers(plan, logits[batch.scored + len(samples) :])
-        return InFlight(
-            plan=plan,
-            sampled=sampled,
-            scores=scores,
-            beam_candidates=beam_candidates,
-            rows=plan.rows,
-        )
+        beam_candidates = self._candidates(plan, logits[batch.scored + len(samples) :])
+        return InFlight(plan, sampled, scores, beam_candidates, plan.rows)
 
     def collect(self, flight: InFlight) -> StepResult:
-        """Wait for the step and bring its results to the host."""
+        """Wait for the step and copy its results to the host."""
         started = self.clock()
         scores = _host_scores(flight)
         tokens: list[int] = []
@@ -153,13 +150,7 @@ class Runner:
             candidates for part in flight.beam_candidates for candidates in _host_candidates(part)
         ]
         self.execute_s += self.clock() - started
-        return StepResult(
-            tokens=tokens,
-            bad=bad,
-            logprobs=logprobs,
-            scores=scores,
-            beam_candidates=beam_candidates,
-        )
+        return StepResult(tokens, bad, logprobs, scores, beam_candidates)
 
     def exchanged(self) -> dict[str, int]:
         """Calls and bytes that the ranks of a gang have sent each other inside steps, summed over
@@ -167,13 +158,13 @@ class Runner:
         return {"exchange_calls": 0, "exchange_bytes": 0}
 
     def heartbeat(self) -> None:
-        """A heartbeat to other ranks: there are none."""
+        """Show the other ranks that this one is alive; without a gang there are none."""
 
     def stop(self) -> None:
-        """Tell other ranks to leave: there are none."""
+        """Let the other ranks leave; without a gang there are none."""
 
     def raise_if_dead(self, error: Exception) -> None:
-        """Raise EngineDead where the device itself failed, which no retry can mend."""
+        """Raise EngineDead where the device itself failed, so that a retry is useless."""
         if isinstance(error, torch.AcceleratorError):
             raise EngineDead(f"the device failed: {error}") from error
 
@@ -201,9 +192,9 @@ class Runner:
         rows = self.sampler.slice_rows
         return prompt_logprobs(lambda a, b: logits[a:b], on_device, top, rows=rows)
 
-    def _offers(self, plan: StepPlan, logits: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Continuations for beams: parts of R rows with K token ids and log-probabilities [R, K],
-        best first, and which rows [R] have a logit that is not finite.
+    def _candidates(self, plan: StepPlan, logits: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Candidates of beams: parts of R rows with K token ids and log-probabilities [R, K], best
+        first, and which rows [R] have a logit that is not finite.
 
         K depends on the row alone, so ties are broken alike in every batch.
         """
@@ -240,11 +231,11 @@ def _host_logprobs(flight: InFlight) -> list[messages.TokenLogprob | None]:
     values = sampled.top_logprobs.tolist()
     out: list[messages.TokenLogprob | None] = []
     for i, row in enumerate(rows):
-        wanted = row.params.logprobs
-        if wanted is None:
+        most = row.params.logprobs
+        if most is None:
             out.append(None)
         else:
-            top = list(zip(ids[i][:wanted], values[i][:wanted], strict=True))
+            top = list(zip(ids[i][:most], values[i][:most], strict=True))
             out.append(messages.TokenLogprob(chosen[i], top))
     return out
 
@@ -260,14 +251,11 @@ def _host_scores(flight: InFlight) -> list[list[messages.PromptLogprob]]:
     for row in flight.rows:
         if row.scored_from is None:
             continue
-        wanted = row.params.prompt_logprobs or 0
-        some = [next(entries) for _ in row.targets]
+        most = row.params.prompt_logprobs or 0
         out.append(
             [
-                messages.PromptLogprob(
-                    lp, rank, list(zip(ids[:wanted], tops[:wanted], strict=True))
-                )
-                for lp, rank, ids, tops in some
+                messages.PromptLogprob(lp, rank, list(zip(ids[:most], tops[:most], strict=True)))
+                for lp, rank, ids, tops in islice(entries, len(row.targets))
             ]
         )
     return out

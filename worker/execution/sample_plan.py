@@ -1,4 +1,4 @@
-"""What each row to sample needs, sorted on the host into index tensors for the sampler.
+"""Plans sampling: sorts rows on the host, by what they need, into index tensors for the sampler.
 
 Takes one `SampleRow` per row of logits and gives a `SamplePlan`: slices of rows, and in each slice
 which rows are edited (bias, penalties, masks), drawn at random, filtered (top_k, top_p, min_p), or
@@ -40,7 +40,7 @@ class SampleRow:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Some rows of a tensor; None for all of them, which costs no copy."""
+    """Rows of a tensor; None for all of them, which costs no copy."""
 
     index: Tensor | None  # int64 [n]
 
@@ -48,7 +48,7 @@ class Rows:
         return x if self.index is None else x.index_select(0, self.index)
 
     def put(self, x: Tensor, values: Tensor) -> Tensor:
-        """x with these rows replaced; x itself is changed where some rows are not."""
+        """x with these rows replaced; changes x itself unless these are all rows."""
         return values if self.index is None else x.index_copy_(0, self.index, values)
 
 
@@ -110,13 +110,13 @@ class SlicePlan:
     work: Rows | None = None
     edits: Edits | None = None
     draws: Draws | None = None
-    report: Rows | None = None  # rows that want log-probabilities
+    report: Rows | None = None  # rows that report log-probabilities
 
 
 @dataclass(frozen=True, slots=True)
 class SamplePlan:
     slices: tuple[SlicePlan, ...]
-    top: int | None  # the most alternatives any row wants; None when none wants log-probabilities
+    top: int | None  # the most alternatives of any row; None when none reports log-probabilities
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +150,8 @@ class Planner:
             drawn = sum(not row.params.greedy for row in part)
             slices.append(self._slice(part, start, numbers[used : used + drawn]))
             used += drawn
-        wanted = [row.params.logprobs for row in rows if row.params.logprobs is not None]
-        return SamplePlan(tuple(slices), max(wanted, default=None))
+        tops = [row.params.logprobs for row in rows if row.params.logprobs is not None]
+        return SamplePlan(tuple(slices), max(tops, default=None))
 
     def _slice(self, rows: Sequence[SampleRow], start: int, numbers: Tensor) -> SlicePlan:
         stop = start + len(rows)
@@ -192,7 +192,7 @@ class Planner:
             penalties=self._penalties(edited, len(work)),
             masked_at=self._move(torch.cat(masked_at)) if masked_at else None,
             constrained=self._rows(constrained, len(work)) if constrained else None,
-            allow=self._whole([sources[i] for i in constrained]) if constrained else None,
+            allow=self._ints([sources[i] for i in constrained]) if constrained else None,
         )
 
     def _fixed_of(self, row: SampleRow) -> _Fixed:
@@ -200,14 +200,11 @@ class Planner:
         if known is not None and known.params is row.params:
             return known
         params = row.params
-        ends = set(params.stop_token_ids)
-        if not params.ignore_eos:
-            ends |= self._end_token_ids
         self._fixed[row.slot] = known = _Fixed(
             params,
             torch.tensor(list(params.logit_bias.keys()), dtype=torch.int64),
             torch.tensor(list(params.logit_bias.values()), dtype=torch.float64),
-            torch.tensor(sorted(ends), dtype=torch.int64),
+            torch.tensor(sorted(params.ends(self._end_token_ids)), dtype=torch.int64),
         )
         return known
 
@@ -217,8 +214,8 @@ class Planner:
             return None
         return Penalties(
             rows=self._rows([i for i, _ in penalised], count),
-            slots=self._whole([row.slot for _, row in penalised]),
-            positions=self._whole([row.position for _, row in penalised]),
+            slots=self._ints([row.slot for _, row in penalised]),
+            positions=self._ints([row.position for _, row in penalised]),
             repetition=self._active([row.params.repetition_penalty for _, row in penalised], 1.0),
             presence=self._active([row.params.presence_penalty for _, row in penalised], 0.0),
             frequency=self._active([row.params.frequency_penalty for _, row in penalised], 0.0),
@@ -251,12 +248,12 @@ class Planner:
         k = [ks[i] for i in few]
         p = [params[i].top_p if params[i].top_p < 1.0 else 2.0 for i in few]
         rows = self._rows(few, len(params))
-        return Few(rows, max(k), self._whole(k).unsqueeze(1), self._column(p))
+        return Few(rows, max(k), self._ints(k).unsqueeze(1), self._column(p))
 
     def _rows(self, index: list[int], count: int) -> Rows:
-        return Rows(None if len(index) == count else self._whole(index))
+        return Rows(None if len(index) == count else self._ints(index))
 
-    def _whole(self, values: list[int]) -> Tensor:
+    def _ints(self, values: list[int]) -> Tensor:
         return self._move(torch.tensor(values, dtype=torch.int64))
 
     def _column(self, values: list[float]) -> Tensor:

@@ -56,16 +56,16 @@ SLICE_BYTES = 128 * 2**20
 CACHE_BYTES = 16 * 2**20
 """Workspace that a slice of rows may take, on a CPU CACHE_BYTES; a slice has at least one row."""
 
-_SEATING = 65536
+_FILL_TOKENS = 65536
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """Results of R rows, on the device. Where `bad` is true the row's other values mean nothing.
 
-    bad: a logit of the row is not finite, or nothing may be chosen. The last three are None when no
-    row wants log-probabilities, and hold zeros in rows that do not; K is the most that any row
-    wants, most likely first, and a row that wants fewer reads its first ones.
+    bad: a logit of the row is not finite, or no token may be chosen. The last three are None when
+    no row reports log-probabilities, and zero in rows that do not; K is the most that any row
+    reports, most likely first, and a row that reports fewer reads its first ones.
     """
 
     tokens: Tensor  # int64 [R]
@@ -91,10 +91,10 @@ class SamplerState:
     def fill_slot(self, slot: int, prompt_ids: Sequence[int], generated_ids: Sequence[int]) -> None:
         """Fill a slot when a sequence with penalties starts or starts again."""
         row = self.seen[slot].zero_()
-        for start in range(0, len(prompt_ids), _SEATING):
-            row.index_fill_(0, self._ids(prompt_ids[start : start + _SEATING]), 1)
-        for start in range(0, len(generated_ids), _SEATING):
-            ids = self._ids(generated_ids[start : start + _SEATING])
+        for start in range(0, len(prompt_ids), _FILL_TOKENS):
+            row.index_fill_(0, self._ids(prompt_ids[start : start + _FILL_TOKENS]), 1)
+        for start in range(0, len(generated_ids), _FILL_TOKENS):
+            ids = self._ids(generated_ids[start : start + _FILL_TOKENS])
             row.index_add_(0, ids, torch.full_like(ids, 2, dtype=torch.int32))
         self.counted[slot] = len(generated_ids)
 
@@ -190,8 +190,8 @@ class Sampler:
         rows = plan.report
         if rows is None:
             return chosen, ids, values
-        # Always as many as any request may want: which of several equals are among the first must
-        # not depend on what the other rows want.
+        # Always as many as any request may ask for: which of several equals are among the first
+        # must not depend on the other rows.
         most = self._max_logprobs if top else 0
         x, peak, picked = widen(rows.take(raw)), rows.take(greatest), rows.take(tokens)
         logprobs, top_ids, top_logprobs = log_probabilities(
@@ -250,7 +250,7 @@ def _draw(x: Tensor, greatest: Tensor, draws: Draws) -> Tensor:
 
 
 def _floor(distances: Tensor, weights: Tensor, draws: Draws) -> Tensor:
-    """What top_k and top_p keep of each row: [N, 1], infinite where they are off."""
+    """The floors of top_k and top_p: [N, 1], infinite where they are off."""
     floor = torch.full_like(distances[:, :1], math.inf)
     if draws.few is not None:
         floor = draws.few.rows.put(floor, _few(draws.few.rows.take(distances), draws.few))
@@ -310,7 +310,7 @@ def workspace_bytes(
     `slice_rows` rows, these included.
     """
     limits = ParamLimits(vocab, max_logprobs=max_logprobs, max_logit_bias=max_logit_bias)
-    state = rows * (vocab * 4 + 16) + _SEATING * 12
+    state = rows * (vocab * 4 + 16) + _FILL_TOKENS * 12
     samples = samples or rows
     at_once = min(samples, slice_rows(vocab, dtype, device or torch.device("cuda")))
     return state + at_once * _working_bytes(vocab, dtype) + samples * row_bytes(limits)

@@ -1,7 +1,7 @@
 """A step's index tensors on one rank of a gang.
 
-The flat batch of a rank is its own rows, whose blocks are all there, then its share of the rows
-that lie on several ranks (`context_parallel.shard.tails`). Only a row's home wants its logits.
+The flat batch of a rank is its own rows, whose blocks are all on it, then its share of the sharded
+rows (`context_parallel.shard.tails`). Only a row's home rank computes its logits.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from worker.scheduling.step import Row, StepPlan
 
 
 class GangBuilder(BatchBuilder):
-    """The batch builder of `rank` among `ranks`; `per_rank[g]` is how many blocks each rank has for
-    layer group g. Table entries come with `apply`, before the step that reads them."""
+    """The batch builder of `rank` among `ranks`; each rank has `per_rank[g]` blocks for layer group
+    g. `apply` changes table entries, before the step that reads them."""
 
     def __init__(
         self,
@@ -42,19 +42,16 @@ class GangBuilder(BatchBuilder):
         self.rank, self.ranks, self.per_rank = rank, ranks, tuple(per_rank)
         self.geometries = tuple(geometries)
         self.local = LocalTables(
-            per_rank,
-            rank,
-            max_num_seqs=self.host.shape[1],
-            max_blocks=self.max_blocks,
+            per_rank, rank, max_num_seqs=self.host.shape[1], max_blocks=self.max_blocks
         )
         self.host = self.local.host
         if self.device.type == "cpu":
             self.tables = torch.from_numpy(self.host)
 
     def apply(self, changes: Iterable[Change]) -> int:
-        """Change the tables; gives their digest, which is the same on all ranks.
+        """Change the tables; returns their digest, which is the same on all ranks.
 
-        Raises ValueError where a change does not fit what is there.
+        Raises ValueError where a change does not fit the table.
         """
         changed: list[tuple[int, int, int]] = []
         for slot, first, ids in changes:
@@ -80,13 +77,13 @@ class GangBuilder(BatchBuilder):
             if row.count <= SHORT_TOKENS:
                 end += row.count
                 ends[row.slot] = end
-        wanted = (row for row in plan.rows if row.home == self.rank and row.slot in ends)
+        sampled = (row for row in plan.rows if row.home == self.rank and row.slot in ends)
         shares = tails([row.count for row in sharded], self.ranks)
         ids, positions = _flat(sharded, shares[self.rank])
         return self._batch(
             plan.step,
             part,
-            ((row, ends[row.slot]) for row in wanted),
+            ((row, ends[row.slot]) for row in sampled),
             ids,
             positions=positions,
             sharded=self._sharded(sharded, shares),
@@ -94,10 +91,10 @@ class GangBuilder(BatchBuilder):
 
     def _sharded(self, rows: Sequence[Row], shares: Sequence[Tail]) -> tuple[ShardedBatch, ...]:
         columns = zip(*((row.slot, row.start, row.count, row.stored) for row in rows), strict=True)
-        same = ShardedRows(*(np.array(column, np.int64) for column in columns))
+        together = ShardedRows(*(np.array(column, np.int64) for column in columns))
         return tuple(
             planning.plan(
-                same,
+                together,
                 shares,
                 self.local,
                 index,
@@ -113,7 +110,7 @@ class GangBuilder(BatchBuilder):
 
 
 def _flat(rows: Sequence[Row], tail: Tail) -> tuple[Ints, Ints]:
-    """Ids and positions of a tail's tokens; those of padding are 0."""
+    """Ids and positions of a tail's tokens; 0 for padding."""
     counts = np.fromiter((row.count for row in rows), np.int64, len(rows))
     starts = np.fromiter((row.start for row in rows), np.int64, len(rows))
     ids = np.fromiter(chain.from_iterable(map(tokens_of, rows)), np.int64, int(counts.sum()))

@@ -1,4 +1,4 @@
-"""A rank of a gang that does not lead: its thread serves rank 0 as long as the gang lives."""
+"""A rank of a gang other than 0: one thread runs rank 0's steps, another serves its transfers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from configs.schema import Config
-from worker.gang.member import GangMember, facts_of, launched, told
+from worker.gang.member import GangMember, connected, rank_info, reporting
 from worker.gang.pages import serve_pages
 from worker.gang.runner import Follower
 from worker.startup.device import keep_freed_memory
@@ -19,20 +19,20 @@ log = logging.getLogger("kvatlas.worker")
 
 
 Made = tuple[Follower, Callable[[], None]]
-"""A follower, and what serves rank 0 with blocks."""
+"""A follower, and the loop that serves rank 0's block transfers."""
 
 
 class FollowerLoop:
-    """Makes a follower and lets it serve, in threads of its own; raises what `make` raises.
+    """Makes a follower and runs it, in threads of its own; raises what `make` raises.
 
-    `over` is true once it serves no more; `failure` says why, None where rank 0 ended it.
+    `over` is true once it has ended; `failure` is the reason, None where rank 0 ended it.
     """
 
     def __init__(self, make: Callable[[], Made]) -> None:
         self.failure: BaseException | None = None
         self.over = False
         made: Future[Follower] = Future()
-        self.steps = _thread("engine", lambda: self._run(make, made))  # named as that of rank 0
+        self.steps = _thread("engine", lambda: self._run(make, made))  # named like rank 0's
         self.follower = made.result()
 
     def _run(self, make: Callable[[], Made], made: Future[Follower]) -> None:
@@ -56,9 +56,9 @@ class FollowerLoop:
             self.over = True
 
     def wait(self) -> None:
-        """Until rank 0 has ended all of the gang, or the gang is broken."""
+        """Wait until rank 0 has ended the gang, or the gang is broken."""
         self.steps.join()
-        if self.failure is None:  # else rank 0 may not say anything of blocks any more
+        if self.failure is None:  # else rank 0 may send no stop to it
             self.blocks.join()
 
 
@@ -69,33 +69,36 @@ def _thread(name: str, work: Callable[[], None]) -> threading.Thread:
 
 
 class GPUFollower:
-    """The Ray Serve deployment class of such a rank: no requests come here. The constructor returns
-    when all ranks of the gang are ready."""
+    """The Ray Serve deployment class of such a rank, which takes no requests. The constructor
+    returns once all ranks of the gang are ready."""
 
     def __init__(self, config: Config, directory: str, replica: str, member: GangMember) -> None:
         logging.getLogger("kvatlas").setLevel(config.server.log_level.upper())
         keep_freed_memory()
         self.gang, self._member = replica, member
-        self.loop = FollowerLoop(lambda: told(member, lambda: self._make(config, Path(directory))))
+        self.loop = FollowerLoop(
+            lambda: reporting(member, lambda: self._make(config, Path(directory)))
+        )
 
     def _make(self, config: Config, directory: Path) -> Made:
         member = self._member
-        spec, ways = launched(config, directory, member)
-        assert ways is not None
+        spec, comms = connected(config, directory, member)
+        assert comms is not None
+        gang, blocks = comms
         made = start_follower(
-            spec, ways[0], clock=member.clock, cpu_clock=member.cpu_clock, progress=log.info
+            spec, gang, clock=member.clock, cpu_clock=member.cpu_clock, progress=log.info
         )
-        member.ready(facts_of(self.gang, spec, made.runner))
+        member.ready(rank_info(self.gang, spec, made.runner))
         store = made.runner.model.store
-        # less than rank 0 waits
+        # Less than rank 0 waits.
         within_s = min(member.timeout_s, config.cluster.pull_timeout_s) / 2
-        return made, lambda: serve_pages(store, ways[1], ways[0].copied, within_s)
+        return made, lambda: serve_pages(store, blocks, gang.copied, within_s)
 
     async def check_health(self) -> None:
-        """Serve restarts the gang where this rank serves it no more."""
+        """Serve restarts the gang where this rank has stopped."""
         if self.loop.over:
             raise RuntimeError(f"rank {self._member.rank} stopped: {self.loop.failure}")
 
     def stop(self) -> None:
-        """An orderly end comes from rank 0, when it has no streams any more: waits for that."""
+        """Wait for the stop from rank 0, which it sends once it has no streams any more."""
         self.loop.wait()

@@ -1,8 +1,8 @@
 """The pages of all ranks of a gang as one store, for transfers between gangs.
 
-Blocks go over a channel of their own, from any thread, so no step waits for them; they wait for the
-copies to and from the host that rank 0 has told of before. All groups of a logical block lie on one
-rank, so a column of block numbers has one owner.
+Blocks go over a channel of their own, from any thread, so no step waits for them; a transfer waits
+for the copies to and from the host that rank 0 has sent before it. All groups of a logical block
+lie on one rank, so a column of block numbers has one owner.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from kvpaging.windows import NULL_BLOCK
 
 log = logging.getLogger("kvatlas.worker")
 
-STOP, BEAT, EXPORT, IMPORT = range(4)
+STOP, HEARTBEAT, EXPORT, IMPORT = range(4)
 
 Bytes = NDArray[np.uint8]
 
 
 class Copied:
-    """How often one rank has copied blocks to or from its host memory. All ranks copy in the order
-    of rank 0's words, so a number means the same on each."""
+    """Counts one rank's copies of blocks to or from its host memory. All ranks copy in the order of
+    rank 0's messages, so a count means the same on each."""
 
     def __init__(self) -> None:
         self.times = 0
         self._changed = threading.Condition()
 
     def move(self, host: HostStore, moves: Moves, rank: int) -> Copying:
-        """Do the part of gang-wide moves that is of `rank`. Steps come after copies in both
-        directions: nobody says when another rank's ended. One that fails counts too."""
+        """Do `rank`'s part of gang-wide moves. Steps wait for copies in both directions, as nothing
+        reports when another rank's have ended. A copy that fails counts too."""
         try:
             return host.move(host.local(moves, rank), wait=True)
         finally:
@@ -50,7 +50,7 @@ class Copied:
                 self._changed.notify_all()
 
     def wait(self, times: int, within_s: float) -> None:
-        """Until it has been so often. Raises ValueError after the deadline."""
+        """Wait for copy number `times`. Raises ValueError after `within_s` seconds."""
         with self._changed:
             if not self._changed.wait_for(lambda: self.times >= times, within_s):
                 raise ValueError(f"copies to or from the host have not ended in {within_s:g} s")
@@ -60,8 +60,8 @@ class GangPages:
     """Rank 0's end. Blocks are gang-wide; `export` and `import_` are those of `BlockStore`.
 
     One transfer at a time; the channel's deadline bounds each. Raises ExchangeFailed after it, and
-    ValueError where a rank refuses its part. Before an ExchangeFailed is raised `failed` is told:
-    another rank may still write, so whoever gives blocks away has to end first.
+    ValueError where a rank refuses its part. `failed` is called before an ExchangeFailed is raised:
+    another rank may still write, so the engine has to end before blocks are allocated again.
     """
 
     def __init__(
@@ -79,30 +79,32 @@ class GangPages:
         share = _Share(self.store, blocks)
         out = np.empty(share.bytes, np.uint8)
         share.put(out, share.export(0), [0])
-        if share.elsewhere:
-            for rank, part in enumerate(self._ask(EXPORT, share.columns)[1:], 1):
+        if share.others:
+            for rank, part in enumerate(self._request(EXPORT, share.columns)[1:], 1):
                 share.put(out, np.frombuffer(part, np.uint8), [rank])
         return out
 
     def import_(self, blocks: Sequence[Sequence[int]], data: Any) -> None:
-        share = _Share(self.store, blocks)
-        whole = share.given(data)
-        if share.elsewhere:
-            self._ask(IMPORT, share.columns, share.take(whole, share.others).tobytes())
-        share.import_(0, whole)
+        share, size = _Share(self.store, blocks), memoryview(data).nbytes
+        if size != share.bytes:
+            raise ValueError(f"{size} bytes were given for blocks of {share.bytes} bytes")
+        combined = np.frombuffer(data, np.uint8) if size else np.empty(0, np.uint8)
+        if share.others:
+            self._request(IMPORT, share.columns, share.take(combined, share.others).tobytes())
+        share.import_(0, combined)
 
     def bytes_of(self, blocks: Sequence[Sequence[int]]) -> int:
-        """As that of `BlockStore`."""
+        """As `BlockStore.bytes_of`."""
         return _Share(self.store, blocks).bytes
 
     def heartbeat(self) -> None:
-        """Say that rank 0 is alive: the others wait for its next word, but not for ever."""
-        with self._talking():
+        """Show that rank 0 is alive: the others wait for its next message, but not for ever."""
+        with self._channel_lock():
             if not self._stopped:
-                self.channel.broadcast(_packed(BEAT))
+                self.channel.broadcast(_packed(HEARTBEAT))
 
     def stop(self) -> None:
-        """The others may leave; they are told once."""
+        """Let the other ranks leave; sent once."""
         with self._lock:
             if self._stopped:
                 return
@@ -112,21 +114,21 @@ class GangPages:
             except ExchangeFailed as error:
                 log.info("the other ranks have left already: %s", error)
 
-    def _ask(self, kind: int, columns: list[list[int]], data: bytes = b"") -> list[bytes]:
-        """What each rank answers to a message. Raises ValueError where one refuses."""
+    def _request(self, kind: int, columns: list[list[int]], data: bytes = b"") -> list[bytes]:
+        """Each rank's answer to a request. Raises ValueError where one refuses."""
         message = _packed(kind, columns, data, self.copied.times)
-        with self._talking():
+        with self._channel_lock():
             self.channel.broadcast(message)
-            heard = self.channel.all_gather(msgpack.packb(("", b"")))
-        assert heard is not None
-        answers = [msgpack.unpackb(answer) for answer in heard]
+            gathered = self.channel.all_gather(msgpack.packb(("", b"")))
+        assert gathered is not None
+        answers = [msgpack.unpackb(answer) for answer in gathered]
         for rank, (refusal, _) in enumerate(answers):
             if refusal:
                 raise ValueError(f"rank {rank}: {refusal}")
         return [part for _, part in answers]
 
     @contextmanager
-    def _talking(self) -> Iterator[None]:
+    def _channel_lock(self) -> Iterator[None]:
         with self._lock:
             try:
                 yield
@@ -138,23 +140,23 @@ class GangPages:
 def _packed(
     kind: int, columns: Sequence[Sequence[int]] = (), data: bytes = b"", times: int = 0
 ) -> bytes:
-    """A word of rank 0, who has told of so many copies to and from the host."""
+    """A message of rank 0, which has sent `times` copies to and from the host before."""
     message: bytes = msgpack.packb((kind, columns, data, times))
     return message
 
 
 def serve_pages(store: BlockStore, channel: Channel, copied: Copied, within_s: float) -> None:
-    """Another rank's end: does its part of rank 0's transfers until it says that this is over.
+    """Another rank's end: does its part of rank 0's transfers until rank 0 sends a stop.
 
-    A transfer comes after the copies to and from the host that rank 0 told of before it: they empty
-    and fill the same blocks. It is refused where these take longer than `within_s`, which has to be
+    A transfer waits for the copies to and from the host that rank 0 sent before it: they empty and
+    fill the same blocks. It is refused where these take longer than `within_s`, which has to be
     less than rank 0 waits. Raises ExchangeFailed where the channel fails.
     """
     while True:
         kind, columns, data, times = msgpack.unpackb(channel.broadcast(None))
         if kind == STOP:
             return
-        if kind == BEAT:
+        if kind == HEARTBEAT:
             continue
         refusal, part = "", b""
         try:
@@ -163,17 +165,17 @@ def serve_pages(store: BlockStore, channel: Channel, copied: Copied, within_s: f
             if kind == EXPORT:
                 part = share.export(channel.rank).tobytes()
             else:
-                whole = np.empty(share.bytes, np.uint8)
-                share.put(whole, np.frombuffer(data, np.uint8), share.others)
-                share.import_(channel.rank, whole)
+                combined = np.empty(share.bytes, np.uint8)
+                share.put(combined, np.frombuffer(data, np.uint8), share.others)
+                share.import_(channel.rank, combined)
         except ValueError as error:
             refusal = str(error)
         channel.all_gather(msgpack.packb((refusal, part)))
 
 
 class _Share:
-    """Gang-wide blocks, `columns[g]` of group g, who has which, and where their bytes are in the
-    bytes of all. NULL_BLOCK is nobody's and takes none."""
+    """Gang-wide blocks, `columns[g]` of group g: the rank of each, and where its bytes are in the
+    combined bytes of all. NULL_BLOCK has no rank and no bytes."""
 
     def __init__(self, store: BlockStore, columns: Sequence[Sequence[int]]) -> None:
         groups = store.layout.groups
@@ -184,55 +186,43 @@ class _Share:
         self.columns = [list(column) for column in columns]
         ids = np.array(self.columns, np.int64)
         owners, blocks = np.divmod(ids, per_rank)
-        there = ids != NULL_BLOCK
-        self.owner = np.where(there, owners, 0).max(0)
-        if (there & (owners != self.owner)).any():
+        present = ids != NULL_BLOCK
+        self.owner = np.where(present, owners, 0).max(0)
+        if (present & (owners != self.owner)).any():
             raise ValueError("the groups of a block lie on several ranks")
-        self._blocks = np.where(there, blocks, NULL_BLOCK)
+        self._blocks = np.where(present, blocks, NULL_BLOCK)
         sizes = np.array([group.block_bytes for group in groups])[:, None]
-        self._ends = np.append(0, (there * sizes).sum(0).cumsum())
-        self.others = sorted({*self.owner.tolist()} - {0})
+        self._ends = np.append(0, (present * sizes).sum(0).cumsum())
+        self.others = sorted({*self.owner.tolist()} - {0})  # ranks other than 0
 
     @property
     def bytes(self) -> int:
-        """Of all blocks."""
+        """The bytes of all blocks."""
         return int(self._ends[-1])
-
-    @property
-    def elsewhere(self) -> bool:
-        """Whether any block is not on rank 0."""
-        return bool(self.others)
 
     def export(self, rank: int) -> Bytes:
         """The bytes of this rank's blocks."""
         found: Bytes = self.store.export(self._of(rank))
         return found
 
-    def import_(self, rank: int, whole: Bytes) -> None:
-        """Fill this rank's blocks out of the bytes of all."""
-        self.store.import_(self._of(rank), self.take(whole, [rank]))
+    def import_(self, rank: int, combined: Bytes) -> None:
+        """Fill this rank's blocks from the combined bytes."""
+        self.store.import_(self._of(rank), self.take(combined, [rank]))
 
-    def take(self, whole: Bytes, ranks: Sequence[int]) -> Bytes:
-        """The bytes of some ranks' blocks, out of those of all."""
-        parts = [whole[start:end] for start, end in self._spans(ranks)]
-        return np.concatenate(parts) if parts else whole[:0]
+    def take(self, combined: Bytes, ranks: Sequence[int]) -> Bytes:
+        """The bytes of these ranks' blocks, out of the combined ones."""
+        parts = [combined[start:end] for start, end in self._spans(ranks)]
+        return np.concatenate(parts) if parts else combined[:0]
 
-    def put(self, whole: Bytes, part: Bytes, ranks: Sequence[int]) -> None:
-        """Put the bytes of some ranks' blocks where they are among those of all. Raises ValueError
-        for as many bytes as these blocks do not have."""
+    def put(self, combined: Bytes, part: Bytes, ranks: Sequence[int]) -> None:
+        """Write the bytes of these ranks' blocks to their places in `combined`. Raises ValueError
+        where `part` has not exactly these blocks' bytes."""
         spans, at = self._spans(ranks), 0
         if len(part) != sum(end - start for start, end in spans):
             raise ValueError(f"{len(part)} bytes came for the blocks of ranks {list(ranks)}")
         for start, end in spans:
-            whole[start:end] = part[at : at + end - start]
+            combined[start:end] = part[at : at + end - start]
             at += end - start
-
-    def given(self, data: Any) -> Bytes:
-        """Raises ValueError when data has not exactly these blocks' bytes."""
-        size = memoryview(data).nbytes
-        if size != self.bytes:
-            raise ValueError(f"{size} bytes were given for blocks of {self.bytes} bytes")
-        return np.frombuffer(data, np.uint8) if size else np.empty(0, np.uint8)
 
     def _spans(self, ranks: Sequence[int]) -> list[tuple[int, int]]:
         at = np.flatnonzero(np.isin(self.owner, ranks))

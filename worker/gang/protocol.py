@@ -1,8 +1,8 @@
-"""Messages inside a gang: rank 0 tells each step to the others, each answers with its results.
+"""Messages inside a gang: rank 0 sends each step to the others, each answers with its results.
 
-msgpack arrays that begin with a version. A step says only what is new: table entries, the tokens
-it computes, parameters with the first row of a sequence in its slot. Every rank applies
-the same changes to the same tables, and the digest in a step says whether it has.
+msgpack arrays that begin with a version. A step carries only what is new: table entries, the tokens
+it computes, and parameters with the first row of a sequence in its slot. Every rank applies the
+same changes to the same tables, which the digest in a step verifies.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from worker.params import SamplingParams
 from worker.scheduling.step import Row, StepPlan
 
 VERSION = 4
-STEP, SETTLE, BEAT, STOP, RESULT, MOVE = KINDS = range(6)
+STEP, COLLECT, HEARTBEAT, STOP, RESULT, MOVE = KINDS = range(6)
 
 
 class WrongMessage(RuntimeError):
-    """A rank of the gang says something else than this version: it cannot take part."""
+    """A message of a rank that does not fit this version: that rank cannot take part."""
 
 
 class Change(NamedTuple):
@@ -35,14 +35,14 @@ class Change(NamedTuple):
 
 
 class Start(NamedTuple):
-    """With the first row of a sequence in its slot: how many of its tokens are the prompt."""
+    """Sent with the first row of a sequence in its slot."""
 
     prompt_tokens: int
     params: SamplingParams
 
 
 class RowMessage(NamedTuple):
-    """A row of a plan as it travels: its table entries are among the changes of the step."""
+    """A row of a plan as it is sent; its table entries are among the changes of the step."""
 
     slot: int
     start: int
@@ -61,7 +61,7 @@ class RowMessage(NamedTuple):
 
 
 class StepMessage(NamedTuple):
-    """A plan as it travels, and what changes in the block tables before it."""
+    """A plan as it is sent, and the changes of the block tables before it."""
 
     epoch: int
     step: int
@@ -71,8 +71,8 @@ class StepMessage(NamedTuple):
     rows: list[RowMessage]
 
 
-class Told(NamedTuple):
-    """What every rank is to do next. `digest` is of the tables after the changes."""
+class DecodedStep(NamedTuple):
+    """The step that every rank does next. `digest` is of the tables after the changes."""
 
     epoch: int
     step: int
@@ -82,7 +82,7 @@ class Told(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What came of a step on one rank. With an `error` nothing is `done`; a `fatal` one ends the
+    """The results of a step on one rank. With an `error` nothing is `done`; a `fatal` one ends the
     gang, 1 where the rank only noticed that another one failed, 2 where it is the cause.
     `saved_reads` are those since its last answer."""
 
@@ -99,7 +99,7 @@ _STEP, _RESULT, _MOVES = map(codec.plan, (StepMessage, Result, Moves))
 
 
 def changes_of(plan: StepPlan) -> list[Change]:
-    """The table entries of a plan's rows that are new to the devices."""
+    """The new table entries of a plan's rows."""
     return [
         Change(row.slot, row.changed_from, tuple(map(list, row.blocks)))
         for row in plan.rows
@@ -114,7 +114,7 @@ class PlanEncoder:
         self.epoch = epoch
 
     def step(self, plan: StepPlan, changes: Iterable[Change], digest: int) -> bytes:
-        """The message for a plan, `digest` being that of the tables after the changes."""
+        """The message for a plan; `digest` is of the tables after the changes."""
         rows = [_row(row) for row in plan.rows]
         message = StepMessage(self.epoch, plan.step, digest, [*changes], plan.copies, rows)
         return _packed(STEP, _STEP.written(message))
@@ -142,42 +142,42 @@ def _row(row: Row) -> RowMessage:
 
 class PlanDecoder:
     """A follower's side of steps: knows the parameters of the sequence in each slot. Their tables
-    are elsewhere, in `LocalTables`."""
+    are in `LocalTables`."""
 
     def __init__(self) -> None:
         self._known: dict[int, Start] = {}
 
-    def step(self, body: list[Any]) -> Told:
-        """What `read` gave for a message of rank 0. Raises WrongMessage."""
+    def step(self, body: list[Any]) -> DecodedStep:
+        """Decode the body of a step message (see `read`). Raises WrongMessage."""
+        message = _decoded(_STEP, body, "a step")
         try:
-            told = _STEP.read(body)
-            rows = tuple([self._row(row) for row in told.rows])
-        except (Refused, KeyError) as error:
+            rows = tuple([self._row(row) for row in message.rows])
+        except KeyError as error:
             raise WrongMessage(f"a step that cannot be read: {error}") from error
-        plan = StepPlan(told.step, rows, told.copies)
-        return Told(told.epoch, told.step, told.digest, plan, told.changes)
+        plan = StepPlan(message.step, rows, message.copies)
+        return DecodedStep(message.epoch, message.step, message.digest, plan, message.changes)
 
-    def _row(self, told: RowMessage) -> Row:
+    def _row(self, message: RowMessage) -> Row:
         """Raises KeyError where a slot has no sequence yet."""
-        if told.first is not None:
-            self._known[told.slot] = told.first
-        prompt_tokens, params = self._known[told.slot]
+        if message.first is not None:
+            self._known[message.slot] = message.first
+        prompt_tokens, params = self._known[message.slot]
         return Row(
-            slot=told.slot,
-            start=told.start,
-            count=told.length,
-            tokens=told.tokens,
+            slot=message.slot,
+            start=message.start,
+            count=message.length,
+            tokens=message.tokens,
             params=params,
             prompt_tokens=prompt_tokens,
-            sampled=told.sampled,
-            stored=told.stored,
-            scored_from=told.scored_from,
-            targets=told.targets,
-            history=told.history,
-            candidates=told.candidates,
-            home=told.home,
-            sharded=told.sharded,
-            drafts=tuple(told.drafts),
+            sampled=message.sampled,
+            stored=message.stored,
+            scored_from=message.scored_from,
+            targets=message.targets,
+            history=message.history,
+            candidates=message.candidates,
+            home=message.home,
+            sharded=message.sharded,
+            drafts=tuple(message.drafts),
         )
 
 
@@ -191,34 +191,28 @@ def unpack_result(message: bytes) -> Result:
     kind, body = read(message)
     if kind != RESULT:
         raise WrongMessage(f"a message of kind {kind} came in place of a result")
-    try:
-        result: Result = _RESULT.read(body)
-    except Refused as error:
-        raise WrongMessage(f"a result that cannot be read: {error}") from error
+    result: Result = _decoded(_RESULT, body, "a result")
     return result
 
 
 def moving(moves: Moves) -> bytes:
-    """What every rank is to copy of its blocks and slots, before the next step."""
+    """The message for the copies that every rank does before the next step."""
     return _packed(MOVE, _MOVES.written(moves))
 
 
 def moved(body: list[Any]) -> Moves:
-    """What `read` gave for such a message. Raises WrongMessage."""
-    try:
-        moves: Moves = _MOVES.read(body)
-    except Refused as error:
-        raise WrongMessage(f"copies that cannot be read: {error}") from error
+    """Decode the body of such a message. Raises WrongMessage."""
+    moves: Moves = _decoded(_MOVES, body, "copies")
     return moves
 
 
 def note(kind: int) -> bytes:
-    """A message without more to it."""
+    """A message that is only a kind."""
     return _packed(kind)
 
 
 def read(message: bytes) -> tuple[int, list[Any]]:
-    """The kind of a message and what it says. Raises WrongMessage."""
+    """The kind and the body of a message. Raises WrongMessage."""
     try:
         parts = codec.unpack(message)
     except Refused as error:
@@ -232,6 +226,13 @@ def read(message: bytes) -> tuple[int, list[Any]]:
     if type(kind) is not int or kind not in KINDS:
         raise WrongMessage(f"a message of unknown kind {codec.shown(kind)}")
     return kind, body
+
+
+def _decoded(plan: codec.Plan, body: list[Any], name: str) -> Any:
+    try:
+        return plan.read(body)
+    except Refused as error:
+        raise WrongMessage(f"{name} that cannot be read: {error}") from error
 
 
 def _packed(kind: int, body: Iterable[Any] = ()) -> bytes:

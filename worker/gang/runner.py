@@ -1,15 +1,15 @@
-"""One engine over several ranks: rank 0 plans and tells, every rank computes its share.
+"""One engine over several ranks: rank 0 plans, every rank computes its share.
 
 Rank 0 broadcasts each step before it runs it and gathers one result of every rank after. Messages
-are in one order on all ranks: an answer that others are about to give is taken before the next word
-to them. An error before the exchanges of a step is reported, and the engine tries again as ever;
-one inside them, a rank that has other tables, and one that is gone end the gang.
+have one order on all ranks: answers that the others are about to send are received before the next
+broadcast. An error before the exchanges of a step is reported, and the engine retries as usual; an
+error inside them, a rank with different tables, and one that is gone end the gang.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -25,13 +25,12 @@ from kvpaging.table import Copy
 from worker.execution.batch import Batch
 from worker.execution.model import PagedModel
 from worker.execution.runner import EngineDead, InFlight, Runner, StepResult
-from worker.execution.sampler import Sampler
 from worker.gang import protocol
 from worker.gang.batch import GangBuilder
 from worker.gang.pages import Copied
 from worker.gang.protocol import (
-    BEAT,
-    SETTLE,
+    COLLECT,
+    HEARTBEAT,
     STEP,
     STOP,
     PlanDecoder,
@@ -43,16 +42,17 @@ from worker.scheduling.step import Row, StepPlan
 
 NOTHING = StepResult([], [], [], [])
 
-LAST_WORD_S = 1.0
-"""How long rank 0 waits for the others to say why an exchange failed."""
+CAUSE_S = 1.0
+"""How long rank 0 waits for another rank to report why an exchange failed."""
 
 
 class GangBroken(RuntimeError):
-    """The ranks can do no step together any more; says which rank is at fault, when, and why."""
+    """The ranks cannot go on together; the message names the rank at fault, the step, the
+    reason."""
 
 
 class StepRefused(RuntimeError):
-    """A rank could not do its part of a step, and no rank did anything that cannot be repeated."""
+    """A rank could not do its part of a step, which can be repeated on all ranks."""
 
 
 FATAL = (GangBroken, ExchangeFailed, WrongMessage, torch.AcceleratorError)
@@ -60,7 +60,7 @@ FATAL = (GangBroken, ExchangeFailed, WrongMessage, torch.AcceleratorError)
 
 @dataclass(frozen=True, slots=True)
 class GangComm:
-    """One rank's ends of what connects it to the others, in one epoch."""
+    """One rank's connections to the others, in one epoch."""
 
     exchange: Exchange
     channel: Channel
@@ -76,31 +76,20 @@ class GangComm:
         return self.exchange.ranks
 
     def abort(self, reason: str) -> None:
-        """End it for all ranks."""
+        """End the gang for all ranks."""
         self.exchange.abort(reason)
         self.channel.abort(reason)
 
 
 class RankRunner(Runner):
-    """A rank's share of plans: its rows, its tokens of rows that span ranks, its copies; it samples
-    for the rows whose home it is."""
+    """A rank's share of plans: its rows, its tokens of sharded rows, its copies; it samples the
+    rows whose home it is."""
 
     builder: GangBuilder
 
-    def __init__(
-        self,
-        gang: GangComm,
-        model: PagedModel,
-        builder: GangBuilder,
-        sampler: Sampler,
-        *,
-        max_num_seqs: int,
-        clock: Callable[[], float],
-        cpu_clock: Callable[[], float],
-    ) -> None:
-        super().__init__(
-            model, builder, sampler, max_num_seqs=max_num_seqs, clock=clock, cpu_clock=cpu_clock
-        )
+    def __init__(self, gang: GangComm, model: PagedModel, *parts: Any, **clocks: Any) -> None:
+        """`parts` and `clocks` are for `Runner`."""
+        super().__init__(model, *parts, **clocks)
         self.gang = gang
         model.pages.exchange = gang.exchange
 
@@ -135,11 +124,11 @@ class RankRunner(Runner):
         return batch
 
     def _begin(self, step: int, rows: Sequence[Row], error: Exception | None) -> None:
-        """The first exchange of a step with rows that span ranks: their last tokens, which only
-        their homes have, and whether all ranks are ready.
+        """The first exchange of a step with sharded rows: their last tokens, which only their homes
+        have, and whether all ranks are ready.
 
-        Raises StepRefused where another is not. On a GPU nobody waits to look, so there a rank that
-        is not ready ends the gang by a GangBroken.
+        Raises StepRefused where another rank is not. On a GPU no rank synchronizes to check this,
+        so a rank that is not ready ends the gang there: it raises GangBroken.
         """
         if error is not None and self.last_token.is_cuda:
             raise GangBroken(f"step {step}: rank {self.gang.rank}: {error}") from error
@@ -151,10 +140,10 @@ class RankRunner(Runner):
             for numbers in ([row.slot for row in unknown], [row.home for row in unknown])
         )
         failed = self.last_token.new_tensor([error is not None])
-        heard = self.gang.exchange.all_gather(torch.cat((self.last_token[slots], failed)))
-        self.last_token[slots] = heard[homes, torch.arange(len(unknown), device=heard.device)]
-        if error is None and not heard.is_cuda and bool(heard[:, -1].any()):
-            late = int(heard[:, -1].argmax())
+        gathered = self.gang.exchange.all_gather(torch.cat((self.last_token[slots], failed)))
+        self.last_token[slots] = gathered[homes, torch.arange(len(unknown), device=gathered.device)]
+        if error is None and not gathered.is_cuda and bool(gathered[:, -1].any()):
+            late = int(gathered[:, -1].argmax())
             raise StepRefused(f"step {step}: rank {late} could not begin it")
 
     def _copy(self, copies: Iterable[Copy]) -> None:
@@ -186,25 +175,25 @@ class RankRunner(Runner):
 
 
 class GangRunner(RankRunner):
-    """Rank 0's runner: what an engine asks of it all ranks do."""
+    """Rank 0's runner: has all ranks run the engine's steps."""
 
-    def __init__(self, gang: GangComm, *parts: Any, depth: int, **options: Any) -> None:
-        """`depth` steps may be in flight, as in the engine; the rest is of `RankRunner`."""
-        super().__init__(gang, *parts, **options)
+    def __init__(self, gang: GangComm, *parts: Any, depth: int, **clocks: Any) -> None:
+        """`depth` steps may be in flight, as in the engine; the rest is for `RankRunner`."""
+        super().__init__(gang, *parts, **clocks)
         self.depth = depth
-        self._teller = PlanEncoder(gang.epoch)
+        self._encoder = PlanEncoder(gang.epoch)
         self._open: deque[int] = deque()  # steps that the others have not answered
-        self._due = 0  # of those, how many they answer before they listen again
+        self._due = 0  # of those, how many they answer before they receive again
         self._answers: dict[int, list[Result]] = {}
 
     def move(self, moves: Moves) -> Copying:
-        self._tell(protocol.moving(moves))
+        self._broadcast(protocol.moving(moves))
         return super().move(moves)
 
     def launch(self, plan: StepPlan) -> InFlight:
         changes = protocol.changes_of(plan)
         digest = self.builder.apply(changes)
-        self._tell(self._teller.step(plan, changes, digest))
+        self._broadcast(self._encoder.step(plan, changes, digest))
         self._open.append(plan.step)
         self._due = max(self._due, len(self._open) - (self.depth - 1))
         return super().launch(plan)
@@ -214,10 +203,11 @@ class GangRunner(RankRunner):
         try:
             own = super().collect(flight)
         finally:
-            self._forget_before(plan.step)
+            for step in [step for step in self._answers if step < plan.step]:
+                del self._answers[step]
         started = self.clock()
         while plan.step not in self._answers:
-            self._ask()
+            self._request_one()
         answers = self._answers.pop(plan.step)
         self.execute_s += self.clock() - started
         for answer in answers:
@@ -226,47 +216,47 @@ class GangRunner(RankRunner):
         return _joined(plan, [own, *(answer.done for answer in answers)])
 
     def heartbeat(self) -> None:
-        """Say that rank 0 is alive: the others wait for its next word, but not for ever. Raises
+        """Show that rank 0 is alive: the others wait for its next message, but not for ever. Raises
         EngineDead where one of them is gone."""
         try:
-            self._tell(protocol.note(BEAT))
+            self._broadcast(protocol.note(HEARTBEAT))
         except FATAL as error:
             self.raise_if_dead(error)
 
     def stop(self) -> None:
-        """The others may leave."""
-        self._tell(protocol.note(STOP))
+        """Let the other ranks leave."""
+        self._broadcast(protocol.note(STOP))
 
     def raise_if_dead(self, error: Exception) -> None:
-        """Where it raises nothing, no rank is in a step any more: blocks may be given away."""
+        """Where it raises nothing, no rank is in a step any more: blocks may be allocated again."""
         try:
             while self._open and not isinstance(error, FATAL):
-                self._ask()
+                self._request_one()
         except FATAL as failure:
             error = failure
         if isinstance(error, FATAL):
-            reason = str(self._told(error))
+            reason = str(self._cause(error))
             self.gang.abort(reason)
             raise EngineDead(f"the gang stopped: {reason}") from error
 
-    def _tell(self, message: bytes) -> None:
+    def _broadcast(self, message: bytes) -> None:
         while self._due:
-            self._hear()
+            self._receive()
         self.gang.channel.broadcast(message)
 
-    def _ask(self) -> None:
-        """Hear of one more step, of which the others speak when they are asked."""
+    def _request_one(self) -> None:
+        """Receive the answers of one more step, which the others send on request."""
         if not self._due:
-            self._tell(protocol.note(SETTLE))
+            self._broadcast(protocol.note(COLLECT))
             self._due += 1
-        self._hear()
+        self._receive()
 
-    def _hear(self, timeout_s: float | None = None) -> None:
-        """Take one answer of each rank, `timeout_s` in place of the channel's deadline. Raises
-        GangBroken where one has come to its end."""
-        heard = self.gang.channel.all_gather(b"", timeout_s)
-        assert heard is not None
-        answers = [protocol.unpack_result(message) for message in heard[1:]]
+    def _receive(self, timeout_s: float | None = None) -> None:
+        """Receive one answer of each rank, `timeout_s` in place of the channel's deadline. Raises
+        GangBroken where a rank has failed."""
+        gathered = self.gang.channel.all_gather(b"", timeout_s)
+        assert gathered is not None
+        answers = [protocol.unpack_result(message) for message in gathered[1:]]
         worst = max(answers, key=lambda answer: answer.fatal)
         if worst.fatal:
             raise GangBroken(worst.error)
@@ -281,21 +271,17 @@ class GangRunner(RankRunner):
             self.saved_reads += answer.saved_reads
         self._answers[step] = answers
 
-    def _forget_before(self, step: int) -> None:
-        for old in [known for known in self._answers if known < step]:
-            del self._answers[old]
-
-    def _told(self, error: Exception) -> Exception:
-        """What another rank says of an exchange that failed here, if it still can: its deadline
-        was the same one."""
+    def _cause(self, error: Exception) -> Exception:
+        """The error that another rank reports for an exchange that failed here, if it still can:
+        its deadline was the same."""
         if not isinstance(error, ExchangeFailed):
             return error
         try:
             while self._open:
                 self._due = max(1, self._due)
-                self._hear(LAST_WORD_S)
-        except GangBroken as told:
-            return told
+                self._receive(CAUSE_S)
+        except GangBroken as cause:
+            return cause
         except ExchangeFailed as silence:
             return silence if error.rank is None else error
         except WrongMessage:
@@ -304,29 +290,29 @@ class GangRunner(RankRunner):
 
 
 class Follower:
-    """Serves rank 0 from another rank, until it says that this is over."""
+    """Runs rank 0's steps on another rank, until rank 0 sends a stop."""
 
     def __init__(self, runner: RankRunner, *, depth: int) -> None:
         self.runner, self.depth = runner, depth
         self.gang = runner.gang
-        self._listener = PlanDecoder()
+        self._decoder = PlanDecoder()
         self._in_flight: deque[tuple[int, InFlight | Exception]] = deque()
         self._last: int | None = None
 
     def serve(self) -> None:
-        """Raises EngineDead where the gang has come to its end before rank 0 says so."""
+        """Raises EngineDead where the gang ends without a stop from rank 0."""
         step = -1
         try:
             while True:
                 kind, body = protocol.read(self.gang.channel.broadcast(None))
                 if kind == STEP:
-                    told = self._listener.step(body)
-                    step = told.step
-                    self._launch(told)
+                    decoded = self._decoder.step(body)
+                    step = decoded.step
+                    self._launch(decoded)
                     while len(self._in_flight) >= self.depth:
-                        self._settle()
-                elif kind == SETTLE:
-                    self._settle()
+                        self._collect()
+                elif kind == COLLECT:
+                    self._collect()
                 elif kind == protocol.MOVE:
                     self.runner.move(protocol.moved(body))
                 elif kind == STOP:
@@ -335,34 +321,36 @@ class Follower:
             self._end(step, error)
             raise EngineDead(f"the gang stopped: {error}") from error
 
-    def _launch(self, told: protocol.Told) -> None:
-        self._check(told)
+    def _launch(self, decoded: protocol.DecodedStep) -> None:
+        self._check(decoded)
         try:
-            self._in_flight.append((told.step, self.runner.launch(told.plan)))
+            self._in_flight.append((decoded.step, self.runner.launch(decoded.plan)))
         except FATAL:
             raise
         except Exception as error:
-            self._in_flight.append((told.step, error))
+            self._in_flight.append((decoded.step, error))
 
-    def _check(self, told: protocol.Told) -> None:
-        """Raises GangBroken unless this rank is where rank 0 thinks it is."""
-        rank = self.gang.rank
-        if told.epoch != self.gang.epoch:
-            raise GangBroken(f"rank {rank} is in epoch {self.gang.epoch}, rank 0 in {told.epoch}")
-        if self._last is not None and told.step != self._last + 1:
-            raise GangBroken(f"rank {rank} was told step {told.step} after step {self._last}")
-        self._last = told.step
-        try:
-            digest = self.runner.builder.apply(told.changes)
-        except ValueError as error:
-            raise GangBroken(f"rank {rank} diverged at step {told.step}: {error}") from error
-        if digest != told.digest:
+    def _check(self, decoded: protocol.DecodedStep) -> None:
+        """Raises GangBroken unless this rank has the state that rank 0 expects."""
+        rank, step = self.gang.rank, decoded.step
+        if decoded.epoch != self.gang.epoch:
             raise GangBroken(
-                f"rank {rank} diverged at step {told.step}: its block tables are not those that "
-                "the step was planned for"
+                f"rank {rank} is in epoch {self.gang.epoch}, rank 0 in {decoded.epoch}"
+            )
+        if self._last is not None and step != self._last + 1:
+            raise GangBroken(f"rank {rank} was sent step {step} after step {self._last}")
+        self._last = step
+        try:
+            digest = self.runner.builder.apply(decoded.changes)
+        except ValueError as error:
+            raise GangBroken(f"rank {rank} diverged at step {step}: {error}") from error
+        if digest != decoded.digest:
+            raise GangBroken(
+                f"rank {rank} diverged at step {step}: its block tables are not those that the "
+                "step was planned for"
             )
 
-    def _settle(self) -> None:
+    def _collect(self) -> None:
         step, flight = self._in_flight.popleft()
         done, error = NOTHING, ""
         if isinstance(flight, Exception):
@@ -382,22 +370,20 @@ class Follower:
         self.gang.channel.all_gather(protocol.pack_result(result))
 
     def _end(self, step: int, error: Exception) -> None:
-        """Say why, where anybody still listens, and make the others' exchanges end."""
+        """Report the reason, where rank 0 still receives, and end the others' exchanges."""
         reason = str(error)
         self.gang.exchange.abort(reason)
         try:
             self._answer(step, NOTHING, reason, 1 if isinstance(error, ExchangeFailed) else 2)
         except ExchangeFailed:
-            return  # the channel is cut as well: rank 0 knows
+            return  # the channel has failed too: rank 0 knows
 
 
 def _joined(plan: StepPlan, results: Sequence[StepResult]) -> StepResult:
     """The ranks' results in the order of the plan's rows; a row's is at its home."""
     sampled = [zip(r.tokens, r.bad, r.logprobs, strict=True) for r in results]
-    scores, beam_candidates = (
-        [iter(r.scores) for r in results],
-        [iter(r.beam_candidates) for r in results],
-    )
+    scores = [iter(r.scores) for r in results]
+    beam_candidates = [iter(r.beam_candidates) for r in results]
     joined = StepResult([], [], [], [], [])
     for row in plan.rows:
         if row.scored_from is not None:

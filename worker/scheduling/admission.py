@@ -1,8 +1,8 @@
 """What a waiting sequence starts with: its first blocks, from a sibling or the prefix cache.
 
 `start` gives a block table that already stores what can be found, at the best rank of a gang, or
-None where it is better to wait. Nothing changes but references to blocks: a table that is not used
-is released. No torch, no clock.
+None where it is better to wait. Nothing changes but references to blocks; the caller releases a
+table that it does not use. No torch, no clock.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def start(
     busy: frozenset[int] = frozenset(),
     host_cache: HostCache | None = None,
 ) -> BlockTable | None:
-    """A table with what is stored already: by a sibling, or blocks of the prefix cache. None when
-    more of it is being computed right now, or comes from the host; `rows` are what this step
-    computes, and ranks that are `busy` can compute no more in it."""
+    """A table with the blocks that are stored already: a sibling's, or the prefix cache's. None
+    while more of them are being computed or loaded from the host. `rows` are those planned for this
+    step; `busy` ranks can compute no more in it."""
     request, size = sequence.request, state.block_size
     first, search = request.sequences[0], request.params.beam_width > 0
     waits = not search and sequence is not first and first.finish_reason is None
@@ -43,20 +43,17 @@ def start(
     if state.prefix.being_computed(sequence, len(hit[0])):
         return None
     table = _placed(state, sequence, hit, busy)
-    if host_cache is not None and host_cache.brings(sequence, hit, table):
+    if host_cache is not None and host_cache.begin_load(sequence, hit, table):
         table.release()
         return None
     return table
 
 
 def _placed(
-    state: SchedulerState,
-    sequence: Sequence,
-    hit: list[list[int]],
-    busy: frozenset[int],
+    state: SchedulerState, sequence: Sequence, hit: list[list[int]], busy: frozenset[int]
 ) -> BlockTable:
-    """A table with cached blocks, at the best place that can afford the sequence now; at the best
-    of all when none can. A rank that is busy is waited for where it has the blocks."""
+    """A table with cached blocks, on the best ranks that can afford the sequence now, or on the
+    best of all where none can. The sequence waits for a busy rank that has the blocks."""
     policy = state.policy
     if policy.ranks == 1:
         return _attached(state, sequence, Start((0,), len(hit[0])), hit)
@@ -80,10 +77,7 @@ def _placed(
 
 
 def _attached(
-    state: SchedulerState,
-    sequence: Sequence,
-    start_at: Start,
-    hit: list[list[int]],
+    state: SchedulerState, sequence: Sequence, start_at: Start, hit: list[list[int]]
 ) -> BlockTable:
     if start_at.hit_blocks < len(hit[0]):  # groups with a window need earlier ones then
         hit = state.prefix.match(sequence, start_at.hit_blocks)
@@ -96,7 +90,7 @@ def _attached(
 
 
 def _nearest(sequence: Sequence) -> tuple[Sequence | None, int]:
-    """The running beam of the same search with the most leading tokens in common; how many."""
+    """The running beam of the same search with the most leading tokens in common, and how many."""
     found, most = None, 0
     for beam in sequence.request.sequences:
         if beam.table is not None:
@@ -113,9 +107,10 @@ def _nearest(sequence: Sequence) -> tuple[Sequence | None, int]:
 def _fork(
     state: SchedulerState, source: Sequence, length: int, rows: Iterable[Row]
 ) -> BlockTable | None:
-    """A table with the first `length` tokens of another; None when they are not all stored.
+    """A fork of the first `length` tokens of a sequence's table; None while they are not all
+    stored.
 
-    A partial block that a copy is still to fill is not: a step does all its copies at once.
+    A partial block that a pending copy fills is not stored yet: a step does all its copies at once.
     """
     table, size = source.table, state.block_size
     if table is None or source.computed < length:
@@ -131,6 +126,6 @@ def _fork(
 
 
 def _keeps(source: Sequence, sequence: Sequence, length: int) -> bool:
-    """Whether a fork of another's first `length` tokens would find what it sees, once they are
-    stored: the other may have gone on and given it back."""
+    """Whether a fork of the source's first `length` tokens would have the blocks that it sees: the
+    source may have moved its window and freed them."""
     return source.table is None or source.table.keeps(sequence.resumes_at(length))

@@ -1,18 +1,18 @@
-"""Whose turn it is among tenants, by prompt tokens. No torch, no clock.
+"""Fair queueing among tenants, by prompt tokens. No torch, no clock.
 
-Start-time fair queueing (Goyal, Vin and Cheng, 1996): a request's turn is where its tenant's work
-ends, or where the engine is, if that is later. Who has much queued lets others pass, for a while.
+Start-time fair queueing (Goyal, Vin and Cheng, 1996): a request's turn is where its tenant's queued
+work ends, or where the engine is, if that is later. So tenants with little queued go first.
 """
 
 
 class FairQueue:
-    """Turns in tokens; only tenants that have had more than others by now are remembered."""
+    """Turns are in tokens; only tenants whose work ends after the current turn are kept."""
 
     def __init__(self) -> None:
         self._now, self._ends = 0, dict[str, int]()
 
     def take(self, tenant: str, tokens: int) -> int:
-        """The turn of a request that comes now; 0 for all that are of nobody."""
+        """The turn of a request that arrives now; 0 without a tenant."""
         if not tenant:
             return 0
         self._ends = {other: end for other, end in self._ends.items() if end > self._now}

@@ -1,9 +1,9 @@
 """Which tokens the next step computes: one round of planning over the scheduler's state.
 
 There is no prefill or decode phase: each sequence catches up from computed to known tokens under
-one budget, so chunks of prompts and single tokens share steps. The budget is of each rank of a
-gang, and a row on all ranks takes its fullest share from each. Who runs goes first, single tokens
-before chunks, then who waits is admitted; where blocks run out, newer sequences are preempted.
+one budget, so chunked prefill and decode share steps. Each rank of a gang has the same budget, and
+a row on all ranks takes its largest share from each. Running sequences go first, single tokens
+before chunks, then waiting ones are admitted; where blocks run out, newer sequences are preempted.
 No torch, no clock.
 """
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from worker.decoding.speculation import Speculation
     from worker.scheduling.state import SchedulerState
 
-IN_VAIN_MAX = 8
-"""Sequences whose ranks a step finds full, or that it has no time to bring blocks back for: each
-costs a look at its prefix."""
+SKIPPED_MAX = 8
+"""Waiting sequences that one step passes over because their ranks are full or there is no time to
+load their blocks: each costs a prefix lookup."""
 
 
 class Step:
-    """One round. `only` limits it to some running sequences, and admits none. `run` gives a
-    sequence a slot and the table it starts with, `preempt` takes both away: the scheduler's."""
+    """One round. `only` limits it to these running sequences and admits none. `run` gives a
+    sequence a slot and its first table, `preempt` takes both away: methods of the scheduler."""
 
     def __init__(
         self,
@@ -53,14 +53,14 @@ class Step:
         self.logits_left = [state.limits.max_logit_rows] * ranks
         self.rows: dict[Sequence, Row] = {}
         self.reshards = 0  # sequences that go on, on all ranks
-        self.spare = 0  # tokens more that may be drafted
+        self.spare = 0  # further tokens that may be drafted
         self.preempted = False
 
     def fill(self) -> None:
         """Plan `rows`, in order, each with the table entries that it needs."""
         self._fill()
         while self.only is None and not self.rows and not self.state.in_flight:
-            # Beams that are ahead hold what those they wait for need. They have said all they can.
+            # Beams that wait for the others' candidates hold the blocks that those need.
             ahead = [s for s in self.state.running if s.candidates is not None]
             if not ahead:
                 break
@@ -77,13 +77,13 @@ class Step:
                 (singles if want == 1 else chunks).append(sequence)
         most = self.state.limits.max_batch_tokens
         if chunks and chunks[0] is self.state.running[0]:
-            # The oldest always gets a token, whatever the rest would take of the budget.
+            # The oldest always gets a token, whatever the others take of the budget.
             oldest = chunks.pop(0)
             self._take(oldest, max(1, self._beside(oldest, singles)))
         wanted = (s.target - s.computed - s.planned for s in chunks)
         self.spare = self.speculation.step_tokens - len(singles) - sum(wanted)
         for left, sequence in zip(range(len(singles), 0, -1), singles, strict=True):
-            drafts = self._guess(sequence, left)
+            drafts = self._draft(sequence, left)
             if drafts is not None:
                 self._take(sequence, 1, drafts=drafts)
         for sequence in chunks:
@@ -91,19 +91,20 @@ class Step:
         if self.only is None:
             self._admit()
 
-    def _guess(self, sequence: Sequence, singles: int) -> tuple[int, ...] | None:
-        """What is drafted to follow, with room left for so many `singles`; None where it waits."""
+    def _draft(self, sequence: Sequence, singles: int) -> tuple[int, ...] | None:
+        """Draft tokens, with room left for that many `singles`; None where the sequence lets this
+        step pass."""
         table = sequence.table
-        if table is None or self.only is not None or not self.speculation.guesses(sequence):
+        if table is None or self.only is not None or sequence not in self.speculation.speculators:
             return ()
         logits = self.logits_left[table.ranks[0]] - len(self.state.running)
         room = min(self.spare, self.policy.tile - 1, self._left(table) - singles, logits)
-        drafts = self.speculation.guess(sequence, room)
+        drafts = self.speculation.propose(sequence, room)
         self.spare -= len(drafts or ())
         return drafts
 
     def _beside(self, sequence: Sequence, singles: Seq[Sequence]) -> int:
-        """Tokens left on each of a sequence's ranks when these others have had one."""
+        """Tokens left on each of a sequence's ranks once each of `singles` has one."""
         table = sequence.table
         assert table is not None
         left = self.tokens_left.copy()
@@ -119,14 +120,10 @@ class Step:
         return min(self.tokens_left)
 
     def _take(
-        self,
-        sequence: Sequence,
-        most: int,
-        admitted: bool = False,
-        drafts: tuple[int, ...] = (),
+        self, sequence: Sequence, most: int, admitted: bool = False, drafts: tuple[int, ...] = ()
     ) -> None:
-        """Plan what `most` tokens of each of its ranks' budgets let a sequence compute, and the
-        draft tokens that follow them."""
+        """Plan a row of a sequence, with at most `most` tokens of the budget of each of its ranks,
+        and the draft tokens that follow."""
         if sequence.slot == NO_SLOT:
             return  # preempted a moment ago by an older one
         table, start = sequence.table, sequence.computed + sequence.planned
@@ -178,15 +175,11 @@ class Step:
             self.logits_left[0] -= row.logit_rows
 
     def _grow(
-        self,
-        sequence: Sequence,
-        table: BlockTable,
-        start: int,
-        most: int,
-        drafts: tuple[int, ...],
+        self, sequence: Sequence, table: BlockTable, start: int, most: int, drafts: tuple[int, ...]
     ) -> tuple[int, int | None, tuple[int, ...], list[Copy]] | None:
-        """Room in the table for what is computed now: how many known tokens from `start` on, where
-        scoring the prompt begins among them, the drafts, and copies to do first. None for none."""
+        """Grow the table for the tokens computed now. Returns how many known tokens from `start`
+        on, where scoring the prompt begins, the drafts, and the copies to do first; None for
+        none."""
         target, scored = sequence.target, sequence.params.prompt_logprobs is not None
         most = min(most, self._left(table))
         while True:
@@ -199,34 +192,34 @@ class Step:
                 copies = table.append(max(0, start + count + len(drafts) - table.length))
                 return count, scored_from, drafts, copies
             except OutOfBlocks as lack:
-                if drafts:  # draft tokens take nobody's room
+                if drafts:  # nobody is preempted for draft tokens
                     drafts = ()
                     continue
                 if not self._make_room(sequence, table, lack, start + count - table.length):
                     return None
-                most = min(most, self._left(table))  # it may be on all ranks now
+                most = min(most, self._left(table))  # it may run on all ranks now
 
     def _count(
         self, sequence: Sequence, table: BlockTable, start: int, budget: int
     ) -> tuple[int, int | None]:
         """How many tokens from `start` on, and where scoring the prompt begins among them.
 
-        A row on all ranks that is longer than a tile neither samples nor scores: it leaves the last
-        token, and tokens that are scored, to short ones.
+        A sharded row longer than a tile neither samples nor scores: it leaves the last token, and
+        tokens that are scored, to short rows.
         """
         want = sequence.target - start
-        wide = len(table.ranks) > 1
-        count = min(want, self.policy.most(budget) if wide else budget)
+        sharded = len(table.ranks) > 1
+        count = min(want, self.policy.most(budget) if sharded else budget)
         scored_from = scoring_from(sequence, start)
         if scored_from is not None:
             below = scored_from - start
-            if wide and below > self.policy.tile:
+            if sharded and below > self.policy.tile:
                 return min(count, below), None
             reserve = self.logits_left[table.ranks[0]] - len(self.state.running)
             count = min(count, max(0, below) + max(1, reserve))
-            if wide:
+            if sharded:
                 count = min(count, self.policy.tile)
-        if wide and count == want > self.policy.tile:
+        if sharded and count == want > self.policy.tile:
             count -= 1
         return count, scored_from
 
@@ -239,13 +232,13 @@ class Step:
         self.logits_left[row.home] -= sign * row.logit_rows
 
     def _at_degree(self, sequence: Sequence, table: BlockTable) -> bool:
-        """Whether it may go on: one that has become long enough waits until it can spread."""
+        """Whether it may go on: a sequence that has become long enough waits to be sharded."""
         long_enough = self.policy.sharded(len(sequence.tokens))
-        return not long_enough or self._spread(sequence, table)
+        return not long_enough or self._shard(sequence, table)
 
-    def _spread(self, sequence: Sequence, table: BlockTable) -> bool:
-        """Let a sequence go on, on all ranks. Not while a token of it is pending: only its home
-        knows it."""
+    def _shard(self, sequence: Sequence, table: BlockTable) -> bool:
+        """Let a sequence go on, on all ranks. False while a token of it is pending: only its home
+        rank knows that token."""
         if len(table.ranks) == 1:
             if sequence.pending:
                 return False
@@ -256,22 +249,22 @@ class Step:
     def _make_room(
         self, sequence: Sequence, table: BlockTable, lack: OutOfBlocks, grow: int
     ) -> bool:
-        """A step towards room for `grow` tokens: go on, on all ranks, where others have what one
-        lacks, else preempt a newer sequence. False when this one must wait for its blocks."""
+        """A step towards room for `grow` tokens: shard the sequence where all ranks together have
+        room, else preempt a newer sequence. False where this one must wait for blocks."""
         state = self.state
-        narrow = len(table.ranks) < self.policy.ranks
-        if narrow and self._fits_on_all(table, grow):
-            return self._spread(sequence, table)
+        local = len(table.ranks) < self.policy.ranks
+        if local and self._fits_on_all(table, grow):
+            return self._shard(sequence, table)
         pools = set(state.pools)
         if state.in_flight and any(p.counts(r).pinned for p in pools for r in lack.ranks):
-            return False  # blocks are on their way back
+            return False  # blocks are free once steps in flight end
         if self.only is not None:
             return False
         victim = self._victim(sequence, lack.ranks)
         if victim is None:
-            # Older ones finish first. The oldest has its rank full, and makes room on others.
+            # Older ones finish first. The oldest, alone on a full rank, makes room on others.
             oldest = sequence is state.running[0]
-            return oldest and narrow and self._spread(sequence, table)
+            return oldest and local and self._shard(sequence, table)
         row = self.rows.pop(victim, None)
         if row is not None:
             self._undo(row)
@@ -301,12 +294,12 @@ class Step:
             self.state.pools[copy.group].unpin(copy.src)
 
     def _admit(self) -> None:
-        """Admit while the whole of a sequence fits beside what running ones were promised.
+        """Admit while a whole sequence fits beside the blocks promised to running ones.
 
-        One whose next block is being computed waits for it and lets others pass; so does one that
-        goes to a rank whose share of the step is full, and one whose blocks come from the host.
+        A sequence whose next block is being computed waits for it and lets others pass; so does one
+        whose rank is full in this step, and one whose blocks are loaded from the host.
         """
-        state, host_cache, in_vain = self.state, self.host_cache, 0
+        state, host_cache, skipped = self.state, self.host_cache, 0
         for sequence in list(state.waiting):
             if not state.slots or max(self.tokens_left) == 0 or max(self.logits_left) < 1:
                 return
@@ -320,15 +313,15 @@ class Step:
                 state, sequence, rows=self.rows.values(), busy=self._busy(), host_cache=host_cache
             )
             if table is None:
-                in_vain += host_cache is not None and host_cache.spent
-                if in_vain < IN_VAIN_MAX:
+                skipped += host_cache is not None and host_cache.spent
+                if skipped < SKIPPED_MAX:
                     continue
                 return
             full = self._left(table) == 0 or self.logits_left[table.ranks[0]] < 1
             if full or not state.affordable(sequence, table):
                 table.release()
-                in_vain += 1
-                if full and len(table.ranks) == 1 and in_vain < IN_VAIN_MAX:
+                skipped += 1
+                if full and len(table.ranks) == 1 and skipped < SKIPPED_MAX:
                     continue
                 return
             state.waiting.remove(sequence)
@@ -342,8 +335,8 @@ class Step:
         return frozenset(rank for rank, least in left if least < 1)
 
     def _adopt(self, sequence: Sequence, table: BlockTable) -> None:
-        """Go on after what the table stores; the last token is always computed, for its logits,
-        and prompt log-probabilities from the first one asked for."""
+        """Start after the tokens that the table stores; the last token is always computed, for its
+        logits, and so are prompt tokens whose log-probabilities are to be reported."""
         sequence.stored = table.length
         sequence.registered = table.length // self.state.block_size
         sequence.computed = sequence.resumes_at(table.length)
@@ -359,7 +352,7 @@ class Step:
 
 
 def scoring_from(sequence: Sequence, start: int) -> int | None:
-    """The first position from `start` on whose prompt log-probabilities are still wanted."""
+    """The first position from `start` on whose prompt log-probability is not reported yet."""
     if not sequence.scores:
         return None
     first = max(start, sequence.scored)

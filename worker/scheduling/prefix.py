@@ -3,14 +3,13 @@
 `match` gives the longest run of leading blocks that a sequence can start with, `register` makes its
 full blocks findable, at commit only and generated ones included. A match is tentative until the
 scheduler admits the sequence with it. It has all blocks of layer groups without a window, and of
-the others those that the first token to be computed sees. What a step in flight is computing is
-known too (`begin`, `end`), so that a request waits a step and hits it instead of computing it a
-second time.
+the others those that the first token to be computed sees. Blocks that a step in flight computes are
+known too (`begin`, `end`), so that a request waits a step and hits them instead of computing them
+again.
 
-Words: an *block hash* is the hash of a block's tokens and all before them; a *chain* is the list of
-a sequence's, one for each layer group; a block that no query will see is UNWANTED and its number
-NULL_BLOCK. A `Matcher` only looks: over the pools here, over pools and host memory in the host
-cache.
+Words: a *block hash* is the hash of a block's tokens and all before them, one for each layer group;
+a block that no query will see has the hash UNWANTED and the number NULL_BLOCK. A `Matcher` only
+looks: over the pools here, over pools and host memory in the host cache.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from worker import request as requests
 PROBE_BLOCKS = 2
 PROBE_SALT = b"probe"
 UNWANTED = b"\xff" * hashing.BLOCK_HASH_BYTES
-"""In place of the block hash of a block that nobody will look at."""
+"""In place of the block hash of a block that no query sees."""
 
 
 @dataclass(frozen=True, slots=True)
 class HashInputs:
-    """What the keys of the same tokens depend on, beside the tokens and the tenant's salt."""
+    """What block hashes depend on beside the tokens and the tenant's salt."""
 
     fingerprint: bytes
     kv_dtype: str
@@ -44,10 +43,10 @@ class HashInputs:
 
 @dataclass(slots=True)
 class PrefixStats:
-    """Tokens asked for and found at first admissions, and what finding them takes.
+    """Prompt tokens looked up and found at first admissions, and the time that takes.
 
-    The times are CPU seconds of the engine's thread, and none is part of another: digesting tokens,
-    looking blocks up (and noting which are being computed), and registering them.
+    Times are CPU seconds of the engine's thread and do not overlap: hashing tokens, looking blocks
+    up (and noting which are being computed), and registering them.
     """
 
     queries_tokens: int = 0
@@ -69,9 +68,9 @@ class Matcher:
         """Whether the groups could have one logical block on several ranks."""
 
     def find(self, group_hashes: Sequence[Sequence[bytes]]) -> list[list[int]]:
-        """The longest run of leading blocks that are all here, each on one rank; `chains` are as
-        many block hashes of each group, UNWANTED ones give NULL_BLOCK. Raises ValueError for any
-        other."""
+        """The longest run of leading blocks that are all here, each on one rank; `group_hashes[g]`
+        are the block hashes of group g, of which UNWANTED gives NULL_BLOCK. Raises ValueError where
+        groups have different counts."""
         found: list[list[int]] = [[] for _ in self.lookups]
         for block_hashes in zip(*group_hashes, strict=True):
             blocks = self._row(block_hashes)
@@ -82,8 +81,7 @@ class Matcher:
         return found
 
     def _row(self, block_hashes: Sequence[bytes]) -> list[int] | None:
-        """The blocks of one logical block; None unless all that are wanted are here, on one
-        rank."""
+        """Each group's block of one logical block; None unless all wanted ones are on one rank."""
         blocks = []
         for pool, block_hash in zip(self.lookups, block_hashes, strict=True):
             block = NULL_BLOCK if block_hash == UNWANTED else pool.lookup(block_hash)
@@ -95,8 +93,8 @@ class Matcher:
     def longest(
         self, group_hashes: Sequence[Sequence[bytes]], resumes_at: Callable[[int], int]
     ) -> list[list[int]]:
-        """Groups without a window are looked at from their heads, the others from their tails: a
-        missing block there leaves the tokens before it as the most there can be."""
+        """Groups without a window are searched from their heads, the others from their tails: a
+        block missing there bounds the match to the tokens before it."""
         if all(window is None for window in self.windows):
             return self.find(group_hashes)
         wanted = [
@@ -116,8 +114,8 @@ class Matcher:
     def _missing(
         self, group_hashes: Sequence[Sequence[bytes]], since: Sequence[int], count: int
     ) -> int | None:
-        """The last of the first `count` blocks that is not here, of group g from `since[g]` on;
-        groups without a window are known to have theirs."""
+        """The last of the first `count` blocks that is missing, of group g from `since[g]` on;
+        groups without a window have all of theirs."""
         lowest = min(n for n, w in zip(since, self.windows, strict=True) if w is not None)
         for index in range(count - 1, lowest - 1, -1):
             parts = zip(group_hashes, since, strict=True)
@@ -126,11 +124,11 @@ class Matcher:
         return None
 
     def needed_from(self, position: int) -> list[int]:
-        """Of each group, the first block that a query at `position` sees."""
+        """The first block of each group that a query at `position` sees."""
         return [first_seen(position, window, self.block_size) for window in self.windows]
 
     def owners(self, blocks: Sequence[int | None]) -> set[int]:
-        """The ranks of these blocks of the groups, None and NULL_BLOCK left out."""
+        """The ranks of `blocks[g]` of each group, without None and NULL_BLOCK."""
         pairs = zip(self.lookups, blocks, strict=True)
         return {pool.rank_of(block) for pool, block in pairs if block not in (None, NULL_BLOCK)}
 
@@ -138,9 +136,9 @@ class Matcher:
 class PrefixCache:
     """Matches and registers over `pools[g]` of each layer group; `enabled` False does neither.
 
-    `cpu_clock` gives CPU seconds, for `stats`. Listeners of the pools hear of blocks of group
-    `indexed` only (None: of none). `windows[g]` is the window of group g; without any, none has
-    one. A block of a group with a window is found without the one before it.
+    `cpu_clock` gives CPU seconds, for `stats`. Only blocks of group `indexed` are announced to the
+    cluster (None: no blocks). `windows[g]` is the window of group g; empty means no windows. A
+    block of a group with a window is found without the one before it.
     """
 
     def __init__(
@@ -164,15 +162,15 @@ class PrefixCache:
         self._by_step: dict[int, list[bytes]] = {}
 
     def announce_to(self, announcer: Announcer, hosts: Sequence[HostPool] = ()) -> None:
-        """Let the cluster know what can be found here, and in `hosts[g]` below each group's pool:
-        nothing where all layers are windowed."""
+        """Announce to the cluster the blocks cached here and in `hosts[g]` below each group's pool;
+        none where all layers have windows."""
         if self.enabled and self.indexed is not None:
             host = hosts[self.indexed] if hosts else None
             announcer.listen(self.pools[self.indexed], host)
 
     def to_dict(self) -> dict[str, Any]:
-        """How blocks of the indexed group get their names, but for the key and the salt, and the
-        names of a probe: whoever finds the same ones names all blocks alike."""
+        """The inputs to the block hashes of the indexed group, without key and salt, and the hashes
+        of a probe: a peer that computes the same ones hashes all blocks alike."""
         if self.indexed is None or not self.enabled:
             return {"block_hash": None, "probe": []}
         parts = self._parts(self.indexed)
@@ -182,7 +180,7 @@ class PrefixCache:
         return {"block_hash": parts, "probe": probe}
 
     def block_hashes(self, sequence: requests.Sequence) -> list[list[bytes]]:
-        """The block hashes of the sequence's full blocks, one list per group, as far as known."""
+        """The block hashes of the sequence's full blocks, one list per group."""
         group_hashes = sequence.block_hashes
         if not group_hashes:
             group_hashes.extend([] for _ in self.pools)
@@ -209,14 +207,11 @@ class PrefixCache:
         }
 
     def match(
-        self,
-        sequence: requests.Sequence,
-        most: int | None = None,
-        within: Matcher | None = None,
+        self, sequence: requests.Sequence, most: int | None = None, within: Matcher | None = None
     ) -> list[list[int]]:
-        """The most leading blocks, up to `most`, that a sequence can start with, here or `within`
-        more; one list of blocks per group, NULL_BLOCK where it will not look. All groups have a
-        logical block on one rank."""
+        """The most leading blocks, up to `most`, that a sequence can start with, in the pools or
+        `within` another matcher: one list per group, NULL_BLOCK for blocks that no query sees. All
+        groups have a logical block on one rank."""
         if not self.enabled:
             return [[] for _ in self.pools]
         group_hashes = self.block_hashes(sequence)
@@ -244,7 +239,7 @@ class PrefixCache:
         self.stats.match_s += self.cpu_clock() - started
 
     def end(self, step: int) -> None:
-        """The step has ended, whether it was committed or rolled back."""
+        """The step was committed or rolled back."""
         block_hashes = self._by_step.pop(step, ())
         if not block_hashes:
             return
@@ -256,7 +251,7 @@ class PrefixCache:
         self.stats.match_s += self.cpu_clock() - started
 
     def register(self, sequence: requests.Sequence) -> None:
-        """Publish the blocks that have become full; swap duplicates for the earlier ones.
+        """Register the blocks that have become full; a duplicate is replaced by the earlier block.
 
         One whose earlier twin is on another rank stays, without a block hash: blocks do not move.
         """
@@ -280,15 +275,12 @@ class PrefixCache:
         self.stats.register_s += self.cpu_clock() - started
 
     def register_blocks(
-        self,
-        blocks: Sequence[int],
-        block_hashes: Sequence[bytes],
-        parents: Sequence[bytes | None],
+        self, blocks: Sequence[int], block_hashes: Sequence[bytes], parents: Sequence[bytes | None]
     ) -> list[int]:
-        """Publish one logical block, of each group its block on one rank; the blocks that are found
-        from now on. NULL_BLOCK stays so.
+        """Register one logical block, `blocks[g]` of each group on one rank. Returns the blocks
+        that lookups find from now on; NULL_BLOCK stays NULL_BLOCK.
 
-        No rank can use it where its groups are found on several: earlier ones elsewhere give way.
+        Groups found on several ranks are of no use: earlier blocks on other ranks are forgotten.
         """
         if self.here.scattered:
             twins = [p.lookup(i) for p, i in zip(self.pools, block_hashes, strict=True)]
@@ -310,5 +302,5 @@ class PrefixCache:
         return kept
 
     def flush(self) -> int:
-        """Forget what nobody uses; returns how many blocks were forgotten."""
+        """Forget the cached blocks that nobody uses; returns how many."""
         return sum(pool.flush() for pool in dict.fromkeys(self.pools))

@@ -1,17 +1,16 @@
-"""The scheduler: who runs, what each step computes, and what becomes of it.
+"""The scheduler: which sequences run, what each step computes, and how its results count.
 
-It takes requests (`submit`), gives steps (`plan`) and is told how each ended: `commit`, oldest
-first, where its results count; `rollback`, newest first, where it failed and all is as before it.
-Between the two a step is in flight. It is planned from counts alone (a token sampled by a step in
-flight is `pending`), so planning may run ahead of the device. `finish` and `preempt` take a
-sequence out at any time: its rows in flight are void, its blocks go back after the last step that
-may touch them.
+It takes requests (`submit`) and gives steps (`plan`). Each step ends with `commit`, oldest first,
+or with `rollback`, newest first, where it failed and the state is as before it; until then it is in
+flight. Steps are planned from counts alone (a token sampled by a step in flight is `pending`), so
+planning may run ahead of the device. `finish` and `preempt` take a sequence out at any time: its
+rows in flight are void, its blocks are freed after the last step that may touch them.
 
-It promises: the oldest request always goes on; nobody is admitted who does not fit beside what
-running ones were promised; a block is registered only when a commit has made it true.
+It promises: the oldest request always goes on; a sequence is admitted only if it fits beside the
+blocks promised to running ones; a block is registered only by the commit of the step that fills it.
 
 Words: a *sequence* is one choice of a request; it waits, or runs in a *slot* of the batch with a
-*block table* (its pages in the pools). *Preempted* means: its blocks went back and it waits to
+*block table* (its pages in the pools). A *preempted* sequence has lost its blocks and waits to
 compute them again. The parts: `state` (who runs and waits, what room that leaves), `planner` (one
 round), `admission` (what a waiting sequence starts with), `prefix` (blocks found again), `step` (a
 plan as data). No torch, no clock.
@@ -50,8 +49,8 @@ class QueueFull(Exception):
 
 
 class Scheduler:
-    """Plans over a `state` that it alone changes. `swaps` decides about preempted sequences where
-    there is a host cache below the pools."""
+    """Plans over a `state` that it alone changes. With a host cache below the pools, `swaps`
+    decides whether a preempted sequence is swapped to the host."""
 
     def __init__(
         self,
@@ -67,12 +66,12 @@ class Scheduler:
         self.preemptions = 0
         self.reshards = 0  # sequences that went on, on all ranks
         self.copies = 0  # copies-on-write done
-        self.out_of_window_blocks = 0  # blocks behind windows
+        self.out_of_window_blocks = 0  # blocks freed behind windows
         self._orders, self._fair_queue = 0, FairQueue()
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises QueueFull at the bound, re-submissions are always let in, and
-        ParamError where it asks for draft tokens of a kind that is not here."""
+        """Queue a request. Raises QueueFull at the bound, but not for a later attempt, and
+        ParamError for a speculation method that is not served here."""
         waiting = sum(s is s.request.sequences[0] for s in self.waiting)
         if waiting >= self.limits.max_waiting and request.attempt == 0:
             raise QueueFull(waiting)
@@ -85,37 +84,37 @@ class Scheduler:
                 self.wait(sequence)
 
     def wait(self, sequence: Sequence) -> None:
-        """Put a sequence that has neither table nor slot at its place in the queue."""
-        bisect.insort(self.waiting, sequence, key=_rank)
+        """Insert a sequence without table and slot at its place in the queue."""
+        bisect.insort(self.waiting, sequence, key=_order)
 
     def run(self, sequence: Sequence, table: BlockTable) -> None:
-        """Give a sequence a slot and the table it starts with."""
+        """Give a sequence a slot and its first table."""
         sequence.table, sequence.slot = table, self.state.slots.pop()
         if self.swaps is not None:
             self.swaps.release(sequence)
         self._fair_queue.begun(sequence.request.turn)
-        bisect.insort(self.running, sequence, key=_rank)
+        bisect.insort(self.running, sequence, key=_order)
 
     def announce_to(self, announcer: Announcer) -> None:
-        """Let the cluster know what can be found here."""
+        """Announce to the cluster the blocks cached here."""
         self.prefix.announce_to(announcer, () if self.host_cache is None else self.host_cache.hosts)
 
     def flush(self) -> int:
-        """Forget the cached blocks that nobody uses; returns how many were forgotten."""
+        """Forget the cached blocks that nobody uses; returns how many."""
         return self.prefix.flush() + (0 if self.host_cache is None else self.host_cache.flush())
 
     def tables(self) -> list[BlockTable]:
         return [table for s in self.running if (table := s.table) is not None]
 
     def page_maps(self, first: int) -> list[PageMap]:
-        """Of each pool, from block `first` on; owners are request and choice."""
+        """The map of each pool from block `first` on; owners are named `request[choice]`."""
         named = {f"{s.request.id}[{s.choice}]": s.table for s in self.running if s.table}
         return [page_map(p, named, self.block_size, first) for p in dict.fromkeys(self.pools)]
 
     def plan(self, only: Iterable[Sequence] | None = None) -> StepPlan:
-        """The next step; empty when nothing can be computed now.
+        """The next step; empty where nothing can be computed now.
 
-        `only` limits it to some running sequences and admits none (used after a failed step).
+        `only` limits it to these running sequences and admits none (used after a failed step).
         """
         state = self.state
         step = Step(
@@ -144,8 +143,8 @@ class Scheduler:
         return plan
 
     def sequences(self, plan: StepPlan) -> list[Sequence | None]:
-        """Whose rows those of a step in flight are; None for one that counts no more, as the
-        sequence was preempted or is finished."""
+        """The sequence of each row of a step in flight; None where the row is void, as the sequence
+        was preempted or has finished."""
         return [
             sequence if sequence.epoch == epoch and sequence.finish_reason is None else None
             for sequence, epoch in self.state.in_flight[plan.step]
@@ -154,10 +153,10 @@ class Scheduler:
     def commit(
         self, plan: StepPlan, verified: Mapping[int, list[int]] = NOTHING
     ) -> list[Sequence | None]:
-        """The step has ended. Whose rows still count, see `sequences`.
+        """Count the results of a step. Returns `sequences(plan)`.
 
-        `said` are the tokens, by slot, that rows with draft tokens go on with; of those all but the
-        last were drafted, and are known from now on.
+        `verified[slot]` are the tokens that a row with draft tokens goes on with; all but the last
+        are accepted drafts, which are appended here.
         """
         sequences = self.sequences(plan)
         for row, sequence in zip(plan.rows, sequences, strict=True):
@@ -166,7 +165,7 @@ class Scheduler:
             sequence.planned -= row.count
             sequence.pending -= row.sampled
             if row.drafts:
-                self._keep(sequence, row, verified.get(row.slot, []))
+                self._accept(sequence, row, verified.get(row.slot, []))
             else:
                 sequence.computed += row.count
             self.prefix.register(sequence)
@@ -178,28 +177,25 @@ class Scheduler:
         return sequences
 
     def _free_out_of_window(self, sequence: Sequence) -> None:
-        """What no token to come sees goes back, after the last step that was planned before."""
+        """Free the blocks that no later token sees, after the last step planned so far."""
         if self.state.needs.windowed:
             assert sequence.table is not None
             step = sequence.last_step if sequence.planned else None
             self.out_of_window_blocks += sequence.table.free_out_of_window(sequence.computed, step)
 
-    def _keep(self, sequence: Sequence, row: Row, verified: list[int]) -> None:
-        """Go on after the draft tokens that were right; blocks that only others needed go back."""
-        table, right = sequence.table, verified[:-1]
+    def _accept(self, sequence: Sequence, row: Row, verified: list[int]) -> None:
+        """Go on after the accepted draft tokens; blocks of rejected ones are freed."""
+        table, accepted = sequence.table, verified[:-1]
         assert table is not None
-        sequence.tokens += right
-        sequence.computed += row.known + len(right)
+        sequence.tokens += accepted
+        sequence.computed += row.known + len(accepted)
         table.truncate(sequence.computed)
         sequence.synced = min(sequence.synced, len(table.blocks[0]))
-        self.speculation.note(sequence, len(row.drafts), len(right))
+        self.speculation.note(sequence, len(row.drafts), len(accepted))
 
     def rollback(self, plan: StepPlan) -> list[Sequence | None]:
-        """The step has failed: all is as before it, with its copies still to be done, and the
-        device is to be told of its sequences anew.
-
-        Steps in flight are rolled back newest first. Whose rows still count, see `sequences`.
-        """
+        """Undo a failed step, newest first. Returns `sequences(plan)`. Its copies stay due, and its
+        sequences' tables and slots are sent to the device again."""
         self.state.copies_due.extend(plan.copies)
         sequences = self.sequences(plan)
         for row, sequence in zip(plan.rows, sequences, strict=True):
@@ -215,8 +211,8 @@ class Scheduler:
         return sequences
 
     def finish(self, sequence: Sequence, reason: str) -> None:
-        """Take a sequence out, wherever it is; its blocks go back after the last step that may
-        touch them."""
+        """Take a sequence out, waiting or running; its blocks are freed after the last step that
+        may touch them."""
         if sequence.finish_reason is not None:
             return
         sequence.finish_reason = reason
@@ -229,8 +225,8 @@ class Scheduler:
         self.speculation.forget(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Give a running sequence's blocks back; it waits, at its old place, to compute again what
-        is not found when its turn comes."""
+        """Free a running sequence's blocks; it waits at its old place, and computes again what is
+        not found when it is admitted."""
         if self.swaps is not None:
             self.swaps.preempt(sequence)
         self._leave(sequence)
@@ -247,7 +243,7 @@ class Scheduler:
         sequence.table.release(sequence.last_step if sequence.planned else None)
         sequence.table = None
         sequence.reset()
-        # What a failed step was to copy for this sequence nobody needs now.
+        # Copies of a failed step into blocks of this sequence alone are needed no more.
         due = self.state.copies_due
         for copy in [c for c in due if not self.pools[c.group].references(c.dst)]:
             due.remove(copy)
@@ -261,5 +257,5 @@ class Scheduler:
             pool.step_ended(before - 1)
 
 
-def _rank(sequence: Sequence) -> tuple[bool, int, int, float, int, int]:
+def _order(sequence: Sequence) -> tuple[bool, int, int, float, int, int]:
     return (*sequence.request.rank, sequence.choice)

@@ -1,8 +1,8 @@
-"""Which sequences run and wait, and the room that leaves: what planning and admission look at.
+"""Which sequences run and wait, and the room they leave: what planning and admission read.
 
-Words: a *slot* is a place in the batch that a running sequence keeps; *ranks* are the engines of a
-gang, each with its part of every pool; a sequence was *promised* the blocks that it will need at
-its present length and one token more. No torch, no clock.
+Words: a *slot* is a place in the batch that a running sequence keeps; *ranks* are the processes of
+a gang, each with its part of every pool; a running sequence is *promised* the blocks that it needs
+at its present length plus one token. No torch, no clock.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ class SchedulerState:
             self.policy.most(limits.max_batch_tokens),
         )
         self.rank_blocks = self.needs.longest([pool.per_rank for pool in arenas]) // self.block_size
-        self.running: list[Sequence] = []  # who is served first comes first
-        self.waiting: list[Sequence] = []  # so too
-        self.slots = list(range(limits.max_num_seqs - 1, -1, -1))  # those that are free
+        self.running: list[Sequence] = []  # in the order they are served
+        self.waiting: list[Sequence] = []  # likewise
+        self.slots = list(range(limits.max_num_seqs - 1, -1, -1))  # free ones
         self.step = 0  # the number of the next one
         self.in_flight: dict[int, list[tuple[Sequence, int]]] = {}  # by step, with their epochs
         self.copies_due: list[Copy] = []  # of steps that failed
 
     def has_slot(self, sequence: Sequence) -> bool:
-        """Whether a slot is free that nobody was promised. A beam search is promised one for each
-        beam when it is let in, so that no two wait for each other's."""
+        """Whether a slot is free and not promised. A beam search is promised one for each beam when
+        it is admitted, so that no two searches wait for each other's."""
         request = sequence.request
         width = request.params.beam_width
         if width and any(s.slot != NO_SLOT for s in request.sequences):
@@ -69,16 +69,15 @@ class SchedulerState:
         return len(self.slots) + len(beams) - sum(widths.values()) >= max(1, width)
 
     def owners(self, hit: Seq[Seq[int]]) -> list[int]:
-        """The rank of each logical block; of one that no group needs, that of the next."""
+        """The rank of each logical block; for one that no group needs, the next one's."""
         found: list[int] = []
         for row in zip(*map(reversed, hit), strict=True):
-            there = [p.rank_of(b) for p, b in zip(self.pools, row, strict=True) if b != NULL_BLOCK]
-            found.append(there[0] if there else found[-1])
+            ranks = [p.rank_of(b) for p, b in zip(self.pools, row, strict=True) if b != NULL_BLOCK]
+            found.append(ranks[0] if ranks else found[-1])
         return found[::-1]
 
     def queued(self) -> list[int]:
-        """Tokens that running sequences are yet to compute, on each rank of a gang: at least the
-        next one of each."""
+        """Tokens that running sequences have yet to compute, on each rank: at least one of each."""
         tokens = [0] * self.policy.ranks
         for sequence in self.running:
             if sequence.table is not None:
@@ -89,8 +88,8 @@ class SchedulerState:
         return tokens
 
     def affordable(self, sequence: Sequence, table: BlockTable) -> bool:
-        """Whether the whole sequence fits beside what running ones were promised, a beam search
-        with a block more for each beam to come: on its rank, or on all."""
+        """Whether the whole sequence fits beside the promised blocks, a beam search with one block
+        more for each further beam: on its rank, or on all ranks."""
         if not self.running:
             return True
         beams = max(0, sequence.request.params.beam_width - len(sequence.request.sequences))
@@ -98,33 +97,33 @@ class SchedulerState:
         return self.room([blocks + beams for blocks in more], table.ranks)
 
     def room(self, blocks: Seq[int], ranks: tuple[int, ...]) -> bool:
-        """Whether one rank, or all, have so many blocks of each group that nobody was promised."""
+        """Whether one rank, or all, have `blocks[g]` of each group beside the promised ones."""
         rank = ranks[0] if len(ranks) < self.policy.ranks else None
         need: dict[BlockPool, int] = {}
-        for pool, some, others in zip(self.pools, blocks, self.promised(rank), strict=True):
-            need[pool] = need.get(pool, 0) + some + others
+        for pool, more, promised in zip(self.pools, blocks, self.promised(rank), strict=True):
+            need[pool] = need.get(pool, 0) + more + promised
         return all(
             n <= (pool.available if rank is None else pool.available_on(rank))
             for pool, n in need.items()
         )
 
     def promised(self, rank: int | None = None) -> list[int]:
-        """Blocks of each layer group that running sequences were promised and have not taken: on
-        all ranks, or on one, where those that run on all ranks are to get their share."""
+        """Blocks of each layer group that running sequences are promised and have not taken: on all
+        ranks, or on one, which gets its share of those of sharded sequences."""
         ranks = self.policy.ranks
-        here, shared = ([0] * len(self.pools) for _ in range(2))
+        local, shared = ([0] * len(self.pools) for _ in range(2))
         for sequence in self.running:
             table = sequence.table
             if table is not None:
                 own = rank is None or (len(table.ranks) < ranks and table.ranks[0] == rank)
                 if own or len(table.ranks) == ranks:
-                    sums = here if own else shared
+                    sums = local if own else shared
                     for group, more in enumerate(self._more(table, sequence.target + 1)):
                         sums[group] += more + 1
-        return [some + -(-others // ranks) for some, others in zip(here, shared, strict=True)]
+        return [own + -(-split // ranks) for own, split in zip(local, shared, strict=True)]
 
     def _more(self, table: BlockTable, tokens: int) -> list[int]:
-        """Blocks of each group that a table has yet to take at most, to hold so many tokens."""
+        """At most how many blocks more of each group a table takes to store that many tokens."""
         if not self.needs.windowed:
             return [max(0, -(-tokens // table.block_size) - table.held(0))] * len(table.pools)
         need = self.needs.blocks(tokens, tokens - table.length)

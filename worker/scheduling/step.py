@@ -1,8 +1,7 @@
-"""A step as data: what the scheduler has planned and a runner computes. No torch, no sequences.
+"""A step as data: planned by the scheduler, computed by a runner. No torch, no sequences.
 
-Whoever builds, sends, runs or samples a step needs nothing but this: tokens, new block table
-entries and parameters are copied into a row when it is planned. The scheduler alone knows which
-sequence a row is of.
+Tokens, new block table entries and parameters are copied into a row when it is planned, so nothing
+else is needed to build, send, run or sample a step. Only the scheduler knows a row's sequence.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class BeamCandidates(NamedTuple):
-    """What a beam may go on with: token ids and their log-probabilities, best first."""
+    """Candidate next tokens of a beam and their log-probabilities, best first."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -27,23 +26,22 @@ class BeamCandidates(NamedTuple):
 class Row(NamedTuple):
     """`count` tokens of the sequence in `slot`, from position `start` on.
 
-    `tokens` are their ids without the drafts: as many as `known` says, or one fewer where the host
-    does not know the last one yet, which is then the token sampled last in this slot.
-    `drafts` are draft tokens for the tokens after the last known one, which come at the end of
-    `count`; the row is sampled before and after each.
+    `tokens` are their ids without the drafts: `known` of them, or one fewer where the host does not
+    know the last one yet, which is then the token sampled last in this slot. `drafts` are the draft
+    tokens at the end of `count`; the row is sampled before and after each.
 
-    `blocks[g]` are the block table entries of layer group g from `changed_from` on, which are new
-    to the device; without any, `blocks` is empty. Where `changed_from` is 0 the sequence is new to
-    its slot. `history` are prompt and output tokens so far, where the sampler is to count them for
-    penalties from here on.
+    `blocks[g]` are the block table entries of layer group g from `changed_from` on, new to the
+    device; without any, `blocks` is empty. With `changed_from` 0 the sequence is new to its slot.
+    `history` are prompt and output tokens so far, where the sampler counts them for penalties from
+    now on.
 
     `sampled`: the last known token is among them, so its logits give the next token.
-    `targets`: tokens whose prompt log-probabilities are wanted, those after the positions from
-    `scored_from` on. Tokens before position `stored` have their K,V in the pages already.
-    `candidates`, of a beam at its last token: how many of the tokens that may follow are wanted.
+    `targets`: the prompt tokens to score, each by the logits of the position before it, the first
+    of which is `scored_from`. Tokens before position `stored` have their K,V in the pages already.
+    `candidates`: how many next tokens to report for a beam at its last token.
 
     `home` is the rank that samples. The table of a `sharded` row may have blocks on all ranks, that
-    of others has them on `home`.
+    of others only on `home`.
     """
 
     slot: int

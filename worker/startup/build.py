@@ -1,4 +1,8 @@
-"""Builds the engine around a loaded model, or the part of it that another rank runs."""
+"""Builds the engine around a loaded model, or the part of it that another rank runs.
+
+Takes an `EngineSpec` and a `PagedModel`; makes pools, prefix cache, scheduler, runner and host
+cache. Raises DoesNotFit where the host cache cannot be allocated.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +41,7 @@ from worker.startup.memory import GIB, DoesNotFit
 if TYPE_CHECKING:
     from worker.startup.spec import EngineSpec
 
-UNNAMED = HashInputs(b"", "")  # of an engine that shares no blocks with others
+UNNAMED = HashInputs(b"", "")  # for an engine that shares no blocks with others
 
 
 def build_engine(
@@ -51,8 +55,8 @@ def build_engine(
     policy: ShardPolicy | None = None,
     draft: DraftModel | None = None,
 ) -> Engine:
-    """The engine around a loaded model, of this process or of a whole gang. `policy` decides which
-    sequences run on all ranks; None takes the configured one."""
+    """The engine around a loaded model, of this process or of rank 0 of a gang. `policy` decides
+    which sequences are sharded; None takes the configured one."""
     store, limits = model.store, spec.limits
     ranks = 1 if gang is None else gang.ranks
     arenas = [BlockPool(store.blocks(a), ranks) for a in range(len(store.arenas))]
@@ -69,16 +73,16 @@ def build_engine(
     )
     depth = 1 if spec.device.type == "cpu" else 2
     ends = end_token_ids(spec.directory, spec.hf_config)
-    sampler, options = _sampler(spec, ends), _options(spec, clock, cpu_clock)
+    sampler, clocks = _sampler(spec, ends), {"clock": clock, "cpu_clock": cpu_clock}
     runner = (
-        Runner(model, BatchBuilder(spec.layout, **_sizes(spec)), sampler, **options)
+        Runner(model, BatchBuilder(spec.layout, **_sizes(spec)), sampler, **clocks)
         if gang is None
-        else GangRunner(gang, model, _gang_builder(spec, gang), sampler, depth=depth, **options)
+        else GangRunner(gang, model, _gang_builder(spec, gang), sampler, depth=depth, **clocks)
     )
     state = SchedulerState(prefix, limits, policy or _policy(spec, ranks))
     rates, swaps = Rates(), None
     if spec.host_slices:
-        host_cache = _tier(spec, state, arenas, runner, clock)
+        host_cache = _host_cache(spec, state, arenas, runner, clock)
         swaps = Swaps(host_cache, rates, spec.config.scheduler.preemption)
     return Engine(
         Scheduler(state, speculation(spec, draft), swaps),
@@ -91,14 +95,14 @@ def build_engine(
     )
 
 
-def _tier(
+def _host_cache(
     spec: EngineSpec,
     state: SchedulerState,
     arenas: Sequence[BlockPool],
     runner: Runner,
     clock: Callable[[], float],
 ) -> HostCache:
-    """Host memory below the pages. Raises DoesNotFit."""
+    """The host cache below the pools, its rates measured. Raises DoesNotFit."""
     pages = spec.layout
     runner.host = _host_store(spec, runner.model.store, clock)
     hosts = [HostPool(pool, spec.host_slices * pages.groups_in(a)) for a, pool in enumerate(arenas)]
@@ -123,14 +127,13 @@ def _host_store(spec: EngineSpec, store: BlockStore, clock: Callable[[], float])
 
 
 def _policy(spec: EngineSpec, ranks: int) -> ShardPolicy:
-    """As configured; without a threshold, sequences that one rank cannot hold run on all."""
-    held = spec.memory.rank_tokens(spec.layout)
-    threshold = spec.config.pool.shard_from_tokens
-    return ShardPolicy(ranks, shard_from_tokens=threshold or held)
+    """As configured; without a threshold, sequences that do not fit on one rank are sharded."""
+    threshold = spec.config.pool.shard_from_tokens or spec.memory.rank_tokens(spec.layout)
+    return ShardPolicy(ranks, shard_from_tokens=threshold)
 
 
 def build_draft(spec: EngineSpec, model: PagedModel) -> DraftModel:
-    """A draft model that is loaded, with the sizes of its own launch."""
+    """The loaded draft model of `spec`, which is its own (`EngineSpec.drafting`)."""
     return DraftModel(
         model,
         BatchBuilder(spec.layout, **_sizes(spec)),
@@ -161,9 +164,8 @@ def build_follower(
 ) -> Follower:
     """The loop of a rank other than 0, around a loaded model."""
     ends = end_token_ids(spec.directory, spec.hf_config)
-    options = _options(spec, clock, cpu_clock or clock)
     builder, sampler = _gang_builder(spec, gang), _sampler(spec, ends)
-    runner = RankRunner(gang, model, builder, sampler, **options)
+    runner = RankRunner(gang, model, builder, sampler, clock=clock, cpu_clock=cpu_clock or clock)
     if spec.host_slices:
         runner.host = _host_store(spec, model.store, clock)
     return Follower(runner, depth=1 if spec.device.type == "cpu" else 2)
@@ -203,17 +205,6 @@ def _sampler(spec: EngineSpec, end_tokens: Sequence[int]) -> Sampler:
     )
 
 
-def _options(
-    spec: EngineSpec, clock: Callable[[], float], cpu_clock: Callable[[], float]
-) -> dict[str, Any]:
-    """Arguments of runners."""
-    return {
-        "max_num_seqs": spec.limits.max_num_seqs,
-        "clock": clock,
-        "cpu_clock": cpu_clock,
-    }
-
-
 def end_token_ids(directory: Path, config: PretrainedConfig) -> tuple[int, ...]:
     """The tokens that end an answer: those of generation_config.json, else of config.json."""
     from transformers import GenerationConfig
@@ -229,7 +220,7 @@ def end_token_ids(directory: Path, config: PretrainedConfig) -> tuple[int, ...]:
 
 
 def geometries(pages: Layout, shape: ModelShape, dtype: torch.dtype) -> list[Geometry]:
-    """For each layer group, the sizes of what its attention moves between ranks."""
+    """For each layer group, the sizes of the tensors that its attention moves between ranks."""
     return [
         Geometry(
             heads=max(shape.calls[layer].heads for layer in group.layers),

@@ -1,4 +1,4 @@
-"""What this machine offers: devices, free memory, number formats. The only place that looks."""
+"""What this machine has: devices, free memory, number formats. No other module looks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def choose_device(asked: str) -> torch.device:
-    """`auto` is a GPU if there is one. Raises ValueError where the asked one is not there."""
+    """`auto` is a GPU if there is one. Raises ValueError for `cuda` without a GPU."""
     has_gpu = torch.cuda.is_available()
     if asked == "cuda" and not has_gpu:
         raise ValueError(
@@ -21,12 +21,11 @@ def choose_device(asked: str) -> torch.device:
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """Memory that can be had now; on a CPU also within the limit of this control group."""
+    """Memory that can be allocated now; on a CPU also within the limit of this control group."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
-    bounds = [_available_bytes(), *_cgroup_bytes()]
-    return max(0, min(bounds))
+    return max(0, min(_available_bytes(), *_cgroup_bytes()))
 
 
 def _available_bytes() -> int:
@@ -51,7 +50,7 @@ def _cgroup_bytes() -> list[int]:
 
 
 def has_fp8(device: torch.device) -> bool:
-    """Whether it converts fp8 (e4m3); a GPU of NVIDIA does from compute capability 8.9 on."""
+    """Whether the device converts fp8 (e4m3); NVIDIA GPUs do from compute capability 8.9 on."""
     if device.type != "cuda" or torch.version.hip:
         return True
     return torch.cuda.get_device_capability(device) >= (8, 9)
@@ -63,8 +62,7 @@ def has_fast_bfloat16() -> bool:
 
 
 def has_vnni() -> bool:
-    """Whether the CPU adds products of 8-bit numbers in 32 bits; others first in 16, which
-    overflow."""
+    """Whether the CPU adds products of 8-bit numbers in 32 bits; others use 16, which overflow."""
     return "avx512_vnni" in _cpu_flags()
 
 

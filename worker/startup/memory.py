@@ -1,4 +1,7 @@
-"""The memory plan: what weights and workspaces take, what is left for pages. Pure arithmetic."""
+"""The memory plan: bytes of weights and workspaces, and the rest for pages. Pure arithmetic.
+
+A *slice* is one block of each layer group: the keys and values of `block_size` tokens.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,8 @@ class DoesNotFit(Exception):
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """All sizes in bytes; `slices` pieces of `block_size` tokens fit on each of `ranks`, `tokens`
-    on all of them together. A sequence of which layers keep only a window may be longer: `chunk`
-    tokens of it are computed at once."""
+    """All sizes in bytes; `slices` fit on each of `ranks`, `tokens` on all of them together. Where
+    layers keep only a window a sequence may be longer; it is computed `chunk` tokens at a time."""
 
     free_bytes: int
     weight_bytes: int
@@ -31,7 +33,7 @@ class MemoryPlan:
     ranks: int = 1
 
     def rank_tokens(self, layout: Layout) -> int:
-        """The longest sequence that one rank holds."""
+        """The longest sequence that fits on one rank."""
         return layout.longest(self.slices, self.chunk)
 
 
@@ -54,12 +56,11 @@ def plan_memory(
 ) -> MemoryPlan:
     """Size the KV budget of one rank. Raises DoesNotFit before anything is loaded.
 
-    An explicit `blocks` or `memory` wins over the automatic size: on a GPU `memory_fraction` of
-    what is free, less weights and workspaces; on a CPU a quarter of the rest, at most 2 GiB.
-    A draft model takes `draft_bytes` of it for each slice, on rank 0 for those of all ranks; the
-    others leave as much free. Weights that are packed while they are loaded take `loading_bytes`
-    till then, before there are pages.
-    Without an explicit `max_model_len` the longest sequence is what model and pages both allow.
+    An explicit `blocks` or `memory` wins over the automatic size: on a GPU `memory_fraction` of the
+    free memory, less weights and workspaces; on a CPU a quarter of the rest, at most 2 GiB. A draft
+    model takes `draft_bytes` of it for each slice, on rank 0 for those of all ranks; the others
+    leave as much free. Weights that are packed on loading take `loading_bytes` until then, before
+    there are pages. Without an explicit `max_model_len` model and pages bound the longest sequence.
     """
     usable = free_bytes if on_cpu else int(free_bytes * memory_fraction)
     left = usable - weight_bytes - workspace_bytes
@@ -106,14 +107,14 @@ def plan_memory(
 def plan_host(
     layout: Layout, host_gib: float, *, free_bytes: int, taken_bytes: int, on_cpu: bool
 ) -> int:
-    """How many pieces of `block_size` tokens `host_gib` of host memory holds beside the
-    `taken_bytes` of what is free there. Raises DoesNotFit."""
+    """How many slices fit in `host_gib` of host memory, of which `free_bytes` less `taken_bytes`
+    are free. Raises DoesNotFit."""
     asked = int(host_gib * GIB)
     if asked > free_bytes - taken_bytes:
-        there = f"{gib(max(0, free_bytes - taken_bytes))} are left beside weights and pages"
+        left = f"{gib(max(0, free_bytes - taken_bytes))} are left beside weights and pages"
         raise DoesNotFit(
             f"kv.host_gib={host_gib:g} does not fit: "
-            + (there if on_cpu else f"the host has {gib(free_bytes)} free")
+            + (left if on_cpu else f"the host has {gib(free_bytes)} free")
             + ". Lower it, or free memory"
         )
     if 0 < asked < layout.slice_bytes:
@@ -125,21 +126,19 @@ def plan_host(
 
 
 def with_slices(plan: MemoryPlan, layout: Layout, slices: int, asked: int | None) -> MemoryPlan:
-    """The plan with room for `slices` on each rank. The longest sequence is at most that of `plan`,
-    and exactly what was `asked` for. Raises DoesNotFit where that is too long."""
+    """The plan with room for `slices` on each rank. The longest sequence is `asked`, or what fits,
+    at most that of `plan`. Raises DoesNotFit where `asked` is too long."""
     chunk = plan.chunk * plan.ranks
     most = layout.longest(slices, chunk, plan.ranks) if slices else 0
     kv_bytes = slices * layout.slice_bytes
     longest = asked or min(plan.max_model_len, most)
     if longest > most or slices == 0:
-        there = f"{gib(kv_bytes)} are there"
-        if plan.ranks > 1:
-            there += f" on each of {plan.ranks} ranks"
+        each = f" on each of {plan.ranks} ranks" if plan.ranks > 1 else ""
         raise DoesNotFit(
             f"a sequence of {longest} tokens does not fit: it needs "
-            f"{gib(layout.sequence_bytes(longest, chunk))} of pages, {there}, which is "
-            f"{most} tokens. Lower model.max_model_len to {most} or less, raise kv.memory or "
-            "kv.blocks, or free memory"
+            f"{gib(layout.sequence_bytes(longest, chunk))} of pages, {gib(kv_bytes)} are there"
+            f"{each}, which is {most} tokens. Lower model.max_model_len to {most} or less, raise "
+            "kv.memory or kv.blocks, or free memory"
         )
     return replace(
         plan,
@@ -151,7 +150,7 @@ def with_slices(plan: MemoryPlan, layout: Layout, slices: int, asked: int | None
 
 
 def gib(size: int) -> str:
-    """A size for people: GiB, below one GiB in MiB, below one MiB in KiB."""
+    """A size in text: GiB, below one GiB in MiB, below one MiB in KiB."""
     if size >= GIB:
         return f"{size / GIB:.2f} GiB"
     return f"{size / (1 << 20):.1f} MiB" if size >= 1 << 20 else f"{size / 1024:.1f} KiB"

@@ -17,26 +17,25 @@ from worker.execution.model import ModelShape, PagedModel, UnsupportedModel
 # norms and rotary tables in float32 whatever their dtype, hence no less for float64.
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
 TOLERANCE_16_BIT = 0.15
-# Logits that have nothing to do with each other differ by 1.41. Tiny random models, whose attention
-# is as loud as can be, differ by up to 0.34 in int8 and 0.39 in fp8; trained ones by far less. So
-# this sees numbers read with wrong scales and models that 8 bits ruin, and nothing finer.
+# Unrelated logits differ by 1.41. Tiny random models, the most sensitive ones, differ by up to 0.34
+# in int8 and 0.39 in fp8; trained ones by far less. So this detects wrong scales and models that
+# 8 bits ruin, and nothing finer.
 TOLERANCE_QUANTISED = 0.7
 CHECK_TOKENS_MAX = 1024
 
 
 def checked_model(hf: PreTrainedModel, store: BlockStore, shape: ModelShape) -> PagedModel:
-    """Take the model over if two prompts in one flat batch over pages, one of them in two chunks,
-    give the logits that each gives alone through the model's own attention.
+    """The model over pages, if two prompts in one flat batch, one of them in two chunks, give the
+    logits of each alone through the model's own attention. Raises UnsupportedModel.
 
-    Quantised pages differ by what they round, which is too much to see a fault of attention by. So
-    the model is first checked over a few pages in its own numbers, as strictly as any, and then
-    over the quantised ones.
+    Rounding in quantised pages would hide a fault of attention. So the model is first checked over
+    a few unquantised pages, as strictly as any, and then over the quantised ones.
     """
     room = store.slices * store.layout.block_size // 2 - store.layout.block_size
     prompts = _prompts(shape, room, store.device)
     expected = _alone(hf, prompts)
     limit = _tolerance(hf)
-    if not getattr(hf, "is_quantized", False):  # packed by others: their weights cannot be joined
+    if not getattr(hf, "is_quantized", False):  # packed weights cannot be joined
         fuse(hf)
     if store.layout.quantised:
         _check_plain(hf, store.layout, shape, prompts, expected=expected, limit=limit)
@@ -48,8 +47,8 @@ def checked_model(hf: PreTrainedModel, store: BlockStore, shape: ModelShape) -> 
 
 
 def check_plain(hf: PreTrainedModel, pages: Layout, shape: ModelShape) -> None:
-    """The same check over a few unquantised pages, before the weights are quantised: their rounding
-    would hide a fault of attention."""
+    """The same check over a few unquantised pages before the weights are quantised, whose rounding
+    would hide a fault of attention. Raises UnsupportedModel."""
     prompts = _prompts(shape, CHECK_TOKENS_MAX, hf.device)
     _check_plain(hf, pages, shape, prompts, expected=_alone(hf, prompts), limit=_tolerance(hf))
 
@@ -93,7 +92,7 @@ def _check_plain(
 
 def _tolerance(hf: PreTrainedModel) -> float:
     """The largest difference allowed over unquantised pages. Where layer inputs are rounded to 8
-    bits, a float32 rounding difference may grow to a whole step, and on from there."""
+    bits, a float32 rounding difference may grow to a full step, and accumulate."""
     rounded = any(isinstance(module, Int8Linear) for module in hf.modules())
     if rounded or getattr(hf, "is_quantized", False):
         return TOLERANCE_QUANTISED
@@ -130,7 +129,7 @@ def _paged_logits(model: PagedModel, prompts: list[Tensor]) -> Tensor:
     at = {arena: model.store.blocks(arena) for arena in range(len(model.store.arenas))}
     for g, group in enumerate(layout.groups):
         for row, n in enumerate(need):
-            # Backwards, so that a table that is not looked at shows.
+            # Backwards, so that ignoring the table gives wrong logits.
             at[group.arena] -= n
             blocks = torch.arange(at[group.arena], at[group.arena] + n, device=device)
             tables[g, row, :n] = blocks.flip(0).int()
@@ -148,7 +147,7 @@ def _paged_logits(model: PagedModel, prompts: list[Tensor]) -> Tensor:
 
 
 def rows_of(table: Tensor, spans: list[tuple[int, int, int]], size: int) -> Rows:
-    """Rows for tokens (row of the table, first position, end), blocks of `size` tokens."""
+    """Rows for `spans` (row of the table, first position, end), with blocks of `size` tokens."""
     device = table.device
     lens = tuple(b - a for _, a, b in spans)
     firsts = tuple(a for _, a, _ in spans)

@@ -1,4 +1,4 @@
-"""What is decided before a model's weights are loaded: shapes, sizes, limits."""
+"""The engine's spec: shapes, sizes and limits, decided before a model's weights are loaded."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class EngineSpec:
     device: torch.device
     weights: Weights
     draft: Draft | None = None
-    host_slices: int = 0  # pieces of `block_size` tokens that host memory holds below the pages
+    host_slices: int = 0  # slices of the host cache
 
     @property
     def page_dtype(self) -> torch.dtype:
@@ -56,7 +56,7 @@ class EngineSpec:
 
     @property
     def kv_dtype(self) -> str:
-        """The name of `page_dtype`, part of a block's block hash."""
+        """The name of `page_dtype`, part of block hashes."""
         return quant.NAMES.get(self.page_dtype) or str(self.dtype).removeprefix("torch.")
 
     @property
@@ -76,8 +76,8 @@ class EngineSpec:
             "weights_bytes": memory.weight_bytes,
             "workspace_bytes": memory.workspace_bytes,
             "kv_bytes": memory.kv_bytes,
-            **self._hosting(),
-            **self._drafting(),
+            **self._host_rows(),
+            **self._draft_rows(),
             "kv_bytes_per_token": self.layout.bytes_per_token,
             "layer_groups": len(self.layout.groups),
             "block_size": self.layout.block_size,
@@ -87,7 +87,7 @@ class EngineSpec:
             "max_num_seqs": self.limits.max_num_seqs,
         }
 
-    def _hosting(self) -> dict[str, int | str]:
+    def _host_rows(self) -> dict[str, int | str]:
         """Rows of the start-up table for the host cache."""
         if not self.host_slices:
             return {}
@@ -96,14 +96,11 @@ class EngineSpec:
             "host_tokens": self.host_slices * self.layout.block_size,
         }
 
-    def _drafting(self) -> dict[str, int | str]:
+    def _draft_rows(self) -> dict[str, int | str]:
         """Rows of the start-up table for a draft model."""
         if self.draft is None:
             return {}
-        return {
-            "draft_model": self.draft.directory.name,
-            "draft_kv_bytes": self.draft_kv_bytes,
-        }
+        return {"draft_model": self.draft.directory.name, "draft_kv_bytes": self.draft_kv_bytes}
 
     @property
     def draft_kv_bytes(self) -> int:
@@ -113,12 +110,11 @@ class EngineSpec:
         return self.drafting().memory.slices * self.draft.layout.slice_bytes
 
     def drafting(self) -> EngineSpec:
-        """The launch of the draft model. Its pages hold as many tokens; on rank 0 of a gang, those
+        """The spec of the draft model. Its pages store as many tokens; on rank 0 of a gang, those
         of all ranks."""
         draft = self.draft
         assert draft is not None
-        longest = positions(draft.hf_config.get_text_config(decoder=True))
-        longest = min(self.memory.max_model_len, longest)
+        limit = positions(draft.hf_config.get_text_config(decoder=True))
         return replace(
             self,
             config=replace(
@@ -134,7 +130,7 @@ class EngineSpec:
             memory=replace(
                 self.memory,
                 slices=self.memory.slices * self.memory.ranks,
-                max_model_len=longest,
+                max_model_len=min(self.memory.max_model_len, limit),
                 ranks=1,
             ),
             draft=None,
@@ -143,7 +139,7 @@ class EngineSpec:
 
 
 def positions(text: PretrainedConfig) -> int:
-    """How many positions the model was made for; dynamic rotary stretches them by its factor."""
+    """How many positions the model is made for; dynamic rotary multiplies them by its factor."""
     limit = int(getattr(text, "max_position_embeddings", 0) or 1 << 20)
     rope = getattr(text, "rope_parameters", None) or {}
     return int(limit * rope["factor"]) if rope.get("rope_type") == "dynamic" else limit

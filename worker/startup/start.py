@@ -1,8 +1,7 @@
 """From a configuration and a model directory to a running engine, cheapest refusal first.
 
-`resolve` reads the model's config, probes its attention without weights and plans the memory; this
-is all that `kvatlas check` does. `start` loads the weights, runs the start-up check and builds the
-engine.
+`resolve` reads the model's config, probes its attention without weights and plans the memory; that
+is all of `kvatlas check`. `start` loads the weights, runs the start-up check and builds the engine.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def resolve(
 ) -> EngineSpec:
     """Decide shapes and sizes, on each of the `ranks` of a gang by itself (then see `agreed`).
 
-    Raises UnsupportedModel or DoesNotFit, both one message.
+    Raises UnsupportedModel or DoesNotFit.
     """
     setting = f"model.path={config.model.path}"
     hf_config = _read(directory, setting)
@@ -142,7 +141,7 @@ def _limits(config: Config, vocab_size: int, on_cpu: bool) -> tuple[Limits, Para
 
 
 def _host_slices(spec: EngineSpec) -> int:
-    """Pieces of `block_size` tokens that host memory holds. Raises DoesNotFit."""
+    """Slices of the host cache. Raises DoesNotFit."""
     memory, on_cpu = spec.memory, spec.device.type == "cpu"
     pages = memory.kv_bytes + spec.draft_kv_bytes
     taken = memory.weight_bytes + memory.workspace_bytes + pages
@@ -214,15 +213,14 @@ def _draft(
 
 
 def agreed(spec: EngineSpec, slices: Sequence[int]) -> EngineSpec:
-    """The spec that all ranks of a gang start with, `slices` being what each has room for: the
-    least of them. Raises DoesNotFit where a sequence of model.max_model_len needs more."""
+    """The spec that all ranks of a gang start with, given the `slices` that each has room for: it
+    has the fewest. Raises DoesNotFit where a sequence of model.max_model_len needs more."""
     asked = spec.config.model.max_model_len
-    memory = with_slices(spec.memory, spec.layout, min(slices), asked)
-    return replace(spec, memory=memory)
+    return replace(spec, memory=with_slices(spec.memory, spec.layout, min(slices), asked))
 
 
 def _layout(config: Config, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> Layout:
-    """The pages' layout. Raises UnsupportedModel where the device lacks their numbers."""
+    """The pages' layout. Raises UnsupportedModel where the device lacks the number format."""
     asked = config.kv.dtype
     if asked == "fp8" and not has_fp8(device):
         raise UnsupportedModel(
@@ -294,8 +292,8 @@ def start(
     gang: GangComm | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Engine:
-    """Load, check and build: alone, or on rank 0 of a gang. Raises UnsupportedModel where the check
-    fails."""
+    """Load, check and build the engine, alone or on rank 0 of a gang. Raises UnsupportedModel where
+    the check fails."""
     model, rotary = load(spec, clock, progress)
     block_hash = HashInputs(
         fingerprint(spec.directory, rotary, spec.weights.format), spec.kv_dtype, key
@@ -317,7 +315,7 @@ def start_follower(
     cpu_clock: Callable[[], float] | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Follower:
-    """Load and check on another rank of a gang, and build its part."""
+    """Load, check and build the follower of another rank of a gang."""
     model, _ = load(spec, clock, progress)
     return build_follower(spec, model, gang, clock, cpu_clock=cpu_clock)
 
@@ -327,7 +325,7 @@ def load(
     clock: Callable[[], float],
     progress: Callable[[str], None] = lambda line: None,
 ) -> tuple[PagedModel, str]:
-    """The model, checked and warm, with its pages; and what `fix_rotary` fixed."""
+    """The model, checked and warm, with its pages; and the result of `fix_rotary`."""
     progress(f"loading {spec.name} weights")
     hf = load_weights(spec.directory, spec.hf_config, spec.weights, spec.dtype, device=spec.device)
     if spec.dtype == torch.float64:
@@ -370,12 +368,12 @@ def warm_up(
     store: BlockStore, shape: ModelShape, dtype: torch.dtype, *, partials: bool = False
 ) -> None:
     """Compile and run every attention kernel that this model, computing in `dtype`, can reach, so
-    that no request waits; with `partials` those of sequences that span ranks too."""
+    that no request waits for that; with `partials` those of sharded sequences too."""
     kinds = list(zip(shape.layers, shape.calls, strict=True))
     for stored, call in set(kinds):
         layer = kinds.index((stored, call))
         sink = torch.zeros(call.heads, device=store.device) if call.sink else None
-        for some in {False, partials}:
+        for with_partials in {False, partials}:
             ops.warm_up(
                 store.k(layer),
                 store.v(layer),
@@ -383,13 +381,13 @@ def warm_up(
                 dtype,
                 options=AttentionOptions(1.0, stored.window, call.softcap, sink),
                 scales=store.scales(layer),
-                partials=some,
+                partials=with_partials,
             )
 
 
 def fingerprint(directory: Path, rotary: str, weights: str) -> bytes:
-    """A digest of what cached blocks depend on: config, weight files, rotary embedding and the
-    number format of the weights."""
+    """A digest of the model that cached blocks depend on: config, weight files, rotary embedding
+    and number format of the weights."""
     digest = hashlib.blake2b(digest_size=16, person=b"kvatlas-model")
     digest.update((directory / "config.json").read_bytes())
     for file in sorted(directory.glob("*.safetensors")):

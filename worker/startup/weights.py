@@ -1,7 +1,7 @@
-"""In which numbers a model's weights are kept: decided, or refused by name, before any is loaded.
+"""The number format of a model's weights: decided, or refused by name, before any is loaded.
 
 A checkpoint that is quantised already is loaded by transformers with the package of its method.
-One that is not can be quantised while it is loaded (`model.weights`, `worker/execution/int8.py`).
+Others can be quantised while they are loaded (`model.weights`, `worker/execution/int8.py`).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from worker.startup.memory import DoesNotFit, gib
 
 INT8 = "int8"
 ON_GPUS_ONLY = ("fp8", "mxfp8")  # unpacked where the model computes on a CPU
-MORE = 1.1  # of what was planned; a few small layers are kept in float32
+MARGIN = 1.1  # over the planned bytes; a few small layers are kept in float32
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """How the weights are kept. `format` is part of the model's fingerprint; `loading_bytes` is the
-    most they take while they are loaded; `packed` means they stay as the checkpoint has them."""
+    """How the weights are stored. `format` is part of the model's fingerprint; `loading_bytes` is
+    the most they take while they are loaded; `packed`: they stay as in the checkpoint."""
 
     format: str
     size_bytes: int
@@ -52,7 +52,7 @@ def plan_weights(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Weights:
-    """What `model.weights` asked for, or what the checkpoint's own quantisation allows here.
+    """The weights that `model.weights` asks for, or that the checkpoint's own quantisation allows.
 
     Raises UnsupportedModel, which names the method, what is missing and what is possible.
     """
@@ -60,16 +60,7 @@ def plan_weights(
     plain_bytes = shape.weight_count * dtype.itemsize
     own = own_quantisation(hf_config)
     if own is not None:
-        return _own(
-            own,
-            asked,
-            setting,
-            directory,
-            hf_config=hf_config,
-            plain_bytes=plain_bytes,
-            dtype=dtype,
-            device=device,
-        )
+        return _own(own, asked, setting, directory, hf_config, plain_bytes, dtype, device)
     if asked != INT8:
         return Weights(name, plain_bytes, plain_bytes)
     if device.type != "cpu":
@@ -98,7 +89,7 @@ def plan_weights(
 
 
 def own_quantisation(hf_config: PretrainedConfig) -> dict[str, Any] | None:
-    """The checkpoint's `quantization_config`, with the name of a method in it."""
+    """The checkpoint's `quantization_config` with its `quant_method`; None without one."""
     text = hf_config.get_text_config(decoder=True)
     found = getattr(hf_config, "quantization_config", None)
     found = found or getattr(text, "quantization_config", None)
@@ -151,7 +142,7 @@ def _own(
 
 
 def refusal(what: str, method: str, device: torch.device, error: BaseException) -> UnsupportedModel:
-    """One message for whatever a package, or its absence, says."""
+    """One message for any error of a package, or its absence."""
     reason = " ".join(str(error).split()) or type(error).__name__
     if len(reason) > 400:
         reason = f"{reason[:400]} ..."
@@ -164,7 +155,7 @@ def refusal(what: str, method: str, device: torch.device, error: BaseException) 
 
 
 def tensor_bytes(directory: Path) -> int:
-    """Bytes of all tensors in the safetensors files of a model, as they are stored."""
+    """Bytes of all tensors as stored in the safetensors files of a model."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -186,8 +177,8 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Any:
-    """The model on its device, its weights as the files have them or as its method unpacks them."""
-    # What is packed is put in place by its quantizer; some forbid to move it.
+    """The model on its device, its weights as stored or as its quantizer unpacks them."""
+    # Packed weights are placed by their quantizer; some forbid to move them.
     where = {"device_map": {"": str(device)}} if weights.packed else {}
     with refusing(weights, device):
         hf: Any = AutoModelForCausalLM.from_pretrained(
@@ -201,7 +192,7 @@ def load_weights(
 def check_size(hf: nn.Module, weights: Weights) -> None:
     """Raises DoesNotFit where weights take more than was planned."""
     held = held_bytes(hf)
-    if held > MORE * weights.size_bytes + (1 << 20):
+    if held > MARGIN * weights.size_bytes + (1 << 20):
         raise DoesNotFit(
             f"the weights ({weights.format}) take {gib(held)} once they are loaded and "
             f"{gib(weights.size_bytes)} were planned: this transformers unpacked them. Give a copy "
@@ -223,7 +214,7 @@ def refusing(weights: Weights, device: torch.device) -> Iterator[None]:
 
 
 def held_bytes(model: nn.Module) -> int:
-    """What parameters, buffers and packed layers take; memory that is shared counts once."""
+    """Bytes of parameters, buffers and packed layers; shared memory counts once."""
     found: dict[int, int] = {}
 
     def add(tensor: Tensor) -> None:

@@ -340,7 +340,7 @@ async def test_what_its_ingress_has_forgotten_is_ended(directory: Path) -> None:
                 await worker.still_wanted(forget, ["another"])
                 await worker.still_wanted(forget, ["another"])
             else:
-                await worker._end_all(worker.live.orphans(time.monotonic() + SILENCE_S + 1))
+                await worker._end_all(worker.tracker.orphans(time.monotonic() + SILENCE_S + 1))
             *_, last = [messages.decode(event) async for event in events]
             assert isinstance(last, messages.Finish)
             assert last.reason == "abort"

@@ -19,7 +19,7 @@ from tests.worker.fake import (
 )
 from worker import messages
 from worker.engine.engine import Engine
-from worker.scheduling.planner import IN_VAIN_MAX
+from worker.scheduling.planner import SKIPPED_MAX
 
 SIZE = 4
 
@@ -170,7 +170,7 @@ def test_a_step_without_time_for_more_looks_at_few_that_wait_for_the_host(
     for name, prompt in prompts.items():
         engine.submit(make_request(name, prompt, 1))
     engine.step(0.0)
-    assert len(seen) <= 1 + IN_VAIN_MAX
+    assert len(seen) <= 1 + SKIPPED_MAX
 
 
 @pytest.mark.parametrize("when", ["begins", "is in flight"])

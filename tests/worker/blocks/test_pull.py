@@ -76,7 +76,7 @@ async def test_what_came_is_not_computed(groups: int, blocks: int, calls: int) -
     assert (side.stats.pulled_blocks, side.stats.pulled_bytes) == (BLOCKS * groups, size)
     assert (source.stats.exported_blocks, source.stats.exported_bytes) == (BLOCKS * groups, size)
     assert sum(n for _, n in side.calls) == BLOCKS
-    assert all(n <= max(1, side.puller.piece_blocks) for _, n in side.calls)
+    assert all(n <= max(1, side.puller.chunk_blocks) for _, n in side.calls)
     assert side.stats.links["owner"].per_s > 0
     assert side.stats.failures == {}
     source.assert_whole()

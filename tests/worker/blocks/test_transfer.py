@@ -172,10 +172,10 @@ class Books:
         request = make_request("asks", self.prompt(), 1)
         group_hashes = self.engine.scheduler.prefix.block_hashes(request.sequences[0])
         self.export_pins.append(ExportPin())
-        self.transfers.lend(self.export_pins[-1], group_hashes)
+        self.transfers.begin_export(self.export_pins[-1], group_hashes)
 
     def give_back(self) -> None:
-        self.transfers.returned(self.export_pins.pop(self.draw.randrange(len(self.export_pins))))
+        self.transfers.end_export(self.export_pins.pop(self.draw.randrange(len(self.export_pins))))
 
     def turn(self, *, more: bool) -> None:
         choices = [self.submit, self.lend] if more else []
@@ -265,9 +265,9 @@ def test_what_is_lent_of_each_block_lies_on_one_rank() -> None:
     engine = make_engine(blocks=20, groups=2, policy=ShardPolicy(2))
     transfers, export_pin = transfers_of(engine.scheduler), ExportPin()
     group_hashes, tables = scattered(engine, 3)
-    transfers.lend(export_pin, group_hashes)
+    transfers.begin_export(export_pin, group_hashes)
     assert export_pin.blocks == [column[:2] for column in tables[0].blocks]
-    transfers.returned(export_pin)
+    transfers.end_export(export_pin)
     for table in tables:
         table.release()
     check(engine)

@@ -18,9 +18,12 @@ from worker.execution.runner import EngineDead
 
 @asynccontextmanager
 async def running(**options):
-    rate, beat_s = options.pop("messages_per_s", 1e9), options.pop("beat_s", None)
+    rate, heartbeat_s = options.pop("messages_per_s", 1e9), options.pop("heartbeat_s", None)
     loop = EngineLoop(
-        lambda: make_engine(**options), now=time.monotonic, messages_per_s=rate, beat_s=beat_s
+        lambda: make_engine(**options),
+        now=time.monotonic,
+        messages_per_s=rate,
+        heartbeat_s=heartbeat_s,
     )
     loop.start(asyncio.get_running_loop())
     try:
@@ -78,7 +81,7 @@ def test_a_slow_pace_folds_deltas_but_sends_first_token_and_end_at_once():
 
 def test_other_ranks_hear_from_an_idle_engine_and_of_its_end():
     async def main():
-        async with running(beat_s=0.01) as loop:
+        async with running(heartbeat_s=0.01) as loop:
             await collect(loop, make_request("r", [1], 5))
             words = loop.engine.runner.words
             while len(words) < 3:
@@ -94,7 +97,7 @@ def test_other_ranks_hear_from_an_idle_engine_and_of_its_end():
 
 def test_other_ranks_hear_from_an_engine_that_nobody_listens_to_yet():
     engine = make_engine()
-    loop = EngineLoop(lambda: engine, now=time.monotonic, messages_per_s=1e6, beat_s=0.01)
+    loop = EngineLoop(lambda: engine, now=time.monotonic, messages_per_s=1e6, heartbeat_s=0.01)
     while not engine.runner.words:
         pass
     loop.stop()

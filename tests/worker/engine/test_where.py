@@ -113,7 +113,7 @@ def test_a_token_that_no_layer_sees_any_more_is_said_to_be_given_back(models: Mo
     engine = models.engine("mistral", 8, chunk=64)
     run(engine)
     pages = Pages(engine, spec, "gang-1", 0, facts(engine, None))
-    with pytest.raises(ValueError, match="given back, for no layer sees more than the last 20"):
+    with pytest.raises(ValueError, match="freed, for no layer sees more than the last 20"):
         pages.locate(NAME, 0, 0)
     last = stored(engine, 0) - 1
     found = pages.locate(NAME, last, 0)

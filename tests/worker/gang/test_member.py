@@ -221,9 +221,9 @@ def test_a_rank_that_cannot_start_is_why_the_others_do_not(directory: Path) -> N
 def test_all_ranks_take_what_the_least_can_hold(directory: Path) -> None:
     configs = [config(directory, 2, blocks=blocks) for blocks in (32, 20)]
     leader, follower = together(makers(configs, members(2)))
-    assert leader.launch.memory.slices == 20
+    assert leader.spec.memory.slices == 20
     assert follower.loop.follower.runner.model.store.slices == 20
-    assert leader.launch.memory.max_model_len == 2 * 20 * 8
+    assert leader.spec.memory.max_model_len == 2 * 20 * 8
     left_in_peace(leader, [follower])  # without a request, and with nobody who listens
 
 
@@ -269,10 +269,10 @@ def test_blocks_that_a_late_rank_may_write_to_are_not_given_back(
             store = followers[0].loop.follower.runner.model.store
             monkeypatch.setattr(store, "import_", lambda blocks, rows: awake.wait(30))
             pages = leader._blocks
-            groups, most = leader.launch.layout.groups, leader.launch.memory.slices
-            there = [[most * leader.launch.layout.groups_in(group.arena)] for group in groups]
+            groups, most = leader.spec.layout.groups, leader.spec.memory.slices
+            there = [[most * leader.spec.layout.groups_in(group.arena)] for group in groups]
             with pytest.raises(ExchangeFailed, match=r"rank 1: .* for 0\.8 s"):
-                pages.import_(there, bytes(leader.launch.layout.slice_bytes))
+                pages.import_(there, bytes(leader.spec.layout.slice_bytes))
             leader.loop.post(lambda: given.append(there))
             leader.loop._thread.join(30)
             assert not given

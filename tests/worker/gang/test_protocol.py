@@ -52,7 +52,7 @@ def row(sequence, start: int, count: int, changed_from: int = 0, **options) -> R
 
 def sent(
     teller: PlanEncoder, listener: PlanDecoder, plan: StepPlan, digest: int = 0
-) -> protocol.Told:
+) -> protocol.DecodedStep:
     kind, body = protocol.read(teller.step(plan, protocol.changes_of(plan), digest))
     assert kind == STEP
     return listener.step(body)

@@ -17,7 +17,7 @@ from tests.worker.gangs import gang_engine
 from tests.worker.served import GREEDY, answer, generate, submit
 from worker import messages
 from worker.execution.runner import EngineDead
-from worker.gang.runner import LAST_WORD_S
+from worker.gang.runner import CAUSE_S
 from worker.params import SamplingParams
 from worker.request import Request
 
@@ -230,7 +230,7 @@ def test_no_rank_is_in_a_step_whose_blocks_are_given_back(models, depth, when):
         if when == "before":
             part, method = engine.runner.builder, "build"
         else:
-            part, method = members.gangs[0].exchange, "settle"
+            part, method = members.gangs[0].exchange, "synchronize"
         fault = Once(getattr(part, method), ValueError("no luck"))
         setattr(part, method, fault)
         fault.armed = True
@@ -290,7 +290,7 @@ def test_a_rank_of_another_epoch_is_refused(models):
         engine,
         members,
     ):
-        engine.runner._teller.epoch = 7
+        engine.runner._encoder.epoch = 7
         submit(engine, 1)
         with pytest.raises(EngineDead, match="rank 1 is in epoch 1, rank 0 in 7"):
             run_out(engine)
@@ -305,7 +305,7 @@ def test_a_lost_message_is_seen(models):
         submit(engine, 1)
         engine.step(0.0)
         members.followers[0]._last += 1
-        with pytest.raises(EngineDead, match="rank 1 was told step 1 after step 1"):
+        with pytest.raises(EngineDead, match="rank 1 was sent step 1 after step 1"):
             run_out(engine)
     assert isinstance(members.ends[1], EngineDead)
 
@@ -337,12 +337,12 @@ def test_to_collect_a_step_is_to_wait_for_its_own_exchanges(models):
         engine,
         members,
     ):
-        settled = []
-        members.gangs[0].exchange.settle = settled.append
+        synchronized = []
+        members.gangs[0].exchange.synchronize = synchronized.append
         submit(engine, 1)
         run_out(engine)
-        assert settled == list(range(engine.stats.steps))
-        assert len(settled) > NEW_TOKENS // 2
+        assert synchronized == list(range(engine.stats.steps))
+        assert len(synchronized) > NEW_TOKENS // 2
 
 
 class OnGPU:
@@ -397,7 +397,7 @@ def test_after_a_deadline_rank_0_does_not_wait_for_another_one(models, rank, nam
         runner._open.append(0)
         with pytest.raises(EngineDead, match=named):
             runner.raise_if_dead(ExchangeFailed(rank, 0, "late"))
-    assert timeouts_s == [LAST_WORD_S]
+    assert timeouts_s == [CAUSE_S]
 
 
 @pytest.mark.parametrize("depth", [1, 2])

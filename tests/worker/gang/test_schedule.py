@@ -24,7 +24,7 @@ from tests.worker.fake import (
 from worker import messages
 from worker.request import NO_SLOT
 from worker.scheduling import admission
-from worker.scheduling.planner import IN_VAIN_MAX
+from worker.scheduling.planner import SKIPPED_MAX
 
 
 def gang(ranks: int, **fields) -> SmallTiles:
@@ -478,4 +478,4 @@ def test_a_step_looks_in_vain_at_a_bounded_number_of_waiting_ones():
     match, looked = engine.scheduler.prefix.match, []
     engine.scheduler.prefix.match = lambda s: [looked.append(s), match(s)][1]
     engine.step(NOW)
-    assert len(looked) == IN_VAIN_MAX
+    assert len(looked) == SKIPPED_MAX

@@ -141,7 +141,7 @@ def test_a_preempted_sequence_hits_its_own_blocks(depth):
     for _ in range(8):
         outputs += engine.step(0.0)
     while engine._in_flight:
-        outputs += engine._settle(0.0)
+        outputs += engine._collect(0.0)
     (sequence,) = engine.scheduler.running
     before, known = computed(engine), len(sequence.tokens)
     engine.scheduler.preempt(sequence)

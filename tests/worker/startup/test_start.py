@@ -172,8 +172,8 @@ def test_non_finite_logits_cost_only_the_request_that_has_them(models):
     submit(engine, 2)
     true = engine.runner.model.forward
 
-    def forward(*batch):
-        logits = true(*batch).clone()
+    def forward(*batch, **sharded):
+        logits = true(*batch, **sharded).clone()
         logits[0, 3] = torch.nan
         return logits
 
@@ -248,7 +248,7 @@ def test_a_compiled_model_compiles_before_it_is_ready(models, monkeypatch, backe
 def test_start_reports_what_it_does(models):
     spec, _ = models.load("llama", 16)
     lines = []
-    assert start(spec, clock=float, progress=lines.append).cached
+    assert start(spec, clock=float, progress=lines.append).idle
     assert [line.split()[0] for line in lines] == ["loading", "checking"]
 
 
