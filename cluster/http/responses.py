@@ -1,6 +1,6 @@
-"""Responses of the OpenAI API: plain dicts for whole answers, bytes for the chunks of a stream.
+"""Responses of the OpenAI API: dicts for whole answers, encoded bytes for the chunks of a stream.
 
-A chunk is built for every delta of every stream, so the part that never changes is encoded once.
+A chunk is built for every delta of every stream, so its constant part is encoded once.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def dumps(body: object) -> bytes:
 def json_response(
     body: object, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """A whole answer in JSON."""
+    """A JSON response."""
     return Response(dumps(body), status, headers, media_type="application/json")
 
 
 def error_response(error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
-    """The answer that an error is, with these headers besides its own."""
+    """The response for an error, with these headers besides its own."""
     return json_response(error.body(), error.status, {**(headers or {}), **error.headers()})
 
 
@@ -81,7 +81,7 @@ class Answer(ABC):
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     def chunk(self, choice: Json | None, extra: Json | None = None) -> bytes:
-        """One event with one choice or none; `extra` fields stand beside the choices."""
+        """One event with one choice or none; `extra` fields go beside the choices."""
         body = b"" if choice is None else dumps(choice)
         tail = b"," + dumps(extra)[1:-1] if extra else b""
         return self._head + body + b"]" + tail + b"}\n\n"
@@ -187,7 +187,7 @@ class CompletionAnswer(Answer):
         }
 
     def _top(self, text: str, scored: Scored) -> Json | None:
-        """The best tokens by their text, the one of the answer among them in any case."""
+        """Log-probabilities of the best tokens by their text, the answer's own token included."""
         if scored.entry is None or not scored.entry.top:
             return None
         top: dict[str, float] = {}

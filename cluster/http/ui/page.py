@@ -1,4 +1,4 @@
-"""The page map: one page without parts from elsewhere, and the data that it asks for."""
+"""The map of KV blocks: one self-contained page, and the data that it fetches."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from cluster.http.responses import json_response
 from cluster.http.state import Api
 from kvpaging.report import MAP_BLOCKS
 
-_ONLY_OURS = {
+_HEADERS = {  # the page may load nothing from elsewhere
     "content-security-policy": "default-src 'none'; connect-src 'self'; "
     "script-src 'unsafe-inline'; style-src 'unsafe-inline'"
 }
 
 
 def add_map(app: FastAPI, api: Api) -> None:
-    """`/map` for people and `/debug/map` for the page, both only for who may look inside."""
+    """`/map` for people and `/debug/map` for the page, both for admins."""
     page = files(__package__).joinpath("map.html").read_bytes()
-    inside: dict[str, Any] = {"dependencies": [Depends(api.access.admin)]}
+    admin: dict[str, Any] = {"dependencies": [Depends(api.access.admin)]}
 
-    @app.get("/map", **inside)
-    async def to_dict() -> Response:
-        return Response(page, headers=_ONLY_OURS, media_type="text/html; charset=utf-8")
+    @app.get("/map", **admin)
+    async def show() -> Response:
+        return Response(page, headers=_HEADERS, media_type="text/html; charset=utf-8")
 
-    @app.get("/debug/map", **inside)
+    @app.get("/debug/map", **admin)
     async def data(request: Request) -> Response:
         first = request.query_params.get("first", "0")
         if not first.isascii() or not first.isdigit() or len(first) > 12:

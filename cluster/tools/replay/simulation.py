@@ -80,16 +80,16 @@ class Ingress:
     ) -> tuple[Choice, int]:
         """Where the request goes, and how many prompt tokens that gang should have to compute."""
         table = self.table
-        ask = table.ask(
+        query = table.query(
             arrival.number,
             block_hashes,
             prompt_tokens=arrival.prompt_tokens,
             expected_output=OUTPUT_TOKENS,
             now_s=now_s,
         )
-        choice = self.policy(ask, table.rows)
-        table.sent(ask, choice, block_hashes, now_s)
-        return choice, ask.lacking(choice)
+        choice = self.policy(query, table.rows)
+        table.sent(query, choice, block_hashes, now_s)
+        return choice, query.lacking(choice)
 
 
 class Copies:
