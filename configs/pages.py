@@ -1,4 +1,4 @@
-"""The pages that keys and values live in, and the host memory below them."""
+"""Settings of the paged KV cache and of its host cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KVConfig:
-    """The pages that keys and values live in."""
+    """The paged KV cache, and the host cache for evicted blocks."""
 
     block_size: int | None = _setting(
         None, rules.power_of_two(8, 256), "Tokens in one block; null is 16 on a CPU, 64 on a GPU."
@@ -22,7 +22,7 @@ class KVConfig:
     dtype: Literal["auto", "int8", "fp8"] = _setting(
         "auto",
         rules.choice("auto", "int8", "fp8"),
-        "Numbers in pages; auto is those of the model, 8 bits hold nearly twice as many tokens.",
+        "Format of keys and values; auto is the model's, 8 bits hold nearly twice as many tokens.",
     )
     memory: int | Literal["auto"] = _setting(
         "auto", rules.size(auto=True), "Memory for all blocks; auto follows `kv.memory_fraction`."
@@ -30,12 +30,12 @@ class KVConfig:
     memory_fraction: float = _setting(
         0.9,
         rules.number(0, 1, above=True),
-        "Share of a GPU's free memory to use; on a CPU auto pages take a quarter, at most 2 GiB.",
+        "Share of a GPU's free memory to use; on a CPU auto takes a quarter, at most 2 GiB.",
     )
     blocks: int | None = _setting(
         None,
         rules.integer(1),
-        "Exact number of blocks, before any other size; null sizes them by memory.",
+        "Exact number of blocks, which overrides other sizes; null sizes them by memory.",
     )
     prefix_cache: bool = _setting(
         True,
@@ -45,12 +45,12 @@ class KVConfig:
     host_gib: float = _setting(
         0.0,
         rules.number(0),
-        "Host memory of each worker, in GiB, for blocks that the pages have no room for; 0 is off.",
+        "Host cache of each worker for blocks evicted from its KV cache, in GiB; 0 is off.",
     )
     host_step_gib: float = _setting(
         1.0,
         rules.number(0, above=True),
-        "Most GiB copied to the host between two steps, and as many back.",
+        "Most GiB offloaded to the host between two steps, and most GiB loaded.",
     )
 
 
@@ -58,7 +58,7 @@ DEFAULT = KVConfig()
 
 
 def conflicts(kv: KVConfig, preemption: str) -> Iterator[str]:
-    """What is wrong with settings that are each possible alone."""
+    """Conflicts between settings that are each possible alone."""
     if kv.host_gib and not kv.prefix_cache:
         yield (
             f"kv.host_gib={kv.host_gib:g} keeps blocks that are found by kv.prefix_cache, which is "

@@ -1,4 +1,4 @@
-"""Speculation: what is drafted where a request does not say."""
+"""Settings of speculative decoding, for requests that do not set their own."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from configs.rules import setting as _setting
 
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
-    """Tokens that are drafted and verified together; the output stays what it is."""
+    """Speculative decoding: tokens are drafted, then verified together; the output is the same."""
 
     method: Literal["none", "prompt_lookup", "draft_model"] = _setting(
         "none",
         rules.choice("none", "prompt_lookup", "draft_model"),
-        "Who draft tokens; prompt_lookup goes on as an earlier part of the same sequence did.",
+        "How tokens are drafted; prompt_lookup repeats an earlier part of the same sequence.",
     )
     draft_model: str | None = _setting(
         None,
@@ -24,7 +24,7 @@ class SpeculationConfig:
         "Directory of a smaller model with the same vocabulary, for requests that ask for it too.",
     )
     k_max: int = _setting(
-        8, rules.integer(1, 31), "Most tokens drafted at a time; a request may name its own."
+        8, rules.integer(1, 31), "Most tokens drafted at a time; a request may set its own."
     )
     step_tokens: int | None = _setting(
         None,
