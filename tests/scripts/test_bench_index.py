@@ -65,7 +65,7 @@ def test_a_plain_loop_counts_as_far_as_the_time_allows(monkeypatch: pytest.Monke
     with (timed := bench_index.Timed()):
         pass
     assert timed.cpu_s == [pytest.approx(0.002)]
-    assert timed.shown()["p99_cpu_ms"] == 2.0
+    assert timed.to_dict()["p99_cpu_ms"] == 2.0
 
 
 def test_elsewhere_it_says_what_it_needs(

@@ -27,7 +27,7 @@ NAMES = {"maximum": "the maximum", "power_of_two": "power of two", "exact": "exa
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What is planned for."""
+    """The model whose KV cache is planned."""
 
     name: str
     geometry: Geometry
@@ -37,16 +37,16 @@ class Model:
 
 
 class Progress:
-    """A line that is written over on a terminal, and nothing elsewhere."""
+    """A progress line that is overwritten on a terminal; elsewhere it prints nothing."""
 
     def __init__(self) -> None:
-        self._on, self._last_s, self._wide = sys.stderr.isatty(), 0.0, 0
+        self._on, self._last_s, self._width = sys.stderr.isatty(), 0.0, 0
 
     def __call__(self, text: str) -> None:
         now = time.monotonic()
         if self._on and (now - self._last_s > 0.1 or not text):
-            print(f"\r{text:<{self._wide}}", end="" if text else "\r", file=sys.stderr, flush=True)
-            self._last_s, self._wide = now, max(self._wide, len(text))
+            print(f"\r{text:<{self._width}}", end="" if text else "\r", file=sys.stderr, flush=True)
+            self._last_s, self._width = now, max(self._width, len(text))
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -222,7 +222,7 @@ def _measured_layer(layers: tuple[Any, ...]) -> int:
 
 
 def _longest(options: argparse.Namespace, model: Model, requests: Requests) -> int:
-    """Tokens of the longest sequence that is let in, as `kvatlas serve` decides it."""
+    """Tokens of the longest sequence accepted, decided as `kvatlas serve` does."""
     tokens: int = options.memory // model.geometry.bytes_per_token
     room = model.geometry.longest(options.memory)
     if tokens > TOKENS_MAX:
@@ -252,7 +252,7 @@ def _longest(options: argparse.Namespace, model: Model, requests: Requests) -> i
 def _measure(
     options: argparse.Namespace, model: Model, requests: Requests, progress: Callable[[str], None]
 ) -> tuple[Step, list[Cost], float]:
-    """The batch, its times, and the load average before: a busy CPU's times mean little."""
+    """The batch, its times, and the load average before, with which to judge a CPU's times."""
     progress("preparing the measurement")
     import torch
 

@@ -1,4 +1,4 @@
-"""`kvatlas bench context`: what context parallelism costs and gains, layer by layer."""
+"""`kvatlas bench context`: costs and gains of context parallelism, for one layer."""
 
 from __future__ import annotations
 
@@ -152,8 +152,8 @@ def _part(
 
     calls, sent = formula(layer, context, count, ranks) if ranks > 1 else (0, 0)
     error = (cost.output.double() - alone.output.double()).abs().max().item()
-    spread = alone.output.double().std().item()
-    if error > (1e-4 if layer.dtype.itemsize > 2 else 5e-2) * max(spread, 1e-3):
+    deviation = alone.output.double().std().item()
+    if error > (1e-4 if layer.dtype.itemsize > 2 else 5e-2) * max(deviation, 1e-3):
         raise UserError(f"{ranks} ranks differ from one by {error:.3g} at {context:,} tokens")
     return {
         "tokens": count,
@@ -170,7 +170,7 @@ def _part(
 
 
 def _exchanged(rows: list[dict[str, Any]], layer: Layer, progress: Callable[[str], None]) -> None:
-    """Fill in what the exchanges take between processes; None where there are too few GPUs."""
+    """Fill in the times of exchanges between processes; None if there are too few GPUs."""
     import torch
 
     from cluster.tools.context.exchange_time import between_processes
@@ -197,14 +197,14 @@ PARTS = ("decode", "prefill")
 def _finish(
     row: dict[str, Any], rows: list[dict[str, Any]], options: argparse.Namespace, layer: Layer
 ) -> None:
-    """What follows from the measurements, and the prediction for GPUs."""
+    """Fill in the efficiency from the measurements, and the prediction for GPUs."""
     alone = next(r for r in rows if r["context"] == row["context"])
     ranks = row["ranks"]
     for name in PARTS:
         part, one = row[name], alone[name]
-        whole_s = max(part["attention_s"]) + (part["exchange_s"] or 0.0)
-        whole = part["exchange_s"] is not None
-        part["efficiency"] = round(one["attention_s"][0] / ranks / whole_s, 3) if whole else None
+        total_s = max(part["attention_s"]) + (part["exchange_s"] or 0.0)
+        known = part["exchange_s"] is not None
+        part["efficiency"] = round(one["attention_s"][0] / ranks / total_s, 3) if known else None
         part["predicted"] = _predicted(
             options, layer, context=row["context"], count=part["tokens"], ranks=ranks
         )
@@ -234,12 +234,12 @@ def _predicted(
 
     from cluster.tools.context.measure import formula
 
-    there = dataclasses.replace(layer, dtype=torch.bfloat16)
-    read_s = context / ranks * there.geometry.kv_token_bytes / (options.hbm_gb_s * 1e9)
+    layer = dataclasses.replace(layer, dtype=torch.bfloat16)
+    read_s = context / ranks * layer.geometry.kv_token_bytes / (options.hbm_gb_s * 1e9)
     keys = count * (context - count / 2)
     products_s = 2 * layer.heads * (layer.k_dim + layer.v_dim) * keys / ranks
     products_s /= options.tflops * 1e12
-    calls, sent = formula(there, context, count, ranks) if ranks > 1 else (0, 0)
+    calls, sent = formula(layer, context, count, ranks) if ranks > 1 else (0, 0)
     exchange_s = calls * options.latency_us * 1e-6 + sent / (options.link_gb_s * 1e9)
     attention_s = max(read_s, products_s)
     return {

@@ -1,4 +1,4 @@
-"""Compile the kernels ahead of time for every target and write what they cost to docs/kernels.md.
+"""Compile the kernels ahead of time for every target and write their resources to docs/kernels.md.
 
 Run it as `python -m cluster.tools.kernels.report`.
 """
@@ -53,7 +53,7 @@ in bytes of a thread (on gfx942 in registers).
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one compiled variant takes of a chip."""
+    """The resources of a chip that one compiled variant uses."""
 
     registers: int
     spills: int
@@ -115,7 +115,7 @@ class _Code(ast.NodeTransformer):
 
 
 def problems(name: str, target: str, cost: Cost) -> list[str]:
-    """Limits that hold for every compile, whatever an earlier one took."""
+    """Violations of the limits that hold for every compile, besides those of earlier figures."""
     build = variants.build(name, target)
     found = []
     if cost.spills:
@@ -135,22 +135,22 @@ def _nvidia(ptx: str, cubin: bytes, shared: int) -> Cost:
             [_CUOBJDUMP, "--dump-resource-usage", file.name],
             capture_output=True, text=True, check=True,
         ).stdout  # fmt: skip
-    prefill_tile = r"(?:ld|st)\.global\S*\.(?:v4\.\w32|v2\.\w64)|cp\.async\.\S+ [^;]*\], 0x10"
+    accesses = r"(?:ld|st)\.global\S*\.(?:v4\.\w32|v2\.\w64)|cp\.async\.\S+ [^;]*\], 0x10"
     return Cost(
         registers=_number(r"REG:(\d+)", usage),
         spills=_number(r"STACK:(\d+)", usage),
         shared=shared,
-        quads=len(re.findall(prefill_tile, ptx)),
+        quads=len(re.findall(accesses, ptx)),
     )
 
 
 def _amd(assembly: str, shared: int) -> Cost:
-    prefill_tile = r"(?:global|buffer)_(?:load|store)_dwordx4"
+    accesses = r"(?:global|buffer)_(?:load|store)_dwordx4"
     return Cost(
         registers=_number(r"\.vgpr_count:\s+(\d+)", assembly),
         spills=_number(r"\.vgpr_spill_count:\s+(\d+)", assembly),
         shared=shared,
-        quads=len(re.findall(prefill_tile, assembly)),
+        quads=len(re.findall(accesses, assembly)),
     )
 
 
@@ -181,7 +181,7 @@ def committed(page: str) -> tuple[str, str, dict[tuple[str, str], Cost]]:
 
 
 def main() -> int:
-    """Write docs/kernels.md; the exit code says whether all limits hold."""
+    """Write docs/kernels.md; the exit code is 1 if a limit does not hold."""
     lines, failed = [], False
     for name in variants.names():
         for target in variants.targets(name):
