@@ -69,27 +69,6 @@ class PoolConfig:
         return self.gang_size * self.most_gangs
 
 
-@dataclass(frozen=True, slots=True)
-class ScalingConfig:
-    """Autoscaling: more workers under load, fewer without, by the seconds queued in them."""
-
-    max_workers: int | None = _setting(
-        None, rules.integer(1, 512), "Most workers; null is always `cluster.workers` of them."
-    )
-    target_queued_s: float = _setting(
-        2.0,
-        rules.number(0, above=True),
-        "Seconds queued in each worker beyond which there should be more workers.",
-    )
-    up_delay_s: float = _setting(
-        10.0, rules.number(0), "How long more workers must be needed before they are started."
-    )
-    down_delay_s: float = _setting(
-        300.0, rules.number(0), "How long fewer workers must be enough before one is stopped."
-    )
-
-
-NO_SCALING = ScalingConfig()
 FIELDS = {field.name: field for field in dataclasses.fields(PoolConfig)}
 _KEYS = ", ".join(FIELDS)
 

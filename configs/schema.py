@@ -10,13 +10,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from configs import pages, rules
 from configs import pools as gang_pools
-from configs.pages import KVConfig
-from configs.pools import PoolConfig, ScalingConfig
+from configs import rules
+from configs.pools import PoolConfig
 from configs.rules import setting as _setting
-from configs.speculation import DEFAULT as SPECULATION
-from configs.speculation import SpeculationConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -65,6 +62,48 @@ class ModelConfig:
         False,
         rules.flag(),
         "Compile the forward pass with torch.compile; a slower start, faster steps.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class KVConfig:
+    """The paged KV cache, and the host cache for evicted blocks."""
+
+    block_size: int | None = _setting(
+        None, rules.power_of_two(8, 256), "Tokens in one block; null is 16 on a CPU, 64 on a GPU."
+    )
+    dtype: Literal["auto", "int8", "fp8"] = _setting(
+        "auto",
+        rules.choice("auto", "int8", "fp8"),
+        "Format of keys and values; auto is the model's, 8 bits hold nearly twice as many tokens.",
+    )
+    memory: int | Literal["auto"] = _setting(
+        "auto", rules.size(auto=True), "Memory for all blocks; auto follows `kv.memory_fraction`."
+    )
+    memory_fraction: float = _setting(
+        0.9,
+        rules.number(0, 1, above=True),
+        "Share of a GPU's free memory to use; on a CPU auto takes a quarter, at most 2 GiB.",
+    )
+    blocks: int | None = _setting(
+        None,
+        rules.integer(1),
+        "Exact number of blocks, which overrides other sizes; null sizes them by memory.",
+    )
+    prefix_cache: bool = _setting(
+        True,
+        rules.flag(),
+        "Keep blocks of finished sequences and reuse them for the same leading tokens.",
+    )
+    host_gib: float = _setting(
+        0.0,
+        rules.number(0),
+        "Host cache of each worker for blocks evicted from its KV cache, in GiB; 0 is off.",
+    )
+    host_step_gib: float = _setting(
+        1.0,
+        rules.number(0, above=True),
+        "Most GiB offloaded to the host between two steps, and most GiB loaded.",
     )
 
 
@@ -297,18 +336,62 @@ class RoutingConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ScalingConfig:
+    """Autoscaling: more workers under load, fewer without, by the seconds queued in them."""
+
+    max_workers: int | None = _setting(
+        None, rules.integer(1, 512), "Most workers; null is always `cluster.workers` of them."
+    )
+    target_queued_s: float = _setting(
+        2.0,
+        rules.number(0, above=True),
+        "Seconds queued in each worker beyond which there should be more workers.",
+    )
+    up_delay_s: float = _setting(
+        10.0, rules.number(0), "How long more workers must be needed before they are started."
+    )
+    down_delay_s: float = _setting(
+        300.0, rules.number(0), "How long fewer workers must be enough before one is stopped."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationConfig:
+    """Speculative decoding: tokens are drafted, then verified together; the output is the same."""
+
+    method: Literal["none", "prompt_lookup", "draft_model"] = _setting(
+        "none",
+        rules.choice("none", "prompt_lookup", "draft_model"),
+        "How tokens are drafted; prompt_lookup repeats an earlier part of the same sequence.",
+    )
+    draft_model: str | None = _setting(
+        None,
+        rules.path(),
+        "Directory of a smaller model with the same vocabulary, for requests that ask for it too.",
+    )
+    k_max: int = _setting(
+        8, rules.integer(1, 31), "Most tokens drafted at a time; a request may set its own."
+    )
+    step_tokens: int | None = _setting(
+        None,
+        rules.integer(0),
+        "Most tokens of a step with draft tokens; null is 16 on a CPU, 128 on a GPU.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """All settings, by section."""
 
     model: ModelConfig = ModelConfig()
-    kv: KVConfig = pages.DEFAULT
+    kv: KVConfig = KVConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     limits: LimitsConfig = LimitsConfig()
     server: ServerConfig = ServerConfig()
     routing: RoutingConfig = RoutingConfig()
     cluster: ClusterConfig = ClusterConfig()
-    scaling: ScalingConfig = gang_pools.NO_SCALING
-    speculation: SpeculationConfig = SPECULATION
+    scaling: ScalingConfig = ScalingConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
 
     @property
     def pools(self) -> tuple[PoolConfig, ...]:
@@ -353,7 +436,13 @@ class Config:
             max_workers=self.scaling.max_workers,
             block_size=self.kv.block_size,
         )
-        yield from pages.conflicts(self.kv, self.scheduler.preemption)
+        if self.kv.host_gib and not self.kv.prefix_cache:
+            yield (
+                f"kv.host_gib={self.kv.host_gib:g} keeps blocks that are found by kv.prefix_cache, "
+                "which is false: set it to true, or kv.host_gib to 0"
+            )
+        if self.scheduler.preemption == "swap" and not self.kv.host_gib:
+            yield "scheduler.preemption=swap needs memory to swap to: set kv.host_gib above 0"
         if self.speculation.method == "draft_model" and self.speculation.draft_model is None:
             yield "speculation.method=draft_model needs a model directory: speculation.draft_model"
         if cluster.collective_timeout_s >= cluster.step_timeout_s:

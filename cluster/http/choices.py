@@ -55,7 +55,6 @@ class Choice:
     ) -> None:
         self.index = index
         self.prompt = prompt
-        self.prompt_tokens = len(prompt)
         self.cached_tokens = 0
         self.generated_tokens = 0
         self.sent_tokens = 0  # generated when a piece was last taken
@@ -94,7 +93,7 @@ class Choice:
             self._tokens.append(Scored(token, self._decoded, entry))
             self._decoded += len(text)
             self._give(text)
-        if message.start + len(tokens) == self.prompt_tokens:
+        if message.start + len(tokens) == len(self.prompt):
             text = self._echo.flush()
             self._decoded += len(text)
             self._give(text)

@@ -98,7 +98,7 @@ class Completion(Response):
         self._record = record
         self._tenant = tenant
         self._timeout = timeout
-        self._headers: list[tuple[bytes, bytes]] = []  # besides those of every answer
+        self._extra_headers: list[tuple[bytes, bytes]] = []  # besides those of every answer
         self._timed = False  # tokens come one by one, so their times can be measured
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -197,14 +197,14 @@ class Completion(Response):
     def _routed(self, route: Route | None) -> None:
         if route is not None:
             self._record.gang, self._record.predicted_s = route.gang, route.ttft_s
-            self._headers.append((b"x-kvatlas-route", route.explained.encode()))
+            self._extra_headers.append((b"x-kvatlas-route", route.explained.encode()))
 
     def _note_ignored(self, request: openai.Common) -> None:
         self._record.ignored = len(request.ignored)
         names = [n if n.isascii() and n.isprintable() else "?" for n in request.ignored]
         if names:
             listed = ", ".join(name[:64] for name in names[:32])
-            self._headers.append((b"x-kvatlas-ignored", listed.encode()))
+            self._extra_headers.append((b"x-kvatlas-ignored", listed.encode()))
 
     async def _tokens(
         self, request: openai.Common, served: openai.Served
@@ -300,7 +300,7 @@ class Completion(Response):
         jobs = generation.jobs
         choices = [choice for job in jobs for choice in job.choices]
         head: Message = {"type": "http.response.start", "status": 200}
-        await send({**head, "headers": [*_SSE, *self._headers]})
+        await send({**head, "headers": [*_SSE, *self._extra_headers]})
         self._record.status = 200
 
         def chunk(body: Json, extra: Json | None = None) -> bytes:
@@ -350,7 +350,7 @@ class Completion(Response):
         length = (b"content-length", str(len(body)).encode())
         kind = (b"content-type", b"application/json")
         head: Message = {"type": "http.response.start", "status": status}
-        await send({**head, "headers": [kind, length, *headers, *self._headers]})
+        await send({**head, "headers": [kind, length, *headers, *self._extra_headers]})
         await send({"type": "http.response.body", "body": body})
 
     def _note(self, generation: Generation) -> None:

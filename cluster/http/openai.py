@@ -164,9 +164,8 @@ class Common(BaseModel):
 
     @property
     def continuous_usage(self) -> bool:
-        return self.include_usage and bool(
-            self.stream_options and self.stream_options.continuous_usage_stats
-        )
+        options = self.stream_options
+        return options is not None and options.include_usage and options.continuous_usage_stats
 
     @property
     def ignored(self) -> list[str]:

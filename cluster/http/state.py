@@ -104,8 +104,20 @@ class Api:
         """
 
         def served() -> openai.Served | None:
-            info = self.gangs.info if self.gangs.ready() else None
-            return None if info is None else self._served(info)
+            info = self.gangs.info
+            if info is None or not self.gangs.ready():
+                return None
+            limits = self.gangs.limits()
+            return openai.Served(
+                model=self.model,
+                max_model_len=max(limits.values()),
+                vocab_size=info["vocab_size"],
+                max_beam_width=info["max_beam_width"],
+                limits=self.config.limits,
+                strict=self.config.server.strict_params,
+                pools=dict(sorted(limits.items(), key=lambda pool: pool[1])),
+                silent=[p.name for p in self.config.pools if p.name not in limits],
+            )
 
         def failure(passed: str) -> ApiError:
             code = "no_capacity" if self.gangs.info is None else "worker_lost"
@@ -113,19 +125,6 @@ class Api:
             return ApiError(503, code, message, retry_after_s=1)
 
         return await self.waiting.until(served, failure)
-
-    def _served(self, info: dict[str, Any]) -> openai.Served:
-        limits = self.gangs.limits()
-        return openai.Served(
-            model=self.model,
-            max_model_len=max(limits.values()),
-            vocab_size=info["vocab_size"],
-            max_beam_width=info["max_beam_width"],
-            limits=self.config.limits,
-            strict=self.config.server.strict_params,
-            pools=dict(sorted(limits.items(), key=lambda pool: pool[1])),
-            silent=[p.name for p in self.config.pools if p.name not in limits],
-        )
 
     def state(self) -> IngressState:
         """The state of this ingress, for the others."""

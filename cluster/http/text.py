@@ -307,19 +307,14 @@ class TextService:
         if self._pending >= MAX_PENDING:
             message = f"{MAX_PENDING} long texts wait to be tokenised already, try again later"
             raise ApiError(429, "queue_full", message, retry_after_s=1)
-        self._pending += 1
-        future = self._pool.submit(work)
-        future.add_done_callback(self._done_on(asyncio.get_running_loop()))
-        return await asyncio.wrap_future(future)
 
-    def _done_on(self, loop: asyncio.AbstractEventLoop) -> Callable[[Any], None]:
-        def leave() -> None:
+        def ended() -> None:
             self._pending -= 1
 
-        def done(_: Any) -> None:
-            loop.call_soon_threadsafe(leave)
-
-        return done
+        self._pending += 1
+        loop, future = asyncio.get_running_loop(), self._pool.submit(work)
+        future.add_done_callback(lambda _: loop.call_soon_threadsafe(ended))
+        return await asyncio.wrap_future(future)
 
     def close(self) -> None:
         """Ends the threads."""

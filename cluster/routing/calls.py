@@ -11,7 +11,6 @@ import asyncio
 import contextvars
 import math
 from collections.abc import Awaitable
-from types import TracebackType
 from typing import Any, Protocol
 
 KEEP_ALIVE_S = 2.0
@@ -138,12 +137,7 @@ class Stream:
     def __enter__(self) -> Stream:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if not self.finished:
             self._items.cancel()
 

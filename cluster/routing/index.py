@@ -68,28 +68,6 @@ class Gang:
     """What is known of one gang. `seq`, the digest, the `block_hashes` on its GPUs and those that
     are only `hosted` always change together."""
 
-    __slots__ = (
-        "age_s",
-        "ahead",
-        "block_hashes",
-        "capacity",
-        "diverged",
-        "epoch",
-        "expected",
-        "heard_s",
-        "hosted",
-        "indexed",
-        "last",
-        "latest",
-        "load",
-        "model",
-        "number",
-        "ring",
-        "ring_bytes",
-        "seq",
-        "xor",
-    )
-
     def __init__(self, model: str, epoch: int, capacity: int, now: float, ring_bytes: int) -> None:
         self.model, self.epoch, self.capacity = model, epoch, capacity
         self.ring_bytes = ring_bytes

@@ -44,18 +44,6 @@ class Sent(NamedTuple):
 class Gang:
     """A row of the table."""
 
-    __slots__ = (
-        "_sent",
-        "load",
-        "name",
-        "ranks",
-        "rates",
-        "sent_blocks",
-        "sent_pulling",
-        "sent_requests",
-        "sent_tokens",
-    )
-
     def __init__(self, name: str, load: Load, ranks: int = 1) -> None:
         self.name, self.load, self.rates, self.ranks = name, load, _rates(load), ranks
         self.sent_tokens = self.sent_blocks = self.sent_requests = self.sent_pulling = 0

@@ -112,10 +112,9 @@ class Worker:
         """The worker of this replica: alone, or as one rank of a gang."""
         from cluster.serve.transfer import Peers, by_reference
 
-        config, deployments = self._config.of_pool(pool), pools.deployments(self._config)
-        peers = Peers(
-            lambda: pools.Pools({d: by_reference(d) for d in deployments}, pools.DIRECTORY)
-        )
+        config = self._config.of_pool(pool)
+        names = [pools.deployment(each.name) for each in self._config.pools]
+        peers = Peers(lambda: pools.Pools({d: by_reference(d) for d in names}, pools.DIRECTORY))
         if pool.gang_size == 1:
             return kind(config, directory, key, peers)
         from cluster.serve.rendezvous import join_gang

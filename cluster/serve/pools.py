@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from cluster.routing.calls import Handle
-from configs.schema import Config
 
 WORKER = "worker"
 
@@ -18,11 +17,6 @@ WORKER = "worker"
 def deployment(pool: str) -> str:
     """The name of a pool's deployment."""
     return f"{WORKER}-{pool}" if pool else WORKER
-
-
-def deployments(config: Config) -> list[str]:
-    """The names of all pools' deployments."""
-    return [deployment(pool.name) for pool in config.pools]
 
 
 class Directory:
