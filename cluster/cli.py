@@ -91,10 +91,7 @@ def _config(options: argparse.Namespace) -> Config:
 
 
 def _model(config: Config) -> Path:
-    try:
-        return quickstart.resolve(config.model.path, config.model.revision, say=say)
-    except quickstart.ModelError as error:
-        raise UserError(str(error)) from None
+    return quickstart.resolve(config.model.path, config.model.revision, say=say)
 
 
 def say(line: str) -> None:

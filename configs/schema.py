@@ -235,9 +235,7 @@ class ClusterConfig:
     )
     ingresses: int = _setting(1, rules.integer(1, 64), "Processes that serve HTTP and tokenise.")
     ingress_resource: str | None = _setting(
-        None,
-        rules.text(),
-        "Ray resource that a host must have to run ingresses; null is any host.",
+        None, rules.text(), "Ray resource that a host must have to run ingresses; null is any host."
     )
     start_timeout_s: float = _setting(
         600.0, rules.number(0, above=True), "Longest start, weights included; then it fails."

@@ -341,11 +341,7 @@ class Completion(Response):
         await _body(send, out, more=False)
 
     async def _send(
-        self,
-        send: Send,
-        status: int,
-        body: bytes,
-        headers: Sequence[tuple[bytes, bytes]] = (),
+        self, send: Send, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()
     ) -> None:
         length = (b"content-length", str(len(body)).encode())
         kind = (b"content-type", b"application/json")

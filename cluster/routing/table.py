@@ -91,13 +91,7 @@ class GangTable:
     """The table of ingress number `at` of `ingresses`, which all know the same gangs."""
 
     def __init__(
-        self,
-        index: Index,
-        block_size: int,
-        *,
-        rates_alike: float,
-        at: int = 0,
-        ingresses: int = 1,
+        self, index: Index, block_size: int, *, rates_alike: float, at: int = 0, ingresses: int = 1
     ) -> None:
         self.index, self.block_size, self.rates_alike = index, block_size, rates_alike
         self.at, self.ingresses = at, ingresses

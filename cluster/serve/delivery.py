@@ -10,12 +10,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from ray.serve.request_router import (
-    PendingRequest,
-    ReplicaID,
-    RequestRouter,
-    RunningReplica,
-)
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from cluster.serve import pools
 

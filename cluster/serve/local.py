@@ -272,12 +272,10 @@ def _announce(config: Config, rows: dict[str, Any], took_s: float) -> None:
 
 def table(rows: dict[str, Any]) -> str:
     """Two columns: readable names, and values with bytes in a fitting unit."""
-    shown = {
-        name.removesuffix("_bytes").replace("_", " "): _size(int(value))
-        if "bytes" in name
-        else value
-        for name, value in rows.items()
-    }
+    shown = {}
+    for name, value in rows.items():
+        text = _size(int(value)) if "bytes" in name else value
+        shown[name.removesuffix("_bytes").replace("_", " ")] = text
     width = max(map(len, shown))
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in shown.items())
 

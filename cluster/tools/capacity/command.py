@@ -183,10 +183,7 @@ def _model(options: argparse.Namespace, progress: Callable[[str], None]) -> Mode
 def _probed(options: argparse.Namespace, progress: Callable[[str], None]) -> Model:
     """Geometry of a model from its config, without its weights."""
     path = options.model or quickstart.QUICK
-    try:
-        directory = quickstart.resolve(path, options.revision, say=_say)
-    except quickstart.ModelError as error:
-        raise UserError(str(error)) from None
+    directory = quickstart.resolve(path, options.revision, say=_say)
     progress("reading the model's geometry")
     import torch
     from transformers import AutoConfig
