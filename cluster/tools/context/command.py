@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from cluster.errors import UserError
-from cluster.tools.capacity.command import ITEM_BYTES, Progress, _memory, _whole, size
+from cluster.tools.capacity.command import ITEM_BYTES, Progress, integer, memory, size
 
 if TYPE_CHECKING:
     from cluster.tools.context.measure import Cost, Layer
@@ -26,16 +26,18 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--contexts", type=_wholes, default=_wholes(CONTEXTS), help=f"tokens ({CONTEXTS})")
     add("--ranks", type=_ranks, default=_ranks("1,2,4"), help="degrees, from 1 on (1,2,4)")
-    add("--heads", type=_whole, help="query heads (32 on a GPU, 9 on a CPU)")
-    add("--kv-heads", type=_whole, help="KV heads (8 on a GPU, 3 on a CPU)")
-    add("--head-dim", type=_whole, help="numbers in a head (128 on a GPU, 64 on a CPU)")
-    add("--layers", type=_whole, default=32, help="for the capacity (32)")
+    add("--heads", type=integer, help="query heads (32 on a GPU, 9 on a CPU)")
+    add("--kv-heads", type=integer, help="KV heads (8 on a GPU, 3 on a CPU)")
+    add("--head-dim", type=integer, help="numbers in a head (128 on a GPU, 64 on a CPU)")
+    add("--layers", type=integer, default=32, help="for the capacity (32)")
     add("--dtype", choices=ITEM_BYTES, help="bfloat16 on a GPU, float32 on a CPU")
-    add("--block-size", type=_whole, help="tokens (64 on a GPU, 16 on a CPU)")
-    add("--chunk", type=_whole, default=256, help="tokens of the prefill chunk, more than 64 (256)")
-    add("--turns", type=_whole, default=3, help="of which the best counts (3)")
-    add("--memory", type=_memory, default="16GiB", help="for pages and workspaces of a rank")
-    add("--max-batch-tokens", type=_whole, default=8192, help="of a rank, for workspaces (8192)")
+    add("--block-size", type=integer, help="tokens (64 on a GPU, 16 on a CPU)")
+    add(
+        "--chunk", type=integer, default=256, help="tokens of the prefill chunk, more than 64 (256)"
+    )
+    add("--turns", type=integer, default=3, help="of which the best counts (3)")
+    add("--memory", type=memory, default="16GiB", help="for pages and workspaces of a rank")
+    add("--max-batch-tokens", type=integer, default=8192, help="of a rank, for workspaces (8192)")
     add("--hbm-gb-s", type=_positive, default=3350.0, help="assumed for the prediction (3350)")
     add("--link-gb-s", type=_positive, default=450.0, help="of a GPU, one way (450)")
     add("--latency-us", type=_positive, default=20.0, help="of an exchange (20)")
@@ -44,7 +46,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _wholes(text: str) -> list[int]:
-    return sorted({_whole(part) for part in text.split(",")})
+    return sorted({integer(part) for part in text.split(",")})
 
 
 def _ranks(text: str) -> list[int]:
