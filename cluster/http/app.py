@@ -86,7 +86,7 @@ async def background(
 ) -> AsyncIterator[None]:
     """Run each of `works` repeatedly until the `with` block ends. An exception is logged, and
     `on_failure` gets the name of the one that raised it."""
-    tasks = [asyncio.create_task(_keep(name, work, on_failure)) for name, work in works.items()]
+    tasks = [asyncio.create_task(_repeat(name, work, on_failure)) for name, work in works.items()]
     try:
         yield
     finally:
@@ -95,7 +95,7 @@ async def background(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _keep(
+async def _repeat(
     name: str, work: Callable[[], Awaitable[None]], on_failure: Callable[[str], None]
 ) -> None:
     while True:

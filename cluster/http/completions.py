@@ -184,7 +184,7 @@ class Completion(Response):
                 if request.stream:
                     await self._stream(request, answer, generation, send)
                 else:
-                    await self._whole(request, answer, generation, send)
+                    await self._complete(request, answer, generation, send)
             finally:
                 self._note(generation)
                 for name in names:
@@ -279,7 +279,7 @@ class Completion(Response):
         )
         return Job(submit, choices, open_ended=request.asked_tokens is None)
 
-    async def _whole(
+    async def _complete(
         self, request: openai.Common, answer: Answer, generation: Generation, send: Send
     ) -> None:
         jobs = generation.jobs
@@ -289,7 +289,7 @@ class Completion(Response):
         for index, choice in enumerate(c for job in jobs for c in job.best(request.n)):
             piece = choice.take()
             assert piece is not None
-            taken.append(answer.whole(index, piece, choice.prompt))
+            taken.append(answer.complete(index, piece, choice.prompt))
         body = answer.full(taken, _usage(jobs), jobs[0].submit.prompt)
         self._record.status = 200
         await self._send(send, 200, dumps(body))
@@ -311,7 +311,7 @@ class Completion(Response):
             return answer.chunk(body, extra)
 
         out = [
-            chunk(opening, answer.beside(choice.prompt))
+            chunk(opening, answer.extra_fields(choice.prompt))
             for choice in choices
             if (opening := answer.opening(choice.index, choice.prompt)) is not None
         ]

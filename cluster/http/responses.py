@@ -89,9 +89,9 @@ class Answer(ABC):
     def full(self, choices: Sequence[Json], usage: Json, prompt: Sequence[int]) -> Json:
         """The whole answer."""
         frame = self._frame(self.full_object)
-        return {**frame, "choices": list(choices), "usage": usage, **self.beside(prompt)}
+        return {**frame, "choices": list(choices), "usage": usage, **self.extra_fields(prompt)}
 
-    def beside(self, prompt: Sequence[int]) -> Json:
+    def extra_fields(self, prompt: Sequence[int]) -> Json:
         """Fields of a whole answer and of a stream's first chunk that are in no choice."""
         return {}
 
@@ -104,7 +104,7 @@ class Answer(ABC):
         """A choice in a chunk."""
 
     @abstractmethod
-    def whole(self, index: int, piece: Piece, prompt: Sequence[int]) -> Json:
+    def complete(self, index: int, piece: Piece, prompt: Sequence[int]) -> Json:
         """A choice in a whole answer."""
 
     def _ending(self, choice: Json, piece: Piece) -> Json:
@@ -125,7 +125,7 @@ class ChatAnswer(Answer):
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def beside(self, prompt: Sequence[int]) -> Json:
+    def extra_fields(self, prompt: Sequence[int]) -> Json:
         return {"prompt_token_ids": list(prompt)} if self._token_ids else {}
 
     def delta(self, index: int, piece: Piece) -> Json:
@@ -133,7 +133,7 @@ class ChatAnswer(Answer):
         choice = {"index": index, "delta": delta, "logprobs": self._logprobs(piece)}
         return self._ending(choice, piece)
 
-    def whole(self, index: int, piece: Piece, prompt: Sequence[int]) -> Json:
+    def complete(self, index: int, piece: Piece, prompt: Sequence[int]) -> Json:
         message = {"role": "assistant", "content": piece.text, "refusal": None}
         choice = {"index": index, "message": message, "logprobs": self._logprobs(piece)}
         return self._ending(choice, piece)
@@ -167,7 +167,7 @@ class CompletionAnswer(Answer):
         choice = {"index": index, "text": piece.text, "logprobs": self._logprobs(piece)}
         return self._ending(choice, piece)
 
-    def whole(self, index: int, piece: Piece, prompt: Sequence[int]) -> Json:
+    def complete(self, index: int, piece: Piece, prompt: Sequence[int]) -> Json:
         choice = self.delta(index, piece)
         if self._token_ids:
             choice["prompt_token_ids"] = list(prompt)

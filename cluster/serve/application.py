@@ -134,7 +134,7 @@ class Worker:
         if self._reporting is None and not self._rank:
             hub = HubClient(self._config.cluster.index_bytes, self._config.server.log_level)
             reporter = Reporter(self._worker, hub, time.monotonic)
-            self._reporting = asyncio.create_task(_for_ever(reporter.turn))
+            self._reporting = asyncio.create_task(_forever(reporter.turn))
 
     async def call(self, gang: str, method: str, *arguments: Any) -> Any:
         """The result of a worker's method. Raises Misrouted."""
@@ -176,7 +176,7 @@ class Worker:
             worker.stop()
 
 
-async def _for_ever(turn: Callable[[], Awaitable[None]]) -> None:
+async def _forever(turn: Callable[[], Awaitable[None]]) -> None:
     while True:
         await turn()
 
