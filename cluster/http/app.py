@@ -28,7 +28,6 @@ from cluster.http.limits import BodyLimit, label_of
 from cluster.http.peers import merged
 from cluster.http.responses import error_response, json_response
 from cluster.http.state import DEBUG_DEADLINE_S, Api
-from cluster.http.ui.page import add_map
 from cluster.metrics import CONTENT_TYPE, Record
 
 log = logging.getLogger("kvatlas.ingress")
@@ -76,7 +75,6 @@ def build_app(api: Api, *, echo_label: bool = True) -> FastAPI:
     _add_text(app, api)
     _add_state(app, api)
     debug.add_debug(app, api)
-    add_map(app, api)
     return app
 
 

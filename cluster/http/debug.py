@@ -1,8 +1,9 @@
-"""The `/debug/...` routes: the current state of the workers and the index, for admins."""
+"""The `/debug/...` routes and the page `/map`: the state of workers and index, for admins."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.resources import files
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
@@ -12,6 +13,12 @@ from cluster.errors import ApiError, invalid
 from cluster.http.limits import printable
 from cluster.http.responses import json_response
 from cluster.http.state import DEBUG_DEADLINE_S, Api
+from kvpaging.report import MAP_BLOCKS
+
+_MAP_HEADERS = {  # the page may load nothing from elsewhere
+    "content-security-policy": "default-src 'none'; connect-src 'self'; "
+    "script-src 'unsafe-inline'; style-src 'unsafe-inline'"
+}
 
 
 def add_debug(app: FastAPI, api: Api) -> None:
@@ -51,6 +58,26 @@ def add_debug(app: FastAPI, api: Api) -> None:
     @app.get("/debug/where", **admin)
     async def debug_where(request: Request) -> Response:
         return json_response(await _where(api, request.query_params))
+
+    _add_map(app, api, admin)
+
+
+def _add_map(app: FastAPI, api: Api, admin: dict[str, Any]) -> None:
+    """The map of KV blocks: one self-contained page, and the data that it fetches."""
+    page = files("cluster.http.ui").joinpath("map.html").read_bytes()
+
+    @app.get("/map", **admin)
+    async def show_map() -> Response:
+        return Response(page, headers=_MAP_HEADERS, media_type="text/html; charset=utf-8")
+
+    @app.get("/debug/map", **admin)
+    async def debug_map(request: Request) -> Response:
+        first = _number(request.query_params, "first", "0")
+        if first is None:
+            message = f"ask with ?first=N, the first of at most {MAP_BLOCKS} blocks, from 0 on"
+            raise invalid(message, "first")
+        gangs, missing = await api.debug("debug_map", first)
+        return json_response({"gangs": gangs, **missing})
 
 
 async def _where(api: Api, query: Mapping[str, str]) -> Any:
