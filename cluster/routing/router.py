@@ -129,9 +129,7 @@ class Router:
     def _decide(self, routing: RoutingConfig) -> Policy:
         if self._policy is None or self._policy[0] != routing:
             factors = Factors(**{f.name: getattr(routing, f.name) for f in fields(Factors)})
-            # The same number for a name in every process.
-            digest = blake2b(self._name.encode(), digest_size=4).digest()
-            start = int.from_bytes(digest, "big")
+            start = _number(self._name)
             policy = make(routing.policy, factors=factors, pull=routing.pull, start=start)
             self._policy = (routing, policy)
         return self._policy[1]
@@ -174,6 +172,11 @@ class Router:
             rate = config.routing.link_bytes_per_s / info["table"]["kv_bytes_per_token"]
             load = replace(load, link_tokens_per_s=rate)
         return load
+
+
+def _number(name: str) -> int:
+    """A hash of a name, the same in every process."""
+    return int.from_bytes(blake2b(name.encode(), digest_size=4).digest(), "big")
 
 
 def _of_rows(query: RoutingQuery, rows: Sequence[int], count: int) -> RoutingQuery:
