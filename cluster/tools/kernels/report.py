@@ -21,7 +21,8 @@ from triton.compiler import ASTSource
 
 from cluster.tools.kernels import variants
 
-PAGE = Path(__file__).parents[3] / "docs" / "kernels.md"
+ROOT = Path(__file__).parents[3]
+PAGE, KERNELS = ROOT / "docs" / "kernels.md", ROOT / "kvpaging" / "kernels"
 SHARED_LIMIT = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
 _GPU = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -88,11 +89,11 @@ def compiled(name: str, target: str) -> Cost:
 
 
 def digest() -> str:
-    """Of what decides the figures: the kernels' code, comments and imports aside, and how each
-    variant is built. Where it is the page's, so are the figures."""
+    """A digest of what decides the figures: the kernels' code, without comments and imports, and
+    how each variant is built. If it equals the page's, the page's figures are current."""
     found = hashlib.blake2b(digest_size=8)
     for name in ("attend", "merge", "pages", "partials"):
-        tree = ast.parse(Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8"))
+        tree = ast.parse((KERNELS / f"{name}.py").read_text(encoding="utf-8"))
         found.update(ast.unparse(_Code().visit(tree)).encode())
     for name in variants.names():
         for target in variants.targets(name):
