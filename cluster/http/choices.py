@@ -159,7 +159,9 @@ class Choice:
         ended = self.finish_reason is not None and not self._reported
         released: list[Scored] = []
         cut = self._matcher is not None and (
-            self._matcher.held > 0 or self._matcher.matched is not None
+            self._detokenizer.held > 0
+            or self._matcher.held > 0
+            or self._matcher.matched is not None
         )
         while self._tokens and not (cut and self._tokens[0].offset >= self._released):
             released.append(self._tokens.popleft())

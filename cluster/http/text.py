@@ -68,6 +68,11 @@ class Detokenizer:
         self._given = len(self._window)  # tokens of the window whose text was returned
         self._sent = decode(self._window)
 
+    @property
+    def held(self) -> int:
+        """Tokens held back: the beginning of a character."""
+        return len(self._window) - self._given
+
     def push(self, tokens: Sequence[int]) -> str:
         """The text that these tokens complete; an incomplete character is held back."""
         self._window += tokens

@@ -34,7 +34,7 @@ def test_a_chain_moves_out_tail_first_and_stays_findable() -> None:
     assert there(host) == [C, D]
     assert [pool.lookup(name) is not None for name in (A, B, C, D)] == [True, True, False, False]
     assert copies == [(3, 0), (2, 1)]
-    assert host.counts() == HostCounts(free=2, cached=2, held=0)
+    assert host.counts() == HostCounts(free=2, cached=2, pinned=0)
     assert host.check() == []
 
 
@@ -71,9 +71,9 @@ def test_the_host_gives_up_tails_that_were_used_longest_ago_and_nothing_held() -
     host.pin(held)
     pool.allocate(1)
     assert there(host) == [B]  # C made room for it, and nobody finds D without C
-    assert host.counts() == HostCounts(free=0, cached=1, held=1)
+    assert host.counts() == HostCounts(free=0, cached=1, pinned=1)
     host.unpin(held)
-    assert host.counts() == HostCounts(free=1, cached=1, held=0)
+    assert host.counts() == HostCounts(free=1, cached=1, pinned=0)
     assert host.check() == []
 
 

@@ -194,7 +194,7 @@ class FakeRunner:
         for row in plan.rows:
             sequence = self.rows_of[row.slot]
             tables = self.tables.setdefault(row.slot, [[] for _ in range(self.groups)])
-            for column, new in zip(tables, row.blocks, strict=True):
+            for column, new in zip(tables, row.blocks or [[]] * self.groups, strict=True):
                 assert len(column) >= row.changed_from
                 column[row.changed_from :] = new
             table = sequence.table

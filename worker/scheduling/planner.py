@@ -141,6 +141,7 @@ class Step:
         end, prompt = start + count, sequence.prompt_tokens
         tokens, params = sequence.tokens, sequence.params
         changed = min(sequence.synced, before - bool(copies))
+        new = changed < len(table.blocks[0])
         last = end == sequence.target and params.max_tokens > 0
         candidates = sequence.request.candidates if last else 0
         sampled, history = last and not candidates, None
@@ -153,7 +154,7 @@ class Step:
             tokens=tokens[start:end],
             params=params,
             prompt_tokens=prompt,
-            blocks=tuple([blocks[changed:] for blocks in table.blocks]),
+            blocks=tuple([blocks[changed:] for blocks in table.blocks]) if new else (),
             changed_from=changed,
             sampled=sampled,
             admitted=admitted,

@@ -33,8 +33,9 @@ class Row(NamedTuple):
     `count`; the row is sampled before and after each.
 
     `blocks[g]` are the block table entries of layer group g from `changed_from` on, which are new
-    to the device; where that is 0, so is the sequence. `history` are prompt and output tokens so
-    far, where the sampler is to count them for penalties from here on.
+    to the device; without any, `blocks` is empty. Where `changed_from` is 0 the sequence is new to
+    its slot. `history` are prompt and output tokens so far, where the sampler is to count them for
+    penalties from here on.
 
     `sampled`: the last known token is among them, so its logits give the next token.
     `targets`: tokens whose prompt log-probabilities are wanted, those after the positions from

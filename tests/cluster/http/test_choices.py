@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cluster.http.choices import Choice, Piece
@@ -137,6 +137,7 @@ def test_an_echo_comes_first_and_shifts_the_offsets() -> None:
     scored=st.booleans(),
     include=st.booleans(),
 )
+@example(text="aé", stops=["é"], cuts=[2], taken=[True], scored=False, include=False)
 def test_pieces_join_to_the_same_answer_however_they_were_cut_and_taken(
     text: str, stops: list[str], cuts: list[int], taken: list[bool], scored: bool, include: bool
 ) -> None:
