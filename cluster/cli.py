@@ -1,4 +1,4 @@
-"""The commands of `kvatlas`. Heavy imports wait until they are needed."""
+"""The commands of `kvatlas`. Heavy modules are imported only when they are needed."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ USAGE_ERROR, INTERRUPTED = 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; the value is the exit code."""
+    """Run one command; returns its exit code."""
     options = _parser().parse_args(arguments)
     return run(lambda: options.run(options))
 
 
 def run(command: Callable[[], int]) -> int:
-    """The exit code of a command, which may end with one message instead."""
+    """Run a command and return its exit code; a UserError becomes one message and code 2."""
     try:
         return command()
     except UserError as error:
@@ -40,7 +40,7 @@ def run(command: Callable[[], int]) -> int:
         return USAGE_ERROR
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # whoever reads our output has seen enough
+    except BrokenPipeError:  # the reader of our output, such as `head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
@@ -91,14 +91,11 @@ def _config(options: argparse.Namespace) -> Config:
 
 
 def _model(config: Config) -> Path:
-    try:
-        return quickstart.resolve(config.model.path, config.model.revision, say=say)
-    except quickstart.ModelError as error:
-        raise UserError(str(error)) from None
+    return quickstart.resolve(config.model.path, config.model.revision, say=say)
 
 
 def say(line: str) -> None:
-    """A line of progress."""
+    """Print a line of progress."""
     print(line, file=sys.stderr, flush=True)
 
 

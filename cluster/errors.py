@@ -1,4 +1,4 @@
-"""The one error a route may raise, in OpenAI's shape."""
+"""Errors for users: `ApiError` ends a request (OpenAI's error format), `UserError` a command."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 from typing import Any
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-# SDKs retry these statuses unless told that the same request would fail again.
+# SDKs retry these statuses without the header `x-should-retry: false`.
 _FINAL_BY_DEFAULT = (408, 500, 504)
 
 
 class ApiError(Exception):
-    """An answer of 4xx or 5xx: `code` is for programs, `message` says what would be accepted."""
+    """A response of 4xx or 5xx: `code` is for programs, `message` says what would be accepted."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class ApiError(Exception):
         return {"error": error}
 
     def headers(self) -> dict[str, str]:
-        """What tells a client whether and when to try again, or how to prove who it is."""
+        """Headers that say whether and when to retry, or how to authenticate."""
         if self.status == 401:
             return {"www-authenticate": "Bearer"}
         if self.retry_after_s is not None:
@@ -46,7 +46,7 @@ class ApiError(Exception):
 
 
 def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
-    """The request is wrong in itself."""
+    """A 400: the request itself is invalid."""
     return ApiError(400, code, message, param=param)
 
 

@@ -1,4 +1,4 @@
-"""What this project logs: one line each on standard error, for people or as JSON."""
+"""Logging of this project: one line per record on standard error, for people or as JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cluster.metrics import Record
 
 
 class JsonLines(logging.Formatter):
-    """Log lines as JSON objects, with the fields of a request's record where there is one."""
+    """Log lines as JSON objects, with the fields of a request's `Record` if the line has one."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -29,7 +29,7 @@ class JsonLines(logging.Formatter):
 
 def configure_logging(level: str, *, as_json: bool) -> None:
     """Send what this project logs to standard error, one line each."""
-    # Serve turns sys.stderr of a replica into a log file of its own; people look at the console.
+    # Serve redirects sys.stderr of a replica into its own log file; people read the console.
     handler = logging.StreamHandler(sys.__stderr__)
     plain = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")
     handler.setFormatter(JsonLines() if as_json else plain)

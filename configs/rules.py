@@ -16,21 +16,30 @@ _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Words for people, and a parser that raises ValueError on anything else."""
+    """What is possible, for people, and a parser that raises ValueError on anything else."""
 
     possible: str
     parse: Callable[[object], object]
 
 
-def integer(low: int, high: int | None = None) -> Rule:
-    def parse(value: object) -> int:
-        if type(value) is not int or value < low or (high is not None and value > high):
+def checked(possible: str, allows: Callable[[object], bool]) -> Rule:
+    """A rule of values that are used as they are, if `allows` is true."""
+
+    def parse(value: object) -> object:
+        if not allows(value):
             raise ValueError
         return value
 
-    if low == high:
-        return Rule(f"{low}", parse)
-    return Rule(f"integer of {low} or more" if high is None else f"integer, {low} to {high}", parse)
+    return Rule(possible, parse)
+
+
+def integer(low: int, high: int | None = None) -> Rule:
+    possible = f"integer of {low} or more" if high is None else f"integer, {low} to {high}"
+
+    def allows(value: object) -> bool:
+        return type(value) is int and low <= value and (high is None or value <= high)
+
+    return checked(possible, allows)
 
 
 def number(low: float, high: float = 1e300, *, above: bool = False) -> Rule:
@@ -46,12 +55,10 @@ def number(low: float, high: float = 1e300, *, above: bool = False) -> Rule:
 
 
 def power_of_two(low: int, high: int) -> Rule:
-    def parse(value: object) -> int:
-        if type(value) is not int or not low <= value <= high or value & (value - 1):
-            raise ValueError
-        return value
+    def allows(value: object) -> bool:
+        return type(value) is int and low <= value <= high and not value & (value - 1)
 
-    return Rule(f"power of two, {low} to {high}", parse)
+    return checked(f"power of two, {low} to {high}", allows)
 
 
 def size(*, auto: bool = False) -> Rule:
@@ -70,41 +77,24 @@ def size(*, auto: bool = False) -> Rule:
 
 
 def text() -> Rule:
-    def parse(value: object) -> str:
-        if not isinstance(value, str) or not value.strip():
-            raise ValueError
-        return value
-
-    return Rule("text", parse)
+    return checked("text", lambda value: isinstance(value, str) and bool(value.strip()))
 
 
 def path() -> Rule:
-    """A file that processes with other working directories must find too."""
-
-    def parse(value: object) -> str:
-        if not isinstance(value, str) or not value.startswith("/"):
-            raise ValueError
-        return value
-
-    return Rule("absolute path of a file", parse)
+    """An absolute path: processes with other working directories must find the file too."""
+    return checked(
+        "absolute path of a file", lambda value: isinstance(value, str) and value.startswith("/")
+    )
 
 
 def flag() -> Rule:
-    def parse(value: object) -> bool:
-        if type(value) is not bool:
-            raise ValueError
-        return value
-
-    return Rule("true or false", parse)
+    return checked("true or false", lambda value: type(value) is bool)
 
 
 def choice(*options: str) -> Rule:
-    def parse(value: object) -> str:
-        if not isinstance(value, str) or value not in options:
-            raise ValueError
-        return value
-
-    return Rule("one of " + ", ".join(options), parse)
+    return checked(
+        "one of " + ", ".join(options), lambda value: isinstance(value, str) and value in options
+    )
 
 
 def shown(value: object) -> str:
@@ -115,6 +105,6 @@ def shown(value: object) -> str:
 
 
 def setting(default: object, rule: Rule, doc: str, *, live: bool = False) -> Any:
-    """A field of a dataclass of settings. A `live` one is read each time it is needed, so it can
-    change while requests run."""
+    """A field of a dataclass of settings. A `live` setting is read at each use, so it can change
+    while requests run."""
     return dataclasses.field(default=default, metadata={"rule": rule, "doc": doc, "live": live})

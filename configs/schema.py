@@ -1,7 +1,7 @@
 """Every setting of kvatlas: its default, its rule and its meaning.
 
-Nothing here reads the environment or looks at the machine: automatic values stay None (or "auto")
-until the part that can measure resolves them. `configs/loading.py` makes a `Config` of a file.
+Nothing here reads the environment or inspects the machine: automatic values stay None (or "auto")
+until the worker resolves them. `configs/loading.py` makes a `Config` from a file.
 """
 
 from __future__ import annotations
@@ -10,25 +10,22 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from configs import pages, rules
 from configs import pools as gang_pools
-from configs import speculation as guesses
-from configs.pages import KVConfig
-from configs.pools import PoolConfig, ScalingConfig
+from configs import rules
+from configs.pools import PoolConfig
 from configs.rules import setting as _setting
-from configs.speculation import SpeculationConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 
 MAX_ITEMS = 4096
-"""Of a list or an object in a request: more are refused before anybody looks at them."""
+"""Most items of a list or an object in a request; more are refused before they are read."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Which model is served and in which numbers it computes."""
+    """The model that is served, and its number formats."""
 
     path: str = _setting(
         "smollm2",
@@ -44,12 +41,12 @@ class ModelConfig:
     dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = _setting(
         "auto",
         rules.choice("auto", "float64", "float32", "bfloat16", "float16"),
-        "Numbers of weights and KV; auto is the files' own, or float32 where a CPU lacks bfloat16.",
+        "Format of weights and KV; auto is the files' own, or float32 if a CPU lacks bfloat16.",
     )
     weights: Literal["auto", "int8"] = _setting(
         "auto",
         rules.choice("auto", "int8"),
-        "How weights are kept; auto is as the files have them, int8 packs linear layers on a CPU.",
+        "Format of weights in memory; auto is the files' own, int8 packs linear layers on a CPU.",
     )
     device: Literal["auto", "cpu", "cuda"] = _setting(
         "auto",
@@ -69,8 +66,50 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class KVConfig:
+    """The paged KV cache, and the host cache for evicted blocks."""
+
+    block_size: int | None = _setting(
+        None, rules.power_of_two(8, 256), "Tokens in one block; null is 16 on a CPU, 64 on a GPU."
+    )
+    dtype: Literal["auto", "int8", "fp8"] = _setting(
+        "auto",
+        rules.choice("auto", "int8", "fp8"),
+        "Format of keys and values; auto is the model's, 8 bits hold nearly twice as many tokens.",
+    )
+    memory: int | Literal["auto"] = _setting(
+        "auto", rules.size(auto=True), "Memory for all blocks; auto follows `kv.memory_fraction`."
+    )
+    memory_fraction: float = _setting(
+        0.9,
+        rules.number(0, 1, above=True),
+        "Share of a GPU's free memory to use; on a CPU auto takes a quarter, at most 2 GiB.",
+    )
+    blocks: int | None = _setting(
+        None,
+        rules.integer(1),
+        "Exact number of blocks, which overrides other sizes; null sizes them by memory.",
+    )
+    prefix_cache: bool = _setting(
+        True,
+        rules.flag(),
+        "Keep blocks of finished sequences and reuse them for the same leading tokens.",
+    )
+    host_gib: float = _setting(
+        0.0,
+        rules.number(0),
+        "Host cache of each worker for blocks evicted from its KV cache, in GiB; 0 is off.",
+    )
+    host_step_gib: float = _setting(
+        1.0,
+        rules.number(0, above=True),
+        "Most GiB offloaded to the host between two steps, and most GiB loaded.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """How much work one engine step takes on."""
+    """How much work one engine step takes, and how requests wait."""
 
     max_num_seqs: int | None = _setting(
         None,
@@ -88,13 +127,13 @@ class SchedulerConfig:
     preemption: Literal["auto", "recompute", "swap"] = _setting(
         "auto",
         rules.choice("auto", "recompute", "swap"),
-        "Where blocks run out: compute a sequence again, or swap it to `kv.host_gib`; auto prices.",
+        "When blocks run out: recompute a sequence or swap it to the host; auto takes the cheaper.",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class LimitsConfig:
-    """What one request may ask for; beyond it the request gets a 4xx."""
+    """Limits of one request; beyond them it gets a 4xx."""
 
     max_logprobs: int = _setting(
         20, rules.integer(0), "Most alternatives per token in `logprobs` and `top_logprobs`."
@@ -117,7 +156,7 @@ class LimitsConfig:
         4096, rules.integer(1), "Most messages in one conversation, parts of messages counted too."
     )
     min_priority: int = _setting(
-        0, rules.integer(-1000, 1000), "Lowest `priority` a request may ask for; low goes first."
+        0, rules.integer(-1000, 1000), "Lowest `priority` of a request; lower goes first."
     )
     max_body_bytes: int = _setting(
         16 * 2**20, rules.size(), "Largest request body; larger gets 413.", live=True
@@ -144,10 +183,10 @@ class LimitsConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """The HTTP side."""
+    """The HTTP server."""
 
     host: str = _setting(
-        "127.0.0.1", rules.text(), "Address to listen on; 0.0.0.0 lets other machines in."
+        "127.0.0.1", rules.text(), "Address to listen on; 0.0.0.0 accepts other machines."
     )
     port: int = _setting(8000, rules.integer(1, 65535), "Port to listen on.")
     api_keys_file: str | None = _setting(
@@ -169,7 +208,7 @@ class ServerConfig:
     stream_messages_per_s: float = _setting(
         400.0,
         rules.number(0, above=True),
-        "Stream messages a worker sends per second; more are folded.",
+        "Most stream messages a worker sends per second; more are merged.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = _setting(
         "info",
@@ -182,26 +221,24 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True)
 class ClusterConfig:
-    """The Ray side: how many processes, and how long they may take."""
+    """The Ray cluster: numbers of processes, their resources and their timeouts."""
 
     workers: int = _setting(
         1,
         rules.integer(1, 512),
-        "Engines, each with its own copy of the model; the least where `scaling` may add some.",
+        "Engines, each with its own copy of the model; the minimum if `scaling` may add more.",
     )
     pools: tuple[PoolConfig, ...] | None = _setting(
         None,
         gang_pools.pools(),
         "Pools of gangs instead of `cluster.workers`; null is one pool of single workers.",
     )
-    ingresses: int = _setting(1, rules.integer(1, 64), "Processes that speak HTTP and tokenise.")
+    ingresses: int = _setting(1, rules.integer(1, 64), "Processes that serve HTTP and tokenise.")
     ingress_resource: str | None = _setting(
-        None,
-        rules.text(),
-        "Ray resource that a host must have to run ingresses; null is any host.",
+        None, rules.text(), "Ray resource that a host must have to run ingresses; null is any host."
     )
     start_timeout_s: float = _setting(
-        600.0, rules.number(0, above=True), "Longest start before it is given up, weights included."
+        600.0, rules.number(0, above=True), "Longest start, weights included; then it fails."
     )
     health_period_s: float = _setting(
         2.0, rules.number(0, above=True), "Time between two health checks of a worker."
@@ -212,7 +249,7 @@ class ClusterConfig:
     step_timeout_s: float = _setting(
         120.0,
         rules.number(0, above=True),
-        "Longest an engine step may run; beyond it the device hangs and the worker is replaced.",
+        "Longest an engine step may run; then the device hangs and the worker is replaced.",
     )
     collective_timeout_s: float = _setting(
         20.0,
@@ -222,7 +259,7 @@ class ClusterConfig:
     index_bytes: int = _setting(
         2 << 30,
         rules.size(),
-        "Memory that the global prefix index may take; a worker beyond it is served unindexed.",
+        "Memory of the global prefix index; workers beyond it serve without being indexed.",
     )
     gpus_per_worker: float = _setting(
         1.0, rules.number(0, above=True), "GPUs that Ray reserves for a worker on a GPU."
@@ -231,12 +268,12 @@ class ClusterConfig:
     pull_bytes_max: int = _setting(
         128 * 2**20,
         rules.size(),
-        "Most bytes of blocks on their way from other workers to one, and as many out of it.",
+        "Most bytes of blocks in flight from other workers to one, and most from it to others.",
     )
     pull_timeout_s: float = _setting(
         5.0,
         rules.number(0, above=True),
-        "Longest wait for a piece of another worker's blocks; then they are computed.",
+        "Longest wait for a chunk of another worker's blocks; then they are computed.",
     )
     threads: int | None = _setting(
         None,
@@ -256,31 +293,34 @@ class RoutingConfig:
         live=True,
     )
     pull: bool = _setting(
-        True, rules.flag(), "Let workers fetch cached blocks from each other.", live=True
+        True, rules.flag(), "Let workers pull cached blocks from each other.", live=True
     )
     pull_tokens_min: int = _setting(
-        2048, rules.integer(1), "Tokens below which nothing is fetched.", live=True
+        2048, rules.integer(1), "Tokens below which nothing is pulled.", live=True
     )
     pull_tax: float = _setting(
         2.0,
         rules.number(0),
-        "A fetched block evicts another: how often its own computing time that costs.",
+        "Cost of a pulled block, which evicts another, in times of computing it.",
         live=True,
     )
     link_bytes_per_s: float = _setting(
         3e8,
         rules.number(0),
-        "Rate of fetching until a worker has measured its own; 0 fetches nothing till then.",
+        "Rate of pulls until a worker has measured its own; 0 pulls nothing till then.",
         live=True,
     )
     prefill: float = _setting(
-        3.0, rules.number(0), "Weight of a request's own prefill: others wait for it.", live=True
+        3.0, rules.number(0), "Weight of a request's own prefill, for which others wait.", live=True
     )
     output: float = _setting(
-        0.1, rules.number(0), "Weight of a step for each token that is expected.", live=True
+        0.1, rules.number(0), "Weight of a step for each expected output token.", live=True
     )
     room_from: float = _setting(
-        0.8, rules.number(0, 1), "Share of a pool from which its room has a price.", live=True
+        0.8,
+        rules.number(0, 1),
+        "Share of a block pool in use above which blocks have a price.",
+        live=True,
     )
     room_s: float = _setting(
         20.0, rules.number(0), "Price of each further pool's worth of blocks.", live=True
@@ -294,22 +334,66 @@ class RoutingConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ScalingConfig:
+    """Autoscaling: more workers under load, fewer without, by the seconds queued in them."""
+
+    max_workers: int | None = _setting(
+        None, rules.integer(1, 512), "Most workers; null is always `cluster.workers` of them."
+    )
+    target_queued_s: float = _setting(
+        2.0,
+        rules.number(0, above=True),
+        "Seconds queued in each worker beyond which there should be more workers.",
+    )
+    up_delay_s: float = _setting(
+        10.0, rules.number(0), "How long more workers must be needed before they are started."
+    )
+    down_delay_s: float = _setting(
+        300.0, rules.number(0), "How long fewer workers must be enough before one is stopped."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationConfig:
+    """Speculative decoding: tokens are drafted, then verified together; the output is the same."""
+
+    method: Literal["none", "prompt_lookup", "draft_model"] = _setting(
+        "none",
+        rules.choice("none", "prompt_lookup", "draft_model"),
+        "How tokens are drafted; prompt_lookup repeats an earlier part of the same sequence.",
+    )
+    draft_model: str | None = _setting(
+        None,
+        rules.path(),
+        "Directory of a smaller model with the same vocabulary, for requests that ask for it too.",
+    )
+    k_max: int = _setting(
+        8, rules.integer(1, 31), "Most tokens drafted at a time; a request may set its own."
+    )
+    step_tokens: int | None = _setting(
+        None,
+        rules.integer(0),
+        "Most tokens of a step with draft tokens; null is 16 on a CPU, 128 on a GPU.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """All settings, by section."""
 
     model: ModelConfig = ModelConfig()
-    kv: KVConfig = pages.DEFAULT
+    kv: KVConfig = KVConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     limits: LimitsConfig = LimitsConfig()
     server: ServerConfig = ServerConfig()
     routing: RoutingConfig = RoutingConfig()
     cluster: ClusterConfig = ClusterConfig()
-    scaling: ScalingConfig = gang_pools.NO_SCALING
-    speculation: SpeculationConfig = guesses.DEFAULT
+    scaling: ScalingConfig = ScalingConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
 
     @property
     def pools(self) -> tuple[PoolConfig, ...]:
-        """The pools there are; at least one."""
+        """All pools; at least one."""
         return self.cluster.pools or (
             PoolConfig(gangs=self.cluster.workers, max_gangs=self.scaling.max_workers),
         )
@@ -321,12 +405,12 @@ class Config:
 
     @property
     def most_ranks(self) -> int:
-        """As many as there may ever be at once."""
+        """Most workers of all pools at one time."""
         return sum(pool.most_ranks for pool in self.pools)
 
     @property
     def pool(self) -> PoolConfig:
-        """That of a worker, which is told of its own alone."""
+        """The only pool; see `of_pool`."""
         (pool,) = self.pools
         return pool
 
@@ -342,7 +426,7 @@ class Config:
         )
 
     def conflicts(self) -> Iterator[str]:
-        """What is wrong with settings that are each possible alone."""
+        """Conflicts between settings that are each possible alone."""
         cluster = self.cluster
         yield from gang_pools.conflicts(
             cluster.pools or (),
@@ -350,7 +434,13 @@ class Config:
             max_workers=self.scaling.max_workers,
             block_size=self.kv.block_size,
         )
-        yield from pages.conflicts(self.kv, self.scheduler.preemption)
+        if self.kv.host_gib and not self.kv.prefix_cache:
+            yield (
+                f"kv.host_gib={self.kv.host_gib:g} keeps blocks that are found by kv.prefix_cache, "
+                "which is false: set it to true, or kv.host_gib to 0"
+            )
+        if self.scheduler.preemption == "swap" and not self.kv.host_gib:
+            yield "scheduler.preemption=swap needs memory to swap to: set kv.host_gib above 0"
         if self.speculation.method == "draft_model" and self.speculation.draft_model is None:
             yield "speculation.method=draft_model needs a model directory: speculation.draft_model"
         if cluster.collective_timeout_s >= cluster.step_timeout_s:

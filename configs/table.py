@@ -35,7 +35,7 @@ def tables() -> str:
 
 
 def replaced(document: str) -> str:
-    """The document with everything between its two marks replaced by the tables of today."""
+    """The document with all between its two marks replaced by the current tables."""
     before, begin, rest = document.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:

@@ -177,9 +177,9 @@ def lookup(samples: int, block_size: int, others: int) -> dict[str, float]:
             count = count_for(1e-3 * quantile_ms(match.cpu_s, 0.5))
             match, decide, plain = Timed(), Timed(), Timed()
         with decide:
-            ask = table.ask(i, hashes, PROMPT_TOKENS, 128.0, now)
-            choice = policy(ask, table.rows)
-            table.sent(ask, choice, hashes, now)
+            query = table.query(i, hashes, PROMPT_TOKENS, 128.0, now)
+            choice = policy(query, table.rows)
+            table.sent(query, choice, hashes, now)
         for row in table.rows:
             row.report(row.load, now)
     return {

@@ -1,4 +1,4 @@
-"""The ASGI application: which routes there are, what runs beside them, what an error becomes.
+"""The ASGI application: its routes, its background tasks, and the answers for errors.
 
 `build_app` puts the routes of the OpenAI API, `/health`, `/metrics`, `/debug/...` and `/map` around
 one `Api`. Knows nothing of Ray.
@@ -23,18 +23,17 @@ from starlette.responses import Response
 
 from cluster.errors import ApiError, invalid
 from cluster.http import bodies, debug, keys, openai, prompts
-from cluster.http.completions import Completion, while_there
+from cluster.http.completions import Completion, while_connected
 from cluster.http.limits import BodyLimit, label_of
 from cluster.http.peers import merged
 from cluster.http.responses import error_response, json_response
 from cluster.http.state import DEBUG_DEADLINE_S, Api
-from cluster.http.ui.page import add_map
 from cluster.metrics import CONTENT_TYPE, Record
 
 log = logging.getLogger("kvatlas.ingress")
 
 SWITCH_S = 0.001
-"""Python's switch interval in an ingress: how long a thread may keep the interpreter."""
+"""Python's switch interval in an ingress: how long a thread may keep the interpreter lock."""
 
 STAYS = "x-request-disconnect-disabled"
 """A header that makes Serve's proxy hide a disconnect. Refused: a request ends with its client."""
@@ -43,7 +42,7 @@ REREAD_S = 5.0
 """How often files of keys are read again."""
 
 PAUSE_S = 1.0
-"""How long a background task that failed waits before it goes on."""
+"""How long a background task that failed waits before it runs again."""
 
 
 def build_app(api: Api, *, echo_label: bool = True) -> FastAPI:
@@ -52,13 +51,16 @@ def build_app(api: Api, *, echo_label: bool = True) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        works = {"following gangs": api.gangs.update, "telling who lives": api.dispatcher.tell}
-        works["following the index"] = api.follower.turn
+        tasks = {
+            "following gangs": api.gangs.update,
+            "telling who lives": api.dispatcher.tell,
+            "following the index": api.follower.turn,
+        }
         if api.resources is not None:
-            works["watching resources"] = api.resources.turn
+            tasks["watching resources"] = api.resources.turn
         if api.access.from_files:
-            works["reading keys"] = partial(_reread_keys, api)
-        async with background(works, api.metrics.background_failure):
+            tasks["reading keys"] = partial(_reread_keys, api)
+        async with background(tasks, api.metrics.background_failure):
             yield
         api.gangs.close()
         api.text.close()
@@ -73,7 +75,6 @@ def build_app(api: Api, *, echo_label: bool = True) -> FastAPI:
     _add_text(app, api)
     _add_state(app, api)
     debug.add_debug(app, api)
-    add_map(app, api)
     return app
 
 
@@ -81,9 +82,9 @@ def build_app(api: Api, *, echo_label: bool = True) -> FastAPI:
 async def background(
     works: Mapping[str, Callable[[], Awaitable[None]]], on_failure: Callable[[str], None]
 ) -> AsyncIterator[None]:
-    """Run each of `works` again and again until the block ends. One that raises is logged and
-    counted: `on_failure` is told its name."""
-    tasks = [asyncio.create_task(_keep(name, work, on_failure)) for name, work in works.items()]
+    """Run each of `works` repeatedly until the `with` block ends. An exception is logged, and
+    `on_failure` gets the name of the one that raised it."""
+    tasks = [asyncio.create_task(_repeat(name, work, on_failure)) for name, work in works.items()]
     try:
         yield
     finally:
@@ -92,14 +93,14 @@ async def background(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _keep(
+async def _repeat(
     name: str, work: Callable[[], Awaitable[None]], on_failure: Callable[[str], None]
 ) -> None:
     while True:
         try:
             await work()
         except Exception:
-            log.exception("%s failed; it goes on", name)
+            log.exception("%s failed; it runs again", name)
             on_failure(name)
             await asyncio.sleep(PAUSE_S)
 
@@ -125,11 +126,11 @@ async def _on_http_error(_: Request, error: Exception) -> Response:
 
 
 async def _on_disconnect(_: Request, __: Exception) -> Response:
-    return Response(status_code=499)  # in the middle of the body: nobody reads this
+    return Response(status_code=499)  # the client left while it sent the body; nobody reads this
 
 
 async def _on_any_error(request: Request, error: Exception) -> Response:
-    # Starlette logs the trace; this is what the client is told.
+    # Starlette logs the traceback; the client gets only the type.
     message = f"the server failed on {request.url.path}: {type(error).__name__}"
     return error_response(ApiError(500, "internal_error", message))
 
@@ -145,8 +146,8 @@ def _add_completions(app: FastAPI, api: Api) -> None:
             tenant = api.access.tenant(request)
             if "?1" in request.headers.getlist(STAYS):
                 raise invalid(f"{STAYS} is not supported: a request ends with its client", STAYS)
-            label, whose = label_of(request.headers), keys.shown(tenant)
-            record = Record(request.url.path, time.monotonic(), label=label, tenant=whose)
+            label, shown = label_of(request.headers), keys.shown(tenant)
+            record = Record(request.url.path, time.monotonic(), label=label, tenant=shown)
             timeout = request.headers.get(openai.TIMEOUT_HEADER, "")
             body = await request.body()
             return Completion(api, body, record, chat=chat, tenant=tenant, timeout=timeout)
@@ -173,9 +174,7 @@ def _add_completions(app: FastAPI, api: Api) -> None:
 
     @app.get("/v1/models/{model:path}", dependencies=[Depends(api.access.tenant)])
     async def model(model: str) -> Response:
-        if model != api.model:
-            message = f"the model {model[:80]!r} is not served here, served is {api.model!r}"
-            raise ApiError(404, "model_not_found", message, param="model")
+        openai.check_model(model, api.model)
         return json_response(card())
 
 
@@ -185,8 +184,8 @@ def _add_text(app: FastAPI, api: Api) -> None:
     @app.post("/tokenize", openapi_extra=_body_docs(openai.TokenizeRequest), **keyed)
     async def tokenize(request: Request) -> Response:
         asked = bodies.parse(openai.TokenizeRequest, await request.body())
-        served = await while_there(request, api.served())
-        openai.check_model(asked.model, served)
+        served = await while_connected(request, api.served())
+        openai.check_model(asked.model, served.model)
         if (asked.prompt is None) == (asked.messages is None):
             raise invalid("one of prompt and messages is needed", "prompt")
         if asked.prompt is not None:
@@ -206,8 +205,8 @@ def _add_text(app: FastAPI, api: Api) -> None:
     @app.post("/detokenize", openapi_extra=_body_docs(openai.DetokenizeRequest), **keyed)
     async def detokenize(request: Request) -> Response:
         asked = bodies.parse(openai.DetokenizeRequest, await request.body())
-        served = await while_there(request, api.served())
-        openai.check_model(asked.model, served)
+        served = await while_connected(request, api.served())
+        openai.check_model(asked.model, served.model)
         prompts.check_ids(asked.tokens, served, "tokens", "tokens must be a list of token ids")
         skip = asked.skip_special_tokens
         return json_response({"prompt": await api.text.decode(asked.tokens, skip_special=skip)})
@@ -233,10 +232,10 @@ def _add_state(app: FastAPI, api: Api) -> None:
 
 
 def keep_turning() -> None:
-    """Tell this process to stop its event loop as briefly as it can, once all is loaded.
+    """Keep pauses of this process's event loop short; call it once all is loaded.
 
-    Left alone, a collection looks at all that was ever imported (123 ms with a tokenizer), and a
-    thread that renders a chat template keeps the interpreter for 5 ms each time it has it.
+    By default a garbage collection scans all that was ever imported (123 ms with a tokenizer), and
+    a thread that renders a chat template keeps the interpreter lock for 5 ms at a time.
     """
     gc.collect()
     gc.freeze()

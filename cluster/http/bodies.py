@@ -1,7 +1,7 @@
-"""Parses a request body: from bytes to a typed request, or a 400 that names what is wrong first.
+"""Parses a request body: from bytes to a typed request, or a 400 for the first problem.
 
-This runs on the event loop, so a hostile body must not hold it: a list or an object that is too
-long is refused before its items are looked at, and a wrong value is cut while it is quoted.
+This runs on the event loop, which a hostile body must not block: a list or an object that is too
+long is refused before its items are read, and a wrong value is cut while it is quoted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _R = TypeVar("_R", bound=BaseModel)
 
 
 def parse(kind: type[_R], body: bytes) -> _R:
-    """A body as a request, its types checked. Raises ApiError for the first thing wrong with it."""
+    """A body as a request, its types checked. Raises ApiError for the first problem."""
     try:
         raw = pydantic_core.from_json(body)
     except ValueError as error:
@@ -76,7 +76,7 @@ def _reason(error: ValidationError) -> ApiError:
 
 
 def shown(value: Any) -> str:
-    """The beginning of a JSON value, however much of it there is."""
+    """The first `_SHOWN` characters of a value as JSON; the rest is not encoded."""
     text = ""
     for piece in json.JSONEncoder().iterencode(value[:_SHOWN] if isinstance(value, str) else value):
         text += piece

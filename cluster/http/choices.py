@@ -1,8 +1,8 @@
-"""One choice of an answer: takes the worker's tokens, gives the text that can be sent.
+"""One choice of an answer: takes the worker's tokens, returns the text that can be sent.
 
-`add` and `finish` take tokens, `take` gives all that is new as one `Piece`. What was not taken yet
-is merged: a slow client costs one piece of memory a choice, and an answer that is not streamed is
-taken once, at its end.
+`add` and `finish` take tokens, `take` returns all that is new as one `Piece`. What was not taken
+yet is merged: a slow client costs the memory of one piece per choice, and an answer that is not
+streamed is taken once, at its end.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ class Choice:
     ) -> None:
         self.index = index
         self.prompt = prompt
-        self.prompt_tokens = len(prompt)
         self.cached_tokens = 0
         self.generated_tokens = 0
         self.sent_tokens = 0  # generated when a piece was last taken
@@ -70,7 +69,7 @@ class Choice:
         self._stop_token_ids = stop_token_ids
         self._scored = scored
         self._text: list[str] = []
-        self._given = 0  # characters that went into _text since the start
+        self._released = 0  # characters that went into _text since the start
         self._decoded = 0  # characters decoded since the start, those held back included
         self._tokens: deque[Scored] = deque()
         self._reported = False
@@ -78,7 +77,7 @@ class Choice:
 
     @property
     def mean_logprob(self) -> float:
-        """Of the tokens generated, the one that ended the choice included."""
+        """Mean over the tokens generated, the one that ended the choice included."""
         return self._logprobs / max(1, self.generated_tokens)
 
     def echo(self, text: str) -> None:
@@ -94,7 +93,7 @@ class Choice:
             self._tokens.append(Scored(token, self._decoded, entry))
             self._decoded += len(text)
             self._give(text)
-        if message.start + len(tokens) == self.prompt_tokens:
+        if message.start + len(tokens) == len(self.prompt):
             text = self._echo.flush()
             self._decoded += len(text)
             self._give(text)
@@ -129,12 +128,12 @@ class Choice:
             self.finish_reason, self.stop_reason = "stop", self._matcher.matched
 
     def _give(self, text: str) -> None:
-        self._given += len(text)
+        self._released += len(text)
         if text:
             self._text.append(text)
 
     def finish(self, message: messages.Finish) -> None:
-        """The last tokens; the one that stopped the answer is no part of its text unless asked."""
+        """The last tokens. A stop token is not part of the text unless the request includes it."""
         tokens, logprobs = message.tokens, message.logprobs
         hidden = message.stop_token is not None and not self._include_stop and bool(tokens)
         shown = len(tokens) - hidden
@@ -156,7 +155,7 @@ class Choice:
                 self.stop_reason = message.stop_token
 
     def take(self) -> Piece | None:
-        """Everything that can be sent now, None when there is nothing new."""
+        """All that can be sent now, None if nothing is new."""
         ended = self.finish_reason is not None and not self._reported
         released: list[Scored] = []
         cut = self._matcher is not None and (
@@ -164,7 +163,7 @@ class Choice:
             or self._matcher.held > 0
             or self._matcher.matched is not None
         )
-        while self._tokens and not (cut and self._tokens[0].offset >= self._given):
+        while self._tokens and not (cut and self._tokens[0].offset >= self._released):
             released.append(self._tokens.popleft())
         self.sent_tokens = self.generated_tokens
         text = "".join(self._text)

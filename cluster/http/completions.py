@@ -1,8 +1,8 @@
 """One completion request, from its body to the last byte of its answer.
 
-Parse, check, tokenise, send to the engines, answer. All that can be refused is refused before the
-status line, which is sent once the engines have accepted the prompts. A streamed answer takes from
-the choices whenever there is news; one that is not streamed takes once, when all have ended.
+Parse, check, tokenise, send to the engines, answer. Errors found before the engines have accepted
+the prompts are answered with their own status; the status line is sent after that. A streamed
+answer takes from the choices whenever they change, any other takes once, when all have ended.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ log = logging.getLogger("kvatlas.ingress")
 _T = TypeVar("_T")
 
 KEEP_ALIVE_S = 5.0
-"""A stream with nothing to say sends a comment this often."""
+"""A stream without news sends a comment this often."""
 
 SEND_S = 5.0
 """After a request's time is over, its client has this long to read the rest of the answer."""
 
-_GONE = 499  # nobody is left to read a status; this one stands in logs and metrics
+_DISCONNECTED = 499  # in logs and metrics only: no client is left to read it
 _SSE = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -56,23 +56,23 @@ _SSE = [
 
 
 async def until_disconnect(receive: Receive, work: Awaitable[Any]) -> bool:
-    """Run `work`, cancelled when the client goes away; says whether it ran to its end."""
+    """Run `work`, cancelled when the client disconnects; returns whether it ran to its end."""
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnect(receive))
+    disconnect = asyncio.ensure_future(_disconnect(receive))
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             return False
         task.result()
         return True
     finally:
         task.cancel()
-        gone.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        disconnect.cancel()
+        await asyncio.gather(task, disconnect, return_exceptions=True)
 
 
-async def while_there(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """What `work` gives, unless the client goes away. Raises ClientDisconnect."""
+async def while_connected(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
+    """The result of `work`. Raises ClientDisconnect when the client disconnects first."""
     task = asyncio.ensure_future(work)
     if not await until_disconnect(request.receive, task):
         raise ClientDisconnect
@@ -85,12 +85,12 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class Completion(Response):
-    """The response to a completion request: it does all the work when it is sent."""
+    """The response to a completion request; `__call__` does all the work."""
 
     def __init__(
         self, api: Api, body: bytes, record: Record, *, chat: bool, tenant: str, timeout: str
     ) -> None:
-        """`tenant` is whose key the request carried, `timeout` what its header says of that."""
+        """`tenant` is the owner of the request's key, `timeout` the text of its timeout header."""
         super().__init__()
         self._api = api
         self._body = body
@@ -98,8 +98,8 @@ class Completion(Response):
         self._record = record
         self._tenant = tenant
         self._timeout = timeout
-        self._beside: list[tuple[bytes, bytes]] = []
-        self._timed = False  # tokens come one by one, so their times mean something
+        self._extra_headers: list[tuple[bytes, bytes]] = []  # besides those of every answer
+        self._timed = False  # tokens come one by one, so their times can be measured
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = self._record
@@ -109,7 +109,7 @@ class Completion(Response):
             complete = await until_disconnect(receive, self._run(send))
         finally:
             if not complete and not record.error:
-                record.status, record.error = _GONE, "the client went away"
+                record.status, record.error = _DISCONNECTED, "the client went away"
                 record.finish_reasons = ["abort"]
             record.total_s = time.monotonic() - record.started_s
             self._api.finished(record)
@@ -154,7 +154,7 @@ class Completion(Response):
             message = f"no worker was ready in {timeout_s:g} s ({limit})"
             raise ApiError(408, "timeout", message) from None
         openai.check_common(request, served)
-        self._ignored(request)
+        self._note_ignored(request)
         texts, tokens = await self._tokens(request, served)
         answer = (ChatAnswer if self._chat else CompletionAnswer)(
             served.model,
@@ -184,32 +184,32 @@ class Completion(Response):
                 if request.stream:
                     await self._stream(request, answer, generation, send)
                 else:
-                    await self._whole(request, answer, generation, send)
+                    await self._complete(request, answer, generation, send)
             finally:
                 self._note(generation)
                 for name in names:
                     del api.labels[name]
 
     def _left_s(self, timeout_s: float) -> float:
-        """Of what the request may take."""
+        """Seconds left of the request's time."""
         return timeout_s - (time.monotonic() - self._record.started_s)
 
     def _routed(self, route: Route | None) -> None:
         if route is not None:
             self._record.gang, self._record.predicted_s = route.gang, route.ttft_s
-            self._beside.append((b"x-kvatlas-route", route.explained.encode()))
+            self._extra_headers.append((b"x-kvatlas-route", route.explained.encode()))
 
-    def _ignored(self, request: openai.Common) -> None:
+    def _note_ignored(self, request: openai.Common) -> None:
         self._record.ignored = len(request.ignored)
         names = [n if n.isascii() and n.isprintable() else "?" for n in request.ignored]
         if names:
             listed = ", ".join(name[:64] for name in names[:32])
-            self._beside.append((b"x-kvatlas-ignored", listed.encode()))
+            self._extra_headers.append((b"x-kvatlas-ignored", listed.encode()))
 
     async def _tokens(
         self, request: openai.Common, served: openai.Served
     ) -> tuple[Sequence[str], Sequence[list[int]]]:
-        """What the answer repeats of each prompt as it is, and its tokens."""
+        """For each prompt, the text that the answer echoes ("" for none), and its tokens."""
         text = self._api.text
         if isinstance(request, openai.ChatRequest):
             ids = await text.encode_chat(
@@ -245,16 +245,15 @@ class Completion(Response):
         text: str,
         timeout_s: float,
     ) -> Job:
-        """What the engine is asked for one prompt, and the choices that its answer goes into."""
+        """The request to the engine for one prompt, and the choices that take its answer."""
         params = openai.sampling(request, served, prompt_tokens=len(tokens))
-        stops = request.stops
         decode = self._api.text.decoder(skip_special=request.skip_special_tokens)
         choices = [
             Choice(
                 index * params.n + sample,
                 tokens,
                 decode,
-                stops=stops,
+                stops=request.stops,
                 include_stop=request.include_stop_str_in_output,
                 min_tokens=params.min_tokens,
                 stop_token_ids=params.stop_token_ids,
@@ -271,7 +270,7 @@ class Completion(Response):
             params=params,
             deadline_s=max(0.0, self._left_s(timeout_s)),
             # A stop string must be seen early; otherwise large deltas cost less.
-            stream=request.stream or bool(stops),
+            stream=request.stream or bool(request.stops),
             choices=[messages.ChoiceInput() for _ in choices],
             salt=keys.salt(self._tenant, request.cache_salt),
             tenant=self._record.tenant,
@@ -280,7 +279,7 @@ class Completion(Response):
         )
         return Job(submit, choices, open_ended=request.asked_tokens is None)
 
-    async def _whole(
+    async def _complete(
         self, request: openai.Common, answer: Answer, generation: Generation, send: Send
     ) -> None:
         jobs = generation.jobs
@@ -290,7 +289,7 @@ class Completion(Response):
         for index, choice in enumerate(c for job in jobs for c in job.best(request.n)):
             piece = choice.take()
             assert piece is not None
-            taken.append(answer.whole(index, piece, choice.prompt))
+            taken.append(answer.complete(index, piece, choice.prompt))
         body = answer.full(taken, _usage(jobs), jobs[0].submit.prompt)
         self._record.status = 200
         await self._send(send, 200, dumps(body))
@@ -301,7 +300,7 @@ class Completion(Response):
         jobs = generation.jobs
         choices = [choice for job in jobs for choice in job.choices]
         head: Message = {"type": "http.response.start", "status": 200}
-        await send({**head, "headers": [*_SSE, *self._beside]})
+        await send({**head, "headers": [*_SSE, *self._extra_headers]})
         self._record.status = 200
 
         def chunk(body: Json, extra: Json | None = None) -> bytes:
@@ -312,7 +311,7 @@ class Completion(Response):
             return answer.chunk(body, extra)
 
         out = [
-            chunk(opening, answer.beside(choice.prompt))
+            chunk(opening, answer.extra_fields(choice.prompt))
             for choice in choices
             if (opening := answer.opening(choice.index, choice.prompt)) is not None
         ]
@@ -342,16 +341,12 @@ class Completion(Response):
         await _body(send, out, more=False)
 
     async def _send(
-        self,
-        send: Send,
-        status: int,
-        body: bytes,
-        headers: Sequence[tuple[bytes, bytes]] = (),
+        self, send: Send, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()
     ) -> None:
         length = (b"content-length", str(len(body)).encode())
         kind = (b"content-type", b"application/json")
         head: Message = {"type": "http.response.start", "status": status}
-        await send({**head, "headers": [kind, length, *headers, *self._beside]})
+        await send({**head, "headers": [kind, length, *headers, *self._extra_headers]})
         await send({"type": "http.response.body", "body": body})
 
     def _note(self, generation: Generation) -> None:
@@ -370,8 +365,8 @@ async def _body(send: Send, parts: Sequence[bytes], *, more: bool) -> None:
 
 
 def _usage(jobs: Sequence[Job], *, sent: bool = False) -> Json:
-    """Each prompt counts once, and all tokens generated for it, those of dropped choices too; or
-    only what was sent so far."""
+    """Each prompt counts once, with all tokens generated for it, those of dropped choices too; with
+    `sent` only those sent so far."""
     return usage(
         sum(len(job.submit.prompt) for job in jobs),
         sum(c.sent_tokens if sent else c.generated_tokens for job in jobs for c in job.choices),

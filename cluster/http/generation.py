@@ -1,9 +1,9 @@
 """The engines' side of one completion request.
 
-Each prompt is a `Job`: one stream of an engine for all its choices, read by a task of its own.
-Tasks add what arrives to the choices and signal news; whoever answers takes from the choices when
-it can send. When an engine is lost, another one continues after the tokens that have come, so the
-client sees one unbroken answer. Leaving `async with Generation(...)` ends all streams.
+Each prompt is a `Job`: one stream of an engine for all its choices, read by its own task. Tasks add
+what arrives to the choices and signal it; the caller takes from the choices when it can send. When
+an engine is lost, another one continues after the tokens that have come, so the client sees one
+unbroken answer. Leaving `async with Generation(...)` ends all streams.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 
 from cluster.errors import ApiError
 from cluster.http.choices import Choice
@@ -32,13 +31,13 @@ MIN_WAIT_S, MAX_WAIT_S = 0.05, 5.0
 """Time between two attempts to get a later prompt of a request into a full queue."""
 
 ABORT_S = 5.0
-"""How long a worker has to end one choice of several; one that does not runs on unseen."""
+"""Deadline of the call that ends one choice of several; if it fails the choice runs on unseen."""
 
 LOSSES_MAX = 2
-"""A request that loses this many engines fails: it may be what kills them."""
+"""A request that loses this many engines fails: it may be the cause."""
 
 UNDELIVERED_MAX = 8
-"""How often a request may find its worker gone before the worker has seen it."""
+"""How often a request may be sent to a worker that does not exist any more."""
 
 MORE_GANGS = 2
 """How many more gangs are tried after one whose queue is full."""
@@ -55,11 +54,11 @@ class QueueFull(Exception):
 
 @dataclass(slots=True)
 class Job:
-    """One prompt: the request to the engine, and the choices that the answer goes into.
+    """One prompt: the request to the engine, and the choices that take the answer.
 
-    `generated` has the token ids of each choice so far and `scored` counts the prompt tokens whose
-    log-probabilities have come, so that another engine can continue there. `open_ended`: the
-    request sets no limit on tokens.
+    `generated` has the token ids of each choice so far, and `scored` counts the prompt tokens whose
+    log-probabilities have come, so that another engine can continue. `open_ended`: the request sets
+    no limit on tokens.
     """
 
     submit: messages.GenerateRequest
@@ -74,7 +73,7 @@ class Job:
     def again(
         self, attempt: int, deadline_s: float, pull: messages.Pull | None
     ) -> messages.GenerateRequest:
-        """What an engine is asked: after the first attempt, to go on where the last was lost."""
+        """The request for the next engine, which continues where the last one was lost."""
         inputs = self.submit.choices  # a beam search starts again
         if not self.submit.params.beam_width:
             inputs = [
@@ -87,7 +86,7 @@ class Job:
 
     @property
     def length(self) -> Length:
-        """How long its longest sequence is and may become."""
+        """The tokens that its longest sequence has and may reach."""
         prompt = len(self.submit.prompt)
         known = prompt + max(map(len, self.generated), default=0)
         asked = prompt + self.submit.params.max_tokens
@@ -100,7 +99,8 @@ class Job:
         return all(choice.finish_reason is not None for choice in self.choices)
 
     def best(self, n: int) -> Sequence[Choice]:
-        """The n choices with the highest mean log-probability, best first; all in their order."""
+        """The n choices with the highest mean log-probability, best first; if that is all of them,
+        in their own order."""
         if n == len(self.choices):
             return self.choices
         return sorted(self.choices, key=lambda c: -c.mean_logprob)[:n]
@@ -119,8 +119,8 @@ class Generation:
         timeout_s: float,
         limit: str,
     ) -> None:
-        """The request may take `timeout_s` in all, as `limit` said. The engines have at most
-        `at_once` of the prompts at a time: one request does not fill their queues.
+        """The request may take `timeout_s`, which the setting or parameter `limit` gives. Engines
+        get at most `at_once` of the prompts at a time, so one request never fills their queues.
         """
         self._dispatcher = dispatcher
         self.jobs = jobs
@@ -137,24 +137,19 @@ class Generation:
     async def __aenter__(self) -> Generation:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     @property
     def finished(self) -> bool:
-        """No choice will change any more."""
+        """All choices have ended."""
         return all(job.finished for job in self.jobs)
 
     async def admit(self) -> None:
-        """Send the prompts. Returns once the engine has accepted as many as it may have at once,
-        raises ApiError otherwise."""
+        """Send the prompts. Returns once the engines have accepted the first `at_once`; raises
+        ApiError otherwise."""
         loop = asyncio.get_running_loop()
         first, later = self.jobs[: self._at_once], self.jobs[self._at_once :]
         admitted: list[asyncio.Future[None]] = [loop.create_future() for _ in first]
@@ -169,7 +164,7 @@ class Generation:
             raise self._failure
 
     async def news(self, timeout_s: float | None = None) -> bool:
-        """Wait until a choice has changed; False when none has in that time. Raises ApiError."""
+        """Wait until a choice has changed; False if none has in `timeout_s`. Raises ApiError."""
         if not self._news.is_set():
             try:
                 async with asyncio.timeout(timeout_s):
@@ -197,7 +192,7 @@ class Generation:
             self._fail(ApiError(500, "internal_error", f"{type(error).__name__}: {error}"))
 
     async def _serve(self, job: Job, admitted: asyncio.Future[None] | None, until_s: float) -> None:
-        """Try gangs until one has answered all. Raises ApiError, DeadlinePassed."""
+        """Try gangs until the answer is complete. Raises ApiError, DeadlinePassed."""
         loop = asyncio.get_running_loop()
         target = self._dispatcher.choose(job.submit, job.length, ())
         losses, undelivered, full = 0, 0, set[str]()
@@ -238,7 +233,7 @@ class Generation:
         target: Target,
         admitted: asyncio.Future[None] | None,
     ) -> None:
-        """One engine's work. Raises ApiError, QueueFull, EngineLost, DeadlinePassed."""
+        """One engine's answer. Raises ApiError, QueueFull, EngineLost, DeadlinePassed."""
         encoded, deadline_s = messages.encode(submit), submit.deadline_s
         with Stream(target.handle, "generate", encoded, deadline_s=deadline_s) as stream:
             await self._admission(stream)
@@ -257,7 +252,7 @@ class Generation:
 
     async def _admission(self, stream: Stream) -> None:
         while isinstance(first := messages.decode(await stream.next()), messages.KeepAlive):
-            pass  # a long step: the engine looks at what has come after it
+            pass  # a long step: the engine reads new requests after it
         if isinstance(first, messages.Rejected):
             stream.finished = True
             status, code = _REJECTED.get(first.reason, (503, first.reason))
@@ -265,11 +260,11 @@ class Generation:
             answer = ApiError(status, code, first.message, retry_after_s=retry_after_s)
             if status != 429:
                 raise answer
-            with suppress(EngineLost):  # its end: only now the worker has forgotten the id
+            with suppress(EngineLost):  # the stream's end: now the id can be used again
                 await stream.next()
             raise QueueFull(answer)
         if isinstance(first, messages.Error):
-            _lost(first)
+            _raise_lost(first)
             stream.finished = True
             raise ApiError(first.status, first.code, first.message)
         if not isinstance(first, messages.Accepted):
@@ -286,7 +281,7 @@ class Generation:
                 case messages.Finish(reason="abort") if (
                     job.choices[event.choice].finish_reason is None
                 ):
-                    raise EngineLost("the worker has given the request up")
+                    raise EngineLost("the worker has aborted the request")
                 case messages.Finish() if event.choice in running:
                     job.choices[event.choice].finish(event)
                     self._dispatcher.ended(event.generated_tokens)
@@ -299,7 +294,7 @@ class Generation:
                     for choice in job.choices:
                         choice.echo_scored(event)
                 case messages.Error():
-                    _lost(event)
+                    _raise_lost(event)
                     stream.finished = True
                     raise ApiError(event.status, event.code, event.message)
                 case messages.KeepAlive() | messages.Finish():
@@ -328,21 +323,21 @@ class Generation:
     def _add(self, delta: messages.Delta, job: Job, target: Target) -> None:
         choice = job.choices[delta.choice]
         if choice.finish_reason is not None:
-            return  # the engine has not heard of it yet
+            return  # the engine has not received the abort yet
         choice.add(delta.tokens, delta.logprobs)
         if choice.finish_reason is not None and not job.finished:
             ending = self._end(target, job.submit.id, delta.choice)
             self._tasks.append(asyncio.get_running_loop().create_task(ending))
 
     async def _end(self, target: Target, request_id: str, choice: int) -> None:
-        """Tell the engine that a choice is complete while others of its prompt go on."""
+        """Abort a choice that is complete while others of its prompt go on."""
         try:
             await ask(target.handle, "abort", request_id, choice, deadline_s=ABORT_S)
         except (EngineLost, Refused) as error:
             log.warning("could not end choice %d of %s: %s", choice, request_id, error)
 
 
-def _lost(error: messages.Error) -> None:
-    """Raises EngineLost where a worker says that its engine has stopped: another one goes on."""
+def _raise_lost(error: messages.Error) -> None:
+    """Raises EngineLost if a worker's engine has stopped, so that another one continues."""
     if error.code == "worker_lost":
         raise EngineLost(error.message)

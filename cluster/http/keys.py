@@ -1,7 +1,8 @@
-"""API keys: whose a request is, and who may use the inside routes (`/metrics`, `/debug`, `/map`).
+"""API keys: which tenant a request belongs to, and who may use the admin routes.
 
-Keys come from files or the environment. Only digests are kept, made with a secret that each process
-draws for itself: a digest that leaks is no key, and nobody can try keys against it.
+Admin routes are `/metrics`, `/debug` and `/map`. Keys come from files or the environment. Only
+digests are kept, made with a random secret of each process: a digest that leaks is no key, and keys
+cannot be tried against it.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ _Line = tuple[str, str]  # where it stands, its text
 
 
 class Access:
-    """Who may do what. Raises UserError when keys are configured and cannot be used.
+    """Which requests are allowed. Raises UserError when keys are configured but cannot be used.
 
-    With `behind_proxy` all requests come through a proxy on this machine that does not say so. Then
-    no client counts as local, and inside routes need the admin key.
+    With `behind_proxy` all requests come through a proxy on this machine that does not identify
+    itself. Then no client counts as local, and admin routes need the admin key.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Access:
         return bool(self._server.api_keys_file or self._server.admin_key_file)
 
     def reread(self) -> bool:
-        """Look at the files again; says whether the keys have changed. Files that cannot be used
+        """Read the files again; returns whether the keys have changed. Files that cannot be used
         change nothing and set `problem`."""
         before = self._tenants, self._admins
         try:
@@ -74,7 +75,7 @@ class Access:
         return before != (self._tenants, self._admins)
 
     def tenant(self, request: Request) -> str:
-        """Whose key the request carries; "" where none is needed. Raises 401."""
+        """The tenant whose key the request carries; "" if none is needed. Raises 401."""
         if not self._tenants:
             return ""
         if not (found := self._owner(request, self._tenants)):
@@ -82,7 +83,7 @@ class Access:
         return found
 
     def admin(self, request: Request) -> None:
-        """Raises 401 or 403 unless the request may look inside the server."""
+        """Raises 401 or 403 unless the request may use admin routes."""
         if self._admins:
             if not self._owner(request, self._admins):
                 raise _unknown("this route needs the admin key")
@@ -92,7 +93,8 @@ class Access:
             raise ApiError(403, "admin_only", message)
 
     def _owner(self, request: Request, owners: Sequence[tuple[str, bytes]]) -> str:
-        """Whose key it is. Takes equally long for all: no comparison ends early, nor does this."""
+        """The owner of the request's key, "" for none. Takes equally long for all keys: no
+        comparison ends early, nor does the loop."""
         given, found = self._digest(_bearer(request)), ""
         for owner, digest in owners:
             if hmac.compare_digest(digest, given):
@@ -114,7 +116,7 @@ class Access:
         self._admins = [("admin", self._digest(key)) for key in admins or ()]
 
     def _lines(self, variable: str, file: str | None, setting: str) -> list[_Line] | None:
-        """The lines that count, None where nothing is configured: an empty file opens nothing."""
+        """The lines with keys, None if nothing is configured. An empty file is an error."""
         given = self._environment.get(variable)
         if given is not None and file is not None:
             raise UserError(f"{variable} and {setting} are both set: leave one out")
@@ -133,9 +135,9 @@ class Access:
 
 
 def salt(tenant: str, cache_salt: str) -> str:
-    """What separates the cached prompts of one tenant, and in them of one `cache_salt`.
+    """The salt of block hashes, which keeps apart the cached prompts of tenants and cache salts.
 
-    Nothing at all is the empty salt. No pair of names gives the salt of another pair.
+    It is empty if both are. No two pairs give the same salt.
     """
     if not tenant and not cache_salt:
         return ""
@@ -146,7 +148,7 @@ def salt(tenant: str, cache_salt: str) -> str:
 
 
 def shown(tenant: str) -> str:
-    """What logs and engines call a tenant: eight hexadecimal digits, the same everywhere."""
+    """A tenant's name in logs and engines: eight hexadecimal digits, the same everywhere."""
     return hashlib.blake2b(tenant.encode(), digest_size=4).hexdigest() if tenant else ""
 
 
@@ -205,8 +207,8 @@ def _unquoted(text: str) -> str:
 
 
 def _from_here(request: Request) -> bool:
-    """Whether a program on this machine asks for itself: no proxy for others, and no web page of
-    somebody else's through a browser here (by its own name for this address, or across origins).
+    """Whether the request comes from a program on this machine: not through a proxy, and not from
+    a foreign web page in a local browser (by DNS rebinding or across origins).
     """
     headers, peer = request.headers, request.client
     if peer is None or not _is_loopback(peer.host) or _FORWARDED & set(headers.keys()):

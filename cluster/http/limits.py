@@ -14,19 +14,19 @@ from cluster.http.responses import error_response
 from configs.schema import LimitsConfig
 
 MAX_BODIES = 64
-"""All bodies in memory together may have the size of this many of the largest ones."""
+"""All bodies in memory together may have this many times `limits.max_body_bytes`."""
 
 LINGER_S = 2.0
-"""A refused body is read on for as long as no pause in it is longer than this."""
+"""A refused body is read on until a pause is longer than this."""
 
 _LABEL_MAX = 128
 _CLOSE = (b"connection", b"close")
 
 
 class BodyLimit:
-    """Refuses a body that is too large (413, by Content-Length or by what has arrived), too slow
-    (408), or too much together with all bodies in memory (429). `limits` gives the settings of the
-    moment; with `echo` the answer carries the client's X-Request-Id."""
+    """Refuses a body that is too large (413, by Content-Length or by the bytes received), too slow
+    (408), or too much together with all bodies in memory (429). `limits` gives the current
+    settings; with `echo` the answer carries the client's X-Request-Id."""
 
     def __init__(self, app: ASGIApp, *, limits: Callable[[], LimitsConfig], echo: bool) -> None:
         self._app = app
@@ -101,8 +101,8 @@ class _Body:
         return sending
 
     async def _discard(self) -> None:
-        """Read on until the body's time is over, and forget what comes. A connection that is closed
-        with bytes unread is reset, and an answer that is on its way may be lost with it."""
+        """Read and discard the rest until the body's time is over. Closing a connection with unread
+        bytes resets it, and the answer may be lost before the client has read it."""
         with suppress(TimeoutError):
             async with asyncio.timeout_at(self._deadline):
                 more = True
@@ -127,18 +127,18 @@ def _announced(headers: Headers) -> int:
 
 
 def label_of(headers: Headers) -> str:
-    """The client's own name for a request: at most 128 printable characters, never a key. Of
-    several the first counts."""
+    """The client's own name for a request: at most 128 printable characters, only for display. Of
+    several headers the first counts."""
     return printable(headers.get("x-request-id", ""))
 
 
 def printable(raw: str) -> str:
-    """As much of a text as may stand as a label in a header and a log line."""
+    """A text made safe as a label in a header and a log line: at most 128 printable characters."""
     return "".join(c for c in raw[:_LABEL_MAX] if c.isascii() and c.isprintable())
 
 
 def _with(send: Send, more: Callable[[], list[tuple[bytes, bytes]]]) -> Send:
-    """`send` with more headers on the answer, whatever they are when it starts."""
+    """`send` that adds the headers `more()`, called when the answer starts."""
 
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":

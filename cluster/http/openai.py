@@ -1,8 +1,8 @@
 """Requests of the OpenAI API: their types, and checks against what is served.
 
-Pydantic checks types, the worker's own rules check ranges. A parameter that is null counts as left
-out. One that is known but not supported is a 400, unless its value asks for nothing. One that is
-unknown is ignored and counted, or a 400 with `server.strict_params`.
+Pydantic checks types, the worker's own rules check ranges. A null parameter counts as left out. A
+known but unsupported one is a 400, unless its value has no effect. An unknown one is ignored and
+counted, or a 400 with `server.strict_params`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ DEFAULT_COMPLETION_TOKENS = 16
 MAX_SALT = 256  # characters
 MAX_PRIORITY = 1000
 TIMEOUT_HEADER = "x-request-timeout"
-_FAR = 10**6  # beyond what any number of a bias may be
+_FAR = 10**6  # beyond the range of a logit bias
 
 # Accepted: they do not change the answer.
 HARMLESS = frozenset(
     {"metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "user"}
 )
-# Known but not supported, with the values that ask for nothing and are accepted.
+# Known but not supported, with the values that have no effect and are accepted.
 _COMMON: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": ([],),
     "bad_words": ([],),
@@ -62,7 +62,7 @@ _COMPLETION = {"prompt_embeds": (), "suffix": ("",)}
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What is served: the model's facts and the limits of this server."""
+    """The model that is served, and the limits of this server. Lengths in tokens."""
 
     model: str
     max_model_len: int
@@ -71,7 +71,7 @@ class Served:
     limits: LimitsConfig
     strict: bool
     pools: Mapping[str, int] = field(default_factory=dict)  # the longest sequence of each, if known
-    silent: Sequence[str] = ()  # pools that have not said yet how much they hold
+    silent: Sequence[str] = ()  # pools whose longest sequence is not known yet
 
     def params(self) -> ParamLimits:
         return ParamLimits(
@@ -91,7 +91,7 @@ class StreamOptions(BaseModel):
 
 
 class SpeculationOptions(BaseModel):
-    """What is drafted for this request; null and what is left out is as the server has it."""
+    """Speculative decoding of this request; null or left out means the server's setting."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -100,7 +100,7 @@ class SpeculationOptions(BaseModel):
 
 
 class Common(BaseModel):
-    """What both kinds of completion take."""
+    """Parameters of both kinds of completion."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -141,22 +141,21 @@ class Common(BaseModel):
 
     @property
     def choices(self) -> int:
-        """How many choices the engine gives for one prompt. A search keeps its best to itself."""
+        """Choices that the engine returns for one prompt; a beam search returns only the best."""
         return self.n if self.use_beam_search else self.width
 
     @property
     def stops(self) -> list[str]:
-        """The stop strings."""
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
     @property
     @abstractmethod
     def alternatives(self) -> int | None:
-        """Log-probabilities wanted beside the chosen token's; None is no log-probabilities."""
+        """Alternatives per token to return log-probabilities of; None returns none at all."""
 
     @property
     def asked_tokens(self) -> int | None:
-        """How many tokens may be generated, where the request says so."""
+        """How many tokens may be generated; None if the request sets no limit."""
         return self.max_tokens
 
     @property
@@ -165,13 +164,12 @@ class Common(BaseModel):
 
     @property
     def continuous_usage(self) -> bool:
-        return self.include_usage and bool(
-            self.stream_options and self.stream_options.continuous_usage_stats
-        )
+        options = self.stream_options
+        return options is not None and options.include_usage and options.continuous_usage_stats
 
     @property
     def ignored(self) -> list[str]:
-        """Parameters nobody knows, in order."""
+        """Names of unknown parameters, sorted."""
         return sorted(self.model_extra or ())
 
 
@@ -239,13 +237,13 @@ class DetokenizeRequest(BaseModel):
 
 
 def known(kind: type[BaseModel]) -> Mapping[str, tuple[Any, ...]]:
-    """The parameters of this kind of request that are known but not served."""
+    """Unsupported parameters of this kind of request, with their accepted values."""
     return {ChatRequest: _COMMON | _CHAT, CompletionRequest: _COMMON | _COMPLETION}.get(kind, {})
 
 
 def check_common(request: Common, served: Served) -> None:
-    """Everything about a request that can be checked before its prompt is tokenised."""
-    check_model(request.model, served)
+    """Check all that does not need the prompt's tokens. Raises ApiError."""
+    check_model(request.model, served.model)
     if served.strict and request.ignored:
         name = request.ignored[0]
         message = f"unknown parameter {name[:80]!r} (server.strict_params is on)"
@@ -297,8 +295,8 @@ def _check_choices(request: Common, served: Served) -> None:
 
 
 def patience(request: Common, header: str, limits: LimitsConfig) -> tuple[float, str]:
-    """How long a request may take in seconds, and where that was said: the shortest of the
-    server's own limit, the parameter `timeout`, and `header`, that header's text or "".
+    """How long a request may take in seconds, and what sets that limit: the shortest of the
+    server's own limit, the parameter `timeout`, and the timeout header's text ("" for none).
     """
     most_s = limits.request_timeout_s
     found = [(most_s, "limits.request_timeout_s")]
@@ -316,10 +314,10 @@ def patience(request: Common, header: str, limits: LimitsConfig) -> tuple[float,
     return min(found)
 
 
-def check_model(name: str | None, served: Served) -> None:
-    """Raises 404 unless `name` is what is served; leaving it out is fine."""
-    if name is not None and name != served.model:
-        message = f"the model {name[:80]!r} is not served here, served is {served.model!r}"
+def check_model(name: str | None, served: str) -> None:
+    """Raises 404 unless `name` is None or the model that is served."""
+    if name is not None and name != served:
+        message = f"the model {name[:80]!r} is not served here, served is {served!r}"
         raise ApiError(404, "model_not_found", message, param="model")
 
 
@@ -364,11 +362,11 @@ def _params(request: Common, served: Served, max_tokens: int | None) -> Sampling
     try:
         check(params, served.params())
     except ParamError as error:
-        raise invalid(str(error), _asked_as(request, error.parameter)) from None
+        raise invalid(str(error), _client_name(request, error.parameter)) from None
     return replace(params, top_k=max(0, params.top_k))
 
 
-def _asked_as(request: Common, parameter: str) -> str:
+def _client_name(request: Common, parameter: str) -> str:
     """The name under which the client set a parameter of the worker."""
     if isinstance(request, ChatRequest):
         if parameter == "logprobs":
@@ -386,7 +384,7 @@ def _exceeds(request: Common, served: Served, prompt_tokens: int) -> ApiError:
 
 
 def too_long(message: str, served: Served, param: str) -> ApiError:
-    """More tokens than a sequence holds; `message` says how many."""
+    """The error for more tokens than a sequence holds; `message` begins with how many."""
     if served.silent:
         waiting = ", ".join(served.silent)
         message += f", more than is ready now; pools that are still starting: {waiting}"

@@ -1,4 +1,4 @@
-"""What the other ingresses know, so that any of them answers `/metrics` and `/debug` for all."""
+"""The state of all ingresses, so that any of them answers `/metrics` and `/debug` for all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from prometheus_client.core import Metric
 
 @dataclass(frozen=True, slots=True)
 class IngressState:
-    """What one ingress knows: its metrics, and its clients' labels of the requests in flight."""
+    """Metrics of one ingress, and its clients' labels of the requests in flight."""
 
     ingress: str
     families: list[Metric] = field(default_factory=list)
@@ -21,15 +21,15 @@ class Peers(Protocol):
     """All ingresses, this one among them."""
 
     async def all(self) -> list[IngressState]:
-        """What each knows. Raises where one does not answer in time."""
+        """The state of each. Raises if one does not answer in time."""
         ...
 
 
 def merged(own: IngressState, others: list[IngressState]) -> list[Metric]:
     """The metrics of all, each family once."""
     families: dict[str, Metric] = {}
-    for said in (own, *(other for other in others if other.ingress != own.ingress)):
-        for family in said.families:
+    for state in (own, *(other for other in others if other.ingress != own.ingress)):
+        for family in state.families:
             if family.name in families:
                 families[family.name].samples.extend(family.samples)
             else:

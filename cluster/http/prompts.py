@@ -1,4 +1,4 @@
-"""Prompts and chat messages, checked and in the form that the tokenizer takes."""
+"""Checks prompts and chat messages, and converts them to the form that the tokenizer takes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROLES = ("system", "developer", "user", "assistant")
 
 
 def prompts(raw: Any, served: Served) -> list[str | list[int]]:
-    """The prompts of a completion: a text, a list of them, token ids, or a list of lists."""
+    """The prompts of a completion: a text, a list of texts, token ids, or a list of such lists."""
     if isinstance(raw, str):
         return [raw]
     wanted = "prompt must be a text, a list of texts, token ids or a list of lists of token ids"
@@ -39,7 +39,7 @@ def _ids(raw: list[Any], served: Served, wanted: str) -> list[int]:
 
 
 def check_ids(ids: Sequence[Any], served: Served, param: str, wanted: str) -> None:
-    """Raises unless these are tokens of the model, no more than a sequence holds."""
+    """Raises ApiError unless these are token ids of the model, no more than a sequence holds."""
     if len(ids) > served.max_model_len:
         raise too_long(f"{param} has {len(ids)} tokens", served, param)
     if not set(map(type, ids)) <= {int}:
@@ -49,7 +49,7 @@ def check_ids(ids: Sequence[Any], served: Served, param: str, wanted: str) -> No
 
 
 def conversation(raw: Sequence[Any], served: Served) -> list[dict[str, str]]:
-    """Messages as the chat template takes them: role, one text, perhaps a name."""
+    """Messages as the chat template takes them: role, one text, and a name if given."""
     if not raw:
         raise invalid("messages must hold at least one message", "messages")
     parts = sum(

@@ -1,6 +1,6 @@
-"""Responses of the OpenAI API: plain dicts for whole answers, bytes for the chunks of a stream.
+"""Responses of the OpenAI API: dicts for whole answers, encoded bytes for the chunks of a stream.
 
-A chunk is built for every delta of every stream, so the part that never changes is encoded once.
+A chunk is built for every delta of every stream, so its constant part is encoded once.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def dumps(body: object) -> bytes:
 def json_response(
     body: object, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """A whole answer in JSON."""
+    """A JSON response."""
     return Response(dumps(body), status, headers, media_type="application/json")
 
 
 def error_response(error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
-    """The answer that an error is, with these headers besides its own."""
+    """The response for an error, with these headers besides its own."""
     return json_response(error.body(), error.status, {**(headers or {}), **error.headers()})
 
 
@@ -81,7 +81,7 @@ class Answer(ABC):
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     def chunk(self, choice: Json | None, extra: Json | None = None) -> bytes:
-        """One event with one choice or none; `extra` fields stand beside the choices."""
+        """One event with one choice or none; `extra` fields go beside the choices."""
         body = b"" if choice is None else dumps(choice)
         tail = b"," + dumps(extra)[1:-1] if extra else b""
         return self._head + body + b"]" + tail + b"}\n\n"
@@ -89,9 +89,9 @@ class Answer(ABC):
     def full(self, choices: Sequence[Json], usage: Json, prompt: Sequence[int]) -> Json:
         """The whole answer."""
         frame = self._frame(self.full_object)
-        return {**frame, "choices": list(choices), "usage": usage, **self.beside(prompt)}
+        return {**frame, "choices": list(choices), "usage": usage, **self.extra_fields(prompt)}
 
-    def beside(self, prompt: Sequence[int]) -> Json:
+    def extra_fields(self, prompt: Sequence[int]) -> Json:
         """Fields of a whole answer and of a stream's first chunk that are in no choice."""
         return {}
 
@@ -104,7 +104,7 @@ class Answer(ABC):
         """A choice in a chunk."""
 
     @abstractmethod
-    def whole(self, index: int, piece: Piece, prompt: Sequence[int]) -> Json:
+    def complete(self, index: int, piece: Piece, prompt: Sequence[int]) -> Json:
         """A choice in a whole answer."""
 
     def _ending(self, choice: Json, piece: Piece) -> Json:
@@ -125,7 +125,7 @@ class ChatAnswer(Answer):
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def beside(self, prompt: Sequence[int]) -> Json:
+    def extra_fields(self, prompt: Sequence[int]) -> Json:
         return {"prompt_token_ids": list(prompt)} if self._token_ids else {}
 
     def delta(self, index: int, piece: Piece) -> Json:
@@ -133,7 +133,7 @@ class ChatAnswer(Answer):
         choice = {"index": index, "delta": delta, "logprobs": self._logprobs(piece)}
         return self._ending(choice, piece)
 
-    def whole(self, index: int, piece: Piece, prompt: Sequence[int]) -> Json:
+    def complete(self, index: int, piece: Piece, prompt: Sequence[int]) -> Json:
         message = {"role": "assistant", "content": piece.text, "refusal": None}
         choice = {"index": index, "message": message, "logprobs": self._logprobs(piece)}
         return self._ending(choice, piece)
@@ -167,7 +167,7 @@ class CompletionAnswer(Answer):
         choice = {"index": index, "text": piece.text, "logprobs": self._logprobs(piece)}
         return self._ending(choice, piece)
 
-    def whole(self, index: int, piece: Piece, prompt: Sequence[int]) -> Json:
+    def complete(self, index: int, piece: Piece, prompt: Sequence[int]) -> Json:
         choice = self.delta(index, piece)
         if self._token_ids:
             choice["prompt_token_ids"] = list(prompt)
@@ -187,7 +187,7 @@ class CompletionAnswer(Answer):
         }
 
     def _top(self, text: str, scored: Scored) -> Json | None:
-        """The best tokens by their text, the one of the answer among them in any case."""
+        """Log-probabilities of the best tokens by their text, the answer's own token included."""
         if scored.entry is None or not scored.entry.top:
             return None
         top: dict[str, float] = {}

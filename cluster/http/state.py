@@ -1,7 +1,7 @@
-"""What the routes of one ingress share: one `Api`, made by whoever starts the ingress.
+"""What the routes of one ingress share: one `Api`, made by the code that starts the ingress.
 
-Routes read it and call it, it imports none of them. The ways to the workers, to the hub and to the
-other ingresses are given to it.
+Routes use it, it imports none of them. It is given the clients of the workers, of the hub and of
+the other ingresses.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ log = logging.getLogger("kvatlas.ingress")
 requests_log = logging.getLogger("kvatlas.requests")
 
 DEBUG_DEADLINE_S = 2.0
-"""How long workers may take to answer a question about themselves."""
+"""How long workers may take to answer a debug call."""
 
 
-class ResourceWatch(Protocol):
-    """Watches whether the cluster has what the workers ask for; `problem` is "" where it has."""
+class ResourceCheck(Protocol):
+    """Checks whether the cluster has the resources that the workers need; `problem` is "" then."""
 
     problem: str
 
@@ -46,10 +46,9 @@ class ResourceWatch(Protocol):
 
 
 class Api:
-    """What one ingress has: settings, keys, tokenizer, metrics, and its view of the workers.
+    """The state of one ingress: settings, keys, tokenizer, metrics, and its view of the workers.
 
-    `key` is the cluster's secret that block hashes are made with. `behind_proxy`: see
-    `keys.Access`.
+    `key` is the cluster's secret, which keys block hashes. `behind_proxy`: see `keys.Access`.
     """
 
     def __init__(
@@ -95,44 +94,44 @@ class Api:
         self.waiting = Waiting(lambda: self.config)
         self.dispatcher = Dispatcher(self.gangs, router, self.waiting, name=name)
         self.created = int(time.time())
-        self.resources: ResourceWatch | None = None
+        self.resources: ResourceCheck | None = None
         self.labels: dict[str, str] = {}  # X-Request-Id of the requests in flight, by id
 
     async def served(self) -> openai.Served:
-        """What is served, once a worker can take a request.
+        """The model and the limits, once a worker can take a request.
 
         Raises 429 and 503, see `Waiting.until`.
         """
 
-        def info() -> dict[str, Any] | None:
-            return self.gangs.info if self.gangs.ready() else None
+        def served() -> openai.Served | None:
+            info = self.gangs.info
+            if info is None or not self.gangs.ready():
+                return None
+            limits = self.gangs.limits()
+            return openai.Served(
+                model=self.model,
+                max_model_len=max(limits.values()),
+                vocab_size=info["vocab_size"],
+                max_beam_width=info["max_beam_width"],
+                limits=self.config.limits,
+                strict=self.config.server.strict_params,
+                pools=dict(sorted(limits.items(), key=lambda pool: pool[1])),
+                silent=[p.name for p in self.config.pools if p.name not in limits],
+            )
 
         def failure(passed: str) -> ApiError:
             code = "no_capacity" if self.gangs.info is None else "worker_lost"
             message = f"{self.model} is not ready {passed}: {self.gangs.reason}"
             return ApiError(503, code, message, retry_after_s=1)
 
-        return self._served(await self.waiting.until(info, failure))
-
-    def _served(self, info: dict[str, Any]) -> openai.Served:
-        limits = self.gangs.limits()
-        return openai.Served(
-            model=self.model,
-            max_model_len=max(limits.values()),
-            vocab_size=info["vocab_size"],
-            max_beam_width=info["max_beam_width"],
-            limits=self.config.limits,
-            strict=self.config.server.strict_params,
-            pools=dict(sorted(limits.items(), key=lambda pool: pool[1])),
-            silent=[p.name for p in self.config.pools if p.name not in limits],
-        )
+        return await self.waiting.until(served, failure)
 
     def state(self) -> IngressState:
-        """What this ingress knows that the others do not."""
+        """The state of this ingress, for the others."""
         return IngressState(self.name, self.metrics.own(), dict(self.labels))
 
     async def all_states(self) -> tuple[list[IngressState], dict[str, Any]]:
-        """What all ingresses know, and a `missing` entry where others do not answer in time."""
+        """The states of all ingresses, and a `missing` entry if others do not answer in time."""
         try:
             return [self.state(), *await self.peers.all()], {}
         except Exception as error:
@@ -140,19 +139,19 @@ class Api:
             return [self.state()], {"missing": {"ingresses": type(error).__name__}}
 
     def finished(self, record: Record) -> None:
-        """A completion request came to its end, whatever that was."""
+        """Count and log a completion request that has ended in any way."""
         self.metrics.finished(record)
         requests_log.info(record.line(), extra={"record": record})
 
     async def reread_keys(self) -> None:
-        """Use what the files of keys hold now; what is wrong with them is logged and counted."""
+        """Use the keys that their files hold now; problems with them are logged and counted."""
         before = self.access.problem
         if await asyncio.to_thread(self.access.reread):
             log.info("the keys have changed")
         if problem := self.access.problem:
             self.metrics.background_failure("keys")
             if problem != before:
-                log.warning("the keys of before stay in use: %s", problem)
+                log.warning("the previous keys stay in use: %s", problem)
 
     def report(self) -> dict[str, Any]:
         """The body of `/health/ready`."""
@@ -163,9 +162,9 @@ class Api:
         return {**self.gangs.report(), "problems": problems}
 
     async def debug(self, method: str, *arguments: Any) -> tuple[list[Any], dict[str, Any]]:
-        """What each worker answers, and a `missing` entry where some do not in time.
+        """The answers of the workers, and a `missing` entry if some do not answer in time.
 
-        Raises 400 where a worker refused, 503 where none answered.
+        Raises 400 if a worker refused, 503 if none answered.
         """
         answers, errors = await self.gangs.ask_all(method, *arguments, deadline_s=DEBUG_DEADLINE_S)
         for error in errors.values():

@@ -1,8 +1,8 @@
 """Text to tokens and back: chat template, tokenising, detokenising, stop strings.
 
-`Detokenizer` and `StopMatcher` turn a stream of tokens into a stream of text. They hold back half a
-character and what may be the beginning of a stop string until that is decided. All text together
-does not depend on how the tokens were cut into deltas.
+`Detokenizer` and `StopMatcher` turn a stream of tokens into a stream of text. They hold back an
+incomplete character, and what may be the beginning of a stop string, until that is decided. The
+whole text does not depend on how the tokens were divided into deltas.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ INLINE_CHARACTERS = 8192
 INLINE_TOKENS = 2048
 """Longer lists of tokens become text off the event loop."""
 
-_MESSAGE_CHARACTERS = 64  # what a template does for a message, in characters that take as long
+_MESSAGE_CHARACTERS = 64  # rendering one message takes as long as tokenising this many
 
 THREADS = 2
 MAX_PENDING = 64
@@ -54,10 +54,10 @@ _T = TypeVar("_T")
 class Detokenizer:
     """Text of a growing list of tokens, in time proportional to the new ones.
 
-    A token's text may depend on its neighbours (a character spread over tokens, a leading space
+    A token's text may depend on its neighbours (a character over several tokens, a leading space
     that only the first token of a text loses). So a window of the last tokens is decoded again with
-    the new ones, and what is new is what follows the text given out for that window. `context` is
-    the end of the prompt: text before the first token, never given out.
+    the new ones, and the new text is what follows the text already returned for that window.
+    `context` is the end of the prompt: text before the first token, never returned.
     """
 
     __slots__ = ("_decode", "_given", "_sent", "_window")
@@ -65,7 +65,7 @@ class Detokenizer:
     def __init__(self, decode: Decode, context: Sequence[int] = ()) -> None:
         self._decode = decode
         self._window = list(context[-_WINDOW_KEPT:])
-        self._given = len(self._window)  # tokens of the window whose text was given out
+        self._given = len(self._window)  # tokens of the window whose text was returned
         self._sent = decode(self._window)
 
     @property
@@ -74,12 +74,12 @@ class Detokenizer:
         return len(self._window) - self._given
 
     def push(self, tokens: Sequence[int]) -> str:
-        """The text that these tokens complete; half a character stays back."""
+        """The text that these tokens complete; an incomplete character is held back."""
         self._window += tokens
         whole = len(self._window)
         # A character has at most 4 bytes, so at most 3 tokens are the beginning of one. They are
-        # left out of the decoding: some decoders show all bytes of a text as marks until its last
-        # character is whole.
+        # not decoded: some decoders show all bytes of a text as marks until its last character is
+        # complete.
         least = max(self._given, whole - _MAX_HALF)
         while (text := self._decode(self._window[:whole])).endswith(_MARK) and whole > least:
             whole -= 1
@@ -89,16 +89,16 @@ class Detokenizer:
         return new
 
     def flush(self) -> str:
-        """What is held back, once no token follows: replacement characters."""
+        """The text held back, when no token follows: replacement characters."""
         return self._advance(self._decode(self._window), len(self._window))
 
     def _advance(self, text: str, whole: int) -> str:
-        """What `text`, of the first `whole` tokens of the window, adds to what was given out."""
+        """What `text`, of the first `whole` tokens of the window, adds to the returned text."""
         same = len(self._sent)
         if not text.startswith(self._sent):
-            if self._sent.endswith(_MARK):  # the prompt ended in half a character, now whole
+            if self._sent.endswith(_MARK):  # the prompt ended in a character that is complete now
                 same = _common(self._sent, text)
-            else:  # bytes that are no text made a mess of those before: start behind them
+            else:  # invalid bytes changed the text of those before: start behind them
                 del self._window[: self._given]
                 same, whole = 0, whole - self._given
                 text = self._decode(self._window[:whole])
@@ -106,7 +106,7 @@ class Detokenizer:
         return text[same:]
 
     def _shorten(self) -> None:
-        """Forget old tokens, from a place between two characters if there is one."""
+        """Drop old tokens, up to a boundary between two characters if there is one."""
         most = self._given - _WINDOW_KEPT
         for first in range(most, most - _MAX_HALF - 1, -1):
             tail = self._decode(self._window[first : self._given])
@@ -124,8 +124,8 @@ def _common(one: str, other: str) -> int:
 class StopMatcher:
     """Cuts a stream of text at the first stop string that is complete.
 
-    First means the earliest end, and of those that end there the earliest beginning. `push` gives
-    the text that can be sent; once `matched` is set there is no more.
+    First means the earliest end, and of those the earliest beginning. `push` returns the text that
+    can be sent; once `matched` is set there is no more.
     """
 
     __slots__ = ("_held", "_include", "_reach", "_stops", "matched")
@@ -139,11 +139,11 @@ class StopMatcher:
 
     @property
     def held(self) -> int:
-        """Characters held back: the beginning of a stop string, perhaps."""
+        """Characters held back: they may begin a stop string."""
         return len(self._held)
 
     def push(self, text: str) -> str:
-        """The text that no stop string can take back any more."""
+        """The text that cannot be part of a stop string any more."""
         text = self._held + text
         found = [(at + len(s), at, s) for s in self._stops if (at := text.find(s)) >= 0]
         if found:
@@ -159,7 +159,7 @@ class StopMatcher:
         return any(stop.startswith(tail) for stop in self._stops)
 
     def flush(self) -> str:
-        """What is held back, once no text follows."""
+        """The text held back, when no text follows."""
         text, self._held = self._held, ""
         return text
 
@@ -167,8 +167,8 @@ class StopMatcher:
 def load_tokenizer(directory: Path) -> Any:
     """The model's transformers tokenizer.
 
-    The class that needs nothing but `tokenizer.json` is loaded by its own name, because the class
-    that finds others imports torch, which costs an ingress two seconds and 200 MiB.
+    PreTrainedTokenizerFast is loaded by its own name where `tokenizer.json` is enough, because
+    AutoTokenizer imports torch, which costs an ingress two seconds and 200 MiB.
     """
     import transformers
 
@@ -192,12 +192,12 @@ class TextService:
         self._tokenizer = tokenizer
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         if self._backend is not None:
-            # A tokenizer file may ask for cut or padded texts; a prompt is neither.
+            # A tokenizer file may enable truncation or padding; prompts need neither.
             self._backend.no_truncation()
             self._backend.no_padding()
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenise")
         self._pending = 0
-        # What the server itself tells the template's function, or may not be told by a client.
+        # Arguments that the server itself passes, or that clients may not set.
         template = inspect.signature(tokenizer.apply_chat_template).parameters
         self._reserved = {"self", "messages", "tools", "documents", *template}
         self.token = lru_cache(maxsize=65536)(self._token)
@@ -213,14 +213,14 @@ class TextService:
         )
 
     def _token(self, token: int) -> tuple[str, bytes]:
-        """One token by itself: its text and its bytes, special or not.
+        """The text and the bytes of one token alone, special or not.
 
-        A token that is no whole characters is shown as OpenAI does, `bytes:` and escapes.
+        A token of incomplete characters is shown as OpenAI does, `bytes:` and escapes.
         """
         piece = self._tokenizer.convert_ids_to_tokens(token) or ""
         text = self.decoder(skip_special=False)([token])
         if piece.startswith(_SPACE) and not text.startswith(" "):
-            text = " " + text  # lost by decoders that expect a whole text
+            text = " " + text  # some decoders strip the first space of a text
         if _MARK not in text:
             return text, text.encode()
         if _BYTE_PIECE.fullmatch(piece):
@@ -232,14 +232,14 @@ class TextService:
         return "bytes:" + "".join(f"\\x{b:02x}" for b in raw), raw
 
     async def encode(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
-        """The tokens of each text, with the model's own first and last ones where `special`."""
+        """The token ids of each text; `special` adds the model's first and last special tokens."""
         return await self._off_loop(sum(map(len, texts)), lambda: self._encode(texts, special))
 
     async def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
         """The text of all these tokens."""
         if self._backend is None or len(ids) <= INLINE_TOKENS:
             return self.decoder(skip_special=skip_special)(ids)
-        # As with `encode_batch`, only the batched one releases the interpreter lock.
+        # As in `_encode`, only the batched call releases the interpreter lock.
         decode = partial(self._backend.decode_batch, skip_special_tokens=skip_special)
         texts: list[str] = await self._off_loop(INLINE_CHARACTERS + 1, lambda: decode([ids]))
         return texts[0]
@@ -252,7 +252,7 @@ class TextService:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """The tokens of a conversation in the model's own template, ready for an answer."""
+        """The token ids of a conversation, rendered with the model's chat template."""
         variables = variables or {}
         for name in variables:
             if name in self._reserved:
@@ -260,7 +260,7 @@ class TextService:
                 raise invalid(message, "chat_template_kwargs")
         size = sum(map(len, (text for message in messages for text in message.values())))
         size += _MESSAGE_CHARACTERS * len(messages)
-        if variables:  # nobody knows what a template does with them
+        if variables:  # a template may do anything with them
             size = INLINE_CHARACTERS + 1
 
         def work() -> list[int]:
@@ -285,8 +285,8 @@ class TextService:
                 raise invalid(f"the text is not valid Unicode: {where}") from None
         if self._backend is None:
             return [self._tokenizer.encode(text, add_special_tokens=special) for text in texts]
-        # `encode` would hold the interpreter lock all the while, a batch does not. The fast one
-        # keeps no places of tokens in the text, whose release would hold it for milliseconds.
+        # `encode` would hold the interpreter lock, a batch does not. The fast variant keeps no
+        # offsets of tokens, whose release would hold the lock for milliseconds.
         encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=special)
         return [e.ids for e in encoded]
 
@@ -312,19 +312,14 @@ class TextService:
         if self._pending >= MAX_PENDING:
             message = f"{MAX_PENDING} long texts wait to be tokenised already, try again later"
             raise ApiError(429, "queue_full", message, retry_after_s=1)
-        self._pending += 1
-        future = self._pool.submit(work)
-        future.add_done_callback(self._done_on(asyncio.get_running_loop()))
-        return await asyncio.wrap_future(future)
 
-    def _done_on(self, loop: asyncio.AbstractEventLoop) -> Callable[[Any], None]:
-        def leave() -> None:
+        def ended() -> None:
             self._pending -= 1
 
-        def done(_: Any) -> None:
-            loop.call_soon_threadsafe(leave)
-
-        return done
+        self._pending += 1
+        loop, future = asyncio.get_running_loop(), self._pool.submit(work)
+        future.add_done_callback(lambda _: loop.call_soon_threadsafe(ended))
+        return await asyncio.wrap_future(future)
 
     def close(self) -> None:
         """Ends the threads."""

@@ -1,4 +1,4 @@
-"""Block hashes of a prompt, as the workers compute them: what an ingress looks up in the index.
+"""Block hashes of a prompt, computed as the workers do: what an ingress looks up in the index.
 
 The hash of a full block covers its tokens and all before them. It is keyed with the cluster's
 secret, and depends on the model and on the salt that keeps tenants apart.
@@ -14,14 +14,14 @@ from worker.scheduling.prefix import PROBE_BLOCKS, PROBE_SALT
 
 
 class BlockHasher:
-    """Block hashes under the cluster's secret `key`. A worker's `info` describes its model."""
+    """Block hashes keyed with the cluster's secret `key`. A worker's `info` describes its model."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
         self._roots: tuple[dict[str, Any], dict[bytes, bytes]] = ({}, {})
 
     def block_hashes(self, info: dict[str, Any], tokens: Sequence[int], salt: bytes) -> list[bytes]:
-        """The hashes of a prompt's full blocks in order; none where the worker caches nothing."""
+        """The hashes of a prompt's full blocks in order; none without a prefix cache."""
         parts = info["block_hash"]
         if parts is None:
             return []
@@ -36,7 +36,7 @@ class BlockHasher:
         return hashing.block_hashes(roots[salt], tokens, info["block_size"], key=self._key)
 
     def problem(self, info: dict[str, Any]) -> str:
-        """Why this ingress and a worker cannot serve together; empty where they can."""
+        """Why this ingress and a worker cannot serve together; empty if they can."""
         tokens = range(PROBE_BLOCKS * info["block_size"])
         if self.block_hashes(info, tokens, PROBE_SALT) == info["probe"]:
             return ""

@@ -1,8 +1,8 @@
-"""The one way to call an engine: fresh context, deadline, cancelled in every case but success.
+"""Calls to an engine: in a fresh context, with a deadline, and cancelled unless they succeed.
 
 Handle calls made inside one HTTP request would share Serve's request id and hang a router, so each
-call runs in an empty context. A disconnect then no longer reaches the worker by itself: whoever
-opened a call cancels it.
+call runs in an empty context. A client's disconnect then does not reach the worker by itself: the
+caller cancels the call.
 """
 
 from __future__ import annotations
@@ -11,21 +11,20 @@ import asyncio
 import contextvars
 import math
 from collections.abc import Awaitable
-from types import TracebackType
 from typing import Any, Protocol
 
 KEEP_ALIVE_S = 2.0
-"""How often a worker with nothing to say says so."""
+"""How often a worker with no message to send sends a keep-alive."""
 
 SILENCE_S = 3 * KEEP_ALIVE_S
-"""A stream that says nothing for this long is lost: a frozen process raises nothing."""
+"""A stream without a message for this long is lost: a frozen process raises nothing."""
 
-LOOKS = 3
-"""Looks in a row that find nothing, spread over the time that a worker may be silent."""
+POLLS = 3
+"""The time that a worker may be silent is divided into this many polls."""
 
 LATE_S = 0.5
-"""A look that comes later than this was held up by the caller's own event loop, which heard nobody
-meanwhile: it proves nothing, and the worker has all its time again."""
+"""A poll later than this was delayed by the caller's own event loop, which received nothing in the
+meantime: it proves nothing, and the worker's time starts again."""
 
 
 class EngineLost(Exception):
@@ -33,11 +32,11 @@ class EngineLost(Exception):
 
 
 class Undelivered(EngineLost):
-    """The worker that was meant is not there any more: it has seen nothing of this call."""
+    """The worker does not exist any more, and has not received this call."""
 
 
 class Misrouted(Exception):
-    """What a worker answers to a call that is meant for another one."""
+    """A worker's answer to a call that is addressed to another one."""
 
 
 class Refused(Exception):
@@ -63,7 +62,7 @@ class Items(Cancellable, Protocol):
 
 
 class Handle(Protocol):
-    """A worker as an ingress sees it, or any of them; `ServeHandle` is the real one."""
+    """Calls one worker, or any of them; `ServeHandle` is the real one."""
 
     def to(self, gang: str) -> Handle: ...
 
@@ -100,11 +99,11 @@ async def ask(handle: Handle, method: str, *arguments: Any, deadline_s: float) -
     """
     reply = contextvars.Context().run(handle.ask, method, *arguments)
     try:
-        return await _heard(reply, deadline_s)
+        return await _received(reply, deadline_s)
     except TimeoutError:
         raise EngineLost(f"{method} had no answer in {deadline_s:g} s") from None
     except asyncio.CancelledError:
-        _unless_ours(f"{method} was cancelled by the worker")
+        _raise_unless_cancelled(f"{method} was cancelled by the worker")
         raise
     except ValueError as error:
         raise Refused(str(getattr(error, "cause", error))) from None
@@ -117,7 +116,7 @@ async def ask(handle: Handle, method: str, *arguments: Any, deadline_s: float) -
 
 
 class Stream:
-    """A worker's method that speaks for long: `next()` until the last message, then leave `with`.
+    """A streaming method of a worker: call `next()` until the last message, then leave `with`.
 
     A worker that is killed ends it within milliseconds, one that is frozen after `silence_s`.
     """
@@ -138,19 +137,14 @@ class Stream:
     def __enter__(self) -> Stream:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if not self.finished:
             self._items.cancel()
 
     async def next(self) -> Any:
         """The next message. Raises EngineLost or DeadlinePassed."""
         try:
-            return await _heard(self._items.__anext__(), self._silence_s, self._deadline)
+            return await _received(self._items.__anext__(), self._silence_s, self._deadline)
         except DeadlinePassed:
             raise
         except TimeoutError:
@@ -158,7 +152,7 @@ class Stream:
         except StopAsyncIteration:
             raise EngineLost("the worker ended the stream before its last message") from None
         except asyncio.CancelledError:
-            _unless_ours("the worker cancelled the stream")
+            _raise_unless_cancelled("the worker cancelled the stream")
             raise
         except Misrouted as error:
             raise Undelivered(f"the call was not delivered: {_shown(error)}") from None
@@ -166,26 +160,26 @@ class Stream:
             raise EngineLost(f"the stream broke: {_shown(error)}") from error
 
 
-async def _heard(said: Awaitable[Any], silence_s: float, until: float = math.inf) -> Any:
-    """What a worker says next. Raises TimeoutError after `silence_s` of its silence, in which this
-    event loop ran all the while, and DeadlinePassed at the loop's time `until`.
+async def _received(message: Awaitable[Any], silence_s: float, until: float = math.inf) -> Any:
+    """A worker's next message. Raises TimeoutError after `silence_s` without one, in which this
+    event loop was never blocked, and DeadlinePassed at the loop's time `until`.
 
-    What has arrived counts however late it is looked at. The read goes on from look to look, for
-    ending one ends the whole call.
+    A message that has arrived counts, however late it is read. One read goes on through all polls,
+    because ending it would end the whole call.
     """
     loop = asyncio.get_running_loop()
-    task = asyncio.ensure_future(said)
+    task = asyncio.ensure_future(message)
     silent = 0
     try:
         while True:
-            look = min(loop.time() + silence_s / LOOKS, until)
-            await asyncio.wait((task,), timeout=max(0.0, look - loop.time()))
+            poll_s = min(loop.time() + silence_s / POLLS, until)
+            await asyncio.wait((task,), timeout=max(0.0, poll_s - loop.time()))
             if task.done():
                 return task.result()
-            if look == until:
+            if poll_s == until:
                 raise DeadlinePassed
-            silent = silent + 1 if loop.time() < look + LATE_S else 0
-            if silent == LOOKS:
+            silent = silent + 1 if loop.time() < poll_s + LATE_S else 0
+            if silent == POLLS:
                 raise TimeoutError
     finally:
         task.cancel()
@@ -196,13 +190,13 @@ async def _heard(said: Awaitable[Any], silence_s: float, until: float = math.inf
 
 
 def _ignore(task: asyncio.Future[Any]) -> None:
-    """What comes of a read that nobody waits for any more."""
+    """Retrieve the exception of a read that nobody awaits any more, so asyncio does not log it."""
     if not task.cancelled():
         task.exception()
 
 
-def _unless_ours(message: str) -> None:
-    """Turns a cancellation that nobody asked this task for into a loss."""
+def _raise_unless_cancelled(message: str) -> None:
+    """Raises EngineLost if the cancellation came from the worker, not from this task's owner."""
     task = asyncio.current_task()
     if task is not None and not task.cancelling():
         raise EngineLost(message) from None

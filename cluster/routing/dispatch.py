@@ -1,8 +1,8 @@
-"""The dispatcher: what a request of one ingress needs of the workers.
+"""The dispatcher: gives each request of one ingress a gang to send it to.
 
-It chooses the gang for a prompt and gives the way to it, or waits until one is ready. It knows
-which streams are open and tells the gangs, which drop all others. Callers report back when a gang
-was lost and how long an answer became.
+It chooses the gang for a prompt and returns its handle, or waits until one is ready. It tracks the
+open streams and tells the gangs, which abort all other requests of this ingress. Callers report
+when a gang was lost and how long an answer became.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from worker import messages
 log = logging.getLogger("kvatlas.ingress")
 
 ALIVE_S = 3.0
-"""How often the gangs are told which requests are alive."""
+"""How often the gangs get the list of requests that are alive."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A gang that was chosen, and the way to it."""
+    """A gang that was chosen, and its handle."""
 
     route: Route
     handle: Handle
@@ -48,8 +48,8 @@ class Dispatcher:
     def choose(
         self, submit: messages.GenerateRequest, length: Length, avoid: Collection[str]
     ) -> Target | None:
-        """The gang that should serve a prompt; None where none is ready that can hold it and is not
-        to be avoided."""
+        """The gang that should serve a prompt; None if no gang outside `avoid` is ready and can
+        hold it."""
         route = self._router.choose(submit, length, avoid)
         return None if route is None else Target(route, self._gangs.handle(route.gang))
 
@@ -61,22 +61,22 @@ class Dispatcher:
         *,
         begun: bool,
     ) -> Target:
-        """The same, waiting for a gang to become ready. One to be avoided is better than none.
+        """Like `choose`, but waits for a gang; one in `avoid` is better than none.
 
         Raises ApiError, see `Waiting.until`.
         """
 
-        def found() -> Target | None:
+        def target() -> Target | None:
             return self.choose(submit, length, avoid) or self.choose(submit, length, ())
 
         def failure(passed: str) -> ApiError:
             message = f"no worker is ready that can hold this request, {passed}"
             return ApiError(503, "worker_lost", message, retry_after_s=1)
 
-        return await self._waiting.until(found, failure, begun=begun)
+        return await self._waiting.until(target, failure, begun=begun)
 
     def lost(self, target: Target, error: Exception) -> None:
-        """A stream from a gang broke: it gets no prompt until it answers again."""
+        """A stream from a gang broke: the gang gets no prompt until it answers again."""
         self._gangs.suspect(target.gang, error)
 
     def ended(self, tokens: int) -> None:
@@ -84,7 +84,7 @@ class Dispatcher:
         self._router.ended(tokens)
 
     async def tell(self) -> None:
-        """After a while, tell the gangs which requests are alive."""
+        """Wait `ALIVE_S`, then tell the gangs which requests are alive."""
         await asyncio.sleep(ALIVE_S)
         await asyncio.gather(*map(self._tell, self._gangs.ready()))
 
@@ -98,12 +98,12 @@ class Dispatcher:
 
     @contextlib.contextmanager
     def opened(self, target: Target, submit: messages.GenerateRequest) -> Iterator[None]:
-        """A stream is open while the block runs."""
-        there = self._open.setdefault(target.gang, {})
-        there[submit.id] = submit.attempt
+        """A stream is open while the `with` block runs."""
+        attempts = self._open.setdefault(target.gang, {})
+        attempts[submit.id] = submit.attempt
         try:
             yield
         finally:
-            del there[submit.id]
-            if not there:
+            del attempts[submit.id]
+            if not attempts:
                 self._open.pop(target.gang, None)

@@ -1,9 +1,9 @@
-"""Listens to how the worker is, so that readiness and metrics never wait for it.
+"""Monitors the health of one worker, so that readiness and metrics never wait for it.
 
-One stream of the worker's statistics stays open. A worker that was killed breaks it at once, even
-where Serve has another one before any question would have gone unanswered; one that is frozen says
-nothing, and is not ready once the stream has counted that as its loss. The first word of a new
-worker process brings the model's facts.
+One stream of heartbeats, which are the worker's statistics, stays open. A killed worker breaks it
+at once, even where Serve replaces the worker before any call would have failed. A frozen one sends
+nothing, and is not ready once the stream has timed out. The first heartbeat of a new worker process
+makes the monitor ask for `info`, which describes the model.
 """
 
 from __future__ import annotations
@@ -19,11 +19,15 @@ from cluster.routing.calls import EngineLost, Handle, Refused, Stream, ask
 log = logging.getLogger("kvatlas.ingress")
 
 RETRY_S = 0.2
-"""Before the watch turns to a worker again after it lost one."""
+"""Pause between losing a worker and listening again."""
 
 
 class HealthMonitor:
-    """What is known of the worker, and since when."""
+    """The worker's last statistics and `info`, and whether it is ready.
+
+    A heartbeat comes every `period_s`; `timeout_s` later the worker is lost. `check` says why an
+    `info` does not fit this ingress, "" if it does. Each loss calls `on_failure` once.
+    """
 
     def __init__(
         self,
@@ -51,7 +55,7 @@ class HealthMonitor:
 
     @property
     def ready(self) -> bool:
-        """The worker answered lately and its engine runs."""
+        """The worker answered recently and its engine runs."""
         return not self._why_not()
 
     @property
@@ -72,7 +76,7 @@ class HealthMonitor:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence that it holds; 0 where it has not said."""
+        """Tokens of the longest sequence that it holds; 0 if not known yet."""
         return 0 if self.info is None else int(self.info["max_model_len"])
 
     @property
@@ -86,7 +90,7 @@ class HealthMonitor:
         return 1 if self.info is None else int(self.info["ranks"])
 
     def snapshot(self) -> dict[str, Any]:
-        """The last statistics; only of one that is ready."""
+        """The last statistics; the worker must be ready."""
         assert self._stats is not None
         assert self.info is not None
         return {**self._stats, "block_size": self.info["block_size"]}
@@ -109,7 +113,7 @@ class HealthMonitor:
         }
 
     async def run(self) -> None:
-        """Listen for ever."""
+        """Listen forever."""
         while True:
             await self.listen()
             await asyncio.sleep(RETRY_S)
@@ -118,10 +122,10 @@ class HealthMonitor:
         """Follow one worker until it is lost; that is logged, counted and shows in readiness."""
         silence_s = self._period_s + self._timeout_s
         try:
-            asked = (self._period_s, self._ingress)
-            with Stream(self._handle, "heartbeats", *asked, silence_s=silence_s) as heartbeats:
+            arguments = (self._period_s, self._ingress)
+            with Stream(self._handle, "heartbeats", *arguments, silence_s=silence_s) as heartbeats:
                 while True:
-                    await self._heard(await heartbeats.next(), self._timeout_s)
+                    await self._receive(await heartbeats.next(), self._timeout_s)
         except Exception as error:
             self.failed(error)
 
@@ -137,11 +141,11 @@ class HealthMonitor:
             self.failed(error)
 
     async def look(self, deadline_s: float | None = None) -> None:
-        """One question. Raises EngineLost."""
+        """Ask for the statistics once. Raises EngineLost."""
         deadline_s = deadline_s or self._timeout_s
-        await self._heard(await ask(self._handle, "stats", deadline_s=deadline_s), deadline_s)
+        await self._receive(await ask(self._handle, "stats", deadline_s=deadline_s), deadline_s)
 
-    async def _heard(self, stats: dict[str, Any], deadline_s: float) -> None:
+    async def _receive(self, stats: dict[str, Any], deadline_s: float) -> None:
         if self.info is None or self._stats is None or stats["gang"] != self._stats["gang"]:
             self.info = await ask(self._handle, "info", deadline_s=deadline_s)
             self._unfit = self._check(self.info)
@@ -149,7 +153,7 @@ class HealthMonitor:
         self._stats, self._answered_s = stats, self._clock()
 
     def failed(self, error: Exception) -> None:
-        """A worker that answered and does not any more is news; the same again is not."""
+        """The worker is not ready. Only the first failure after an answer is logged and counted."""
         known = isinstance(error, EngineLost | Refused)
         if self._stats is not None or not known:
             self._on_failure()

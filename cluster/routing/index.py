@@ -1,16 +1,16 @@
-"""The global prefix index: which gang holds which KV blocks. No Ray, no clock.
+"""The global prefix index: which gang holds which KV blocks. Pure: no Ray, no clock.
 
 Workers send batches of events (blocks stored, removed, all cleared), numbered by `seq`. The `Hub`
 keeps what all gangs hold, a `Mirror` follows the hub in each ingress. Matching a prompt's block
 hashes gives, for each gang, how many leading blocks it holds.
 
-A gang's block hashes are one Python set. A hash covers all tokens before its block, and who holds a
-block holds those before it, so bisecting finds the depth. A gang that goes takes its set with it.
-Python grows small sets fourfold, so a set of more than `TABLE_BYTES` a hash is built anew.
+A gang's block hashes are one Python set. A hash covers all tokens before its block, and a gang that
+holds a block holds all before it, so bisecting finds the depth. Dropping a gang drops its set.
+Python grows small sets fourfold, so a set that takes more than `TABLE_BYTES` per hash is rebuilt.
 
-Three cases differ. A *gap*: a batch is missing; what is known stays, and `wanted` says what to ask
-for. A *restart*: a later `epoch`; all of the gang is dropped. A *clear*: an event like others.
-Where a digest does not match, the worker is asked for a dump of all it holds.
+Three cases differ. A *gap*: a batch is missing; the known blocks stay, and `wanted` says what to
+ask for. A *restart*: a later `epoch`; all blocks of the gang are dropped. A *clear*: an event like
+others. If a digest does not match, the worker is asked for a dump of all that it holds.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Version(NamedTuple):
 
 
 class Match(NamedTuple):
-    """Leading blocks that a gang has on its GPUs, those that it has or is expected to have soon,
-    and how many of these only its hosts have."""
+    """Leading blocks that a gang has on its GPUs (`stored`), those that it has or is expected to
+    have soon (`expected`), and how many of the latter only its hosts have (`hosted`)."""
 
     stored: int
     expected: int
@@ -65,30 +65,8 @@ class Match(NamedTuple):
 
 
 class Gang:
-    """What is known of one gang; `seq`, its digest, the `block hashes` on its GPUs and those that
-    are only `hosted` belong together."""
-
-    __slots__ = (
-        "age_s",
-        "ahead",
-        "block_hashes",
-        "capacity",
-        "diverged",
-        "epoch",
-        "expected",
-        "heard_s",
-        "hosted",
-        "indexed",
-        "last",
-        "latest",
-        "load",
-        "model",
-        "number",
-        "ring",
-        "ring_bytes",
-        "seq",
-        "xor",
-    )
+    """What is known of one gang. `seq`, the digest, the `block_hashes` on its GPUs and those that
+    are only `hosted` always change together."""
 
     def __init__(self, model: str, epoch: int, capacity: int, now: float, ring_bytes: int) -> None:
         self.model, self.epoch, self.capacity = model, epoch, capacity
@@ -96,12 +74,12 @@ class Gang:
         self.indexed = True
         self.load, self.number = Load(), 0
         self.last = b""  # the batch that the load came in
-        self.heard_s = now  # when
+        self.heard_s = now  # when it came
         self.age_s = 0.0  # in a mirror: how old the load was at the hub
         self.forget()
 
     def forget(self) -> None:
-        """Know nothing of its blocks, as before its first batch."""
+        """Drop all that is known of its blocks, as before its first batch."""
         self.seq = self.latest = self.xor = 0
         self.diverged = False
         self.block_hashes, self.hosted = set[bytes](), set[bytes]()
@@ -115,7 +93,7 @@ class Gang:
 
     @property
     def behind(self) -> bool:
-        """Whether what is known here is not all that the gang has said."""
+        """Whether batches that the gang has sent are missing here."""
         return self.indexed and (self.diverged or self.seq < self.latest)
 
     @property
@@ -123,7 +101,7 @@ class Gang:
         return Version(self.epoch, -1 if self.diverged else self.seq, self.number)
 
     def replace(self, dump: Dump) -> None:
-        """Take a dump in place of what was known."""
+        """Replace what was known by a dump."""
         self.seq, self.ring = dump.seq, Ring(dump.seq, self.ring_bytes)
         self.xor = xor_of(dump.ids) ^ xor_of(dump.hosted, HOST)
         self.latest = max(self.latest, dump.seq)
@@ -133,7 +111,7 @@ class Gang:
         self.diverged = self.digest != dump.digest
 
     def follow(self) -> None:
-        """Apply the batches that are next, as far as there are any."""
+        """Apply the batches that come next, up to the first gap."""
         while (found := self.ahead.pop(self.seq + 1, None)) is not None:
             batch, raw = found
             for event in batch.events:
@@ -150,19 +128,19 @@ class Gang:
         self.block_hashes, self.hosted = map(_fitted, (self.block_hashes, self.hosted))
 
     def _change(self, ids: bytes, stored: str) -> None:
-        """Blocks are in tier `stored` from now on, in none where that is empty."""
-        names = split(ids)
+        """Blocks are stored at `stored` (GPU or HOST) from now on, nowhere if that is empty."""
+        hashes = split(ids)
         for known, tier in ((self.block_hashes, GPU), (self.hosted, HOST)):
             if not known and tier != stored:
                 continue
-            changed = [i for i in names if (i in known) != (tier == stored)]
-            self.xor ^= xor_of(ids if len(changed) == len(names) else b"".join(changed), tier)
+            changed = [i for i in hashes if (i in known) != (tier == stored)]
+            self.xor ^= xor_of(ids if len(changed) == len(hashes) else b"".join(changed), tier)
             if tier == stored:
                 known.update(changed)
             else:
                 known.difference_update(changed)
         if stored and self.expected:
-            for block_hash in names:
+            for block_hash in hashes:
                 self.expected.pop(block_hash, None)
 
 
@@ -172,31 +150,31 @@ def _fitted(known: set[bytes]) -> set[bytes]:
 
 
 class PrefixIndex:
-    """All gangs by name. Pure: `now` is in seconds, the caller's own monotonic clock.
+    """All gangs by name. `now` is in seconds of the caller's own monotonic clock.
 
-    A gang whose `capacity` would take the blocks of all gangs over `most_bytes` is known by its
-    load only (`unindexed`, an alarm), until there is room.
+    If a gang's `capacity` would take the blocks of all gangs over `most_bytes`, only its load is
+    kept (`unindexed`, an alarm) until there is room.
     """
 
-    ring_bytes = 0  # nobody asks here for what was missed
+    ring_bytes = 0  # of past batches kept for repairs
 
     def __init__(self, *, most_bytes: int | None = None, expected_s: float = 5.0) -> None:
         self.most_bytes, self.expected_s = most_bytes, expected_s
         self.gangs: dict[str, Gang] = {}
-        self.changes = 0  # counts what was applied: whoever waits for news compares it
+        self.changes = 0  # messages applied so far: a waiting mirror compares it
 
     @property
     def unindexed(self) -> list[str]:
-        """The gangs that are served without their blocks being known."""
+        """The gangs that serve without their blocks being in the index."""
         return [name for name, gang in self.gangs.items() if not gang.indexed]
 
     @property
     def wanted(self) -> dict[str, Version]:
-        """What is missing: the gangs to ask for `repair(epoch, seq)`."""
+        """The gangs of which batches are missing, to be asked for `repair(epoch, seq)`."""
         return {name: gang.version for name, gang in self.gangs.items() if gang.behind}
 
     def apply(self, message: bytes, now: float) -> None:
-        """Take one batch or dump in any order, any number of times. Raises EventError."""
+        """Apply one batch or dump, in any order, any number of times. Raises EventError."""
         read = decode(message)
         gang = self.gangs.get(read.gang)
         joins = gang is None or read.epoch > gang.epoch
@@ -240,14 +218,13 @@ class PrefixIndex:
             gang.forget()
 
     def drop(self, name: str) -> None:
-        """The gang is gone, with all that was known of it."""
+        """Remove a gang and all that was known of it."""
         self.changes += self.gangs.pop(name, None) is not None
 
     def expect(self, name: str, hashes: Sequence[bytes], now: float) -> None:
         """The gang was sent a request with these blocks: until it reports them, or for
-        `expected_s`, `match` says that they will be there."""
-        gang = self.gangs.get(name)
-        if gang is None:
+        `expected_s`, `match` counts them as expected."""
+        if (gang := self.gangs.get(name)) is None:
             return
         expected, until = gang.expected, now + self.expected_s
         for block_hash in hashes:
@@ -257,26 +234,24 @@ class PrefixIndex:
             expected.popitem(last=False)
 
     def match(self, hashes: Sequence[bytes], now: float) -> dict[str, Match]:
-        """How many leading blocks of `chain` each gang has; gangs without any are left out."""
+        """How many leading blocks of `hashes` each gang has; gangs without any are left out."""
         found: dict[str, Match] = {}
         for name, gang in self.gangs.items() if hashes else ():
             stored = _depth(hashes, gang.block_hashes) if hashes[0] in gang.block_hashes else 0
-            there = _depth(hashes, gang.hosted, stored) if gang.hosted else stored
-            soon = _expected(hashes, gang, there, now) if gang.expected else there
-            if soon:
-                found[name] = Match(stored, soon, there - stored)
+            held = _depth(hashes, gang.hosted, stored) if gang.hosted else stored
+            expected = _expected(hashes, gang, held, now) if gang.expected else held
+            if expected:
+                found[name] = Match(stored, expected, held - stored)
         return found
 
     def owners(self, block_hash: bytes) -> list[str]:
         """The gangs that have a block."""
-        named = self.gangs.items()
-        return [
-            n for n, gang in named if block_hash in gang.block_hashes or block_hash in gang.hosted
-        ]
+        gangs = self.gangs.items()
+        return [n for n, g in gangs if block_hash in g.block_hashes or block_hash in g.hosted]
 
 
-# Present blocks come before missing ones, since sets are prefix-closed, and those on the GPU before
-# those on the host: the place where a chain turns from one to the other can be bisected.
+# Sets are prefix-closed: blocks that are held come before missing ones, and those on the GPU before
+# those on the host. So the places where one turns into the other can be bisected.
 
 
 def _depth(hashes: Sequence[bytes], known: set[bytes], start: int = 0) -> int:
@@ -295,7 +270,7 @@ def _expected(hashes: Sequence[bytes], gang: Gang, stored: int, now: float) -> i
 @dataclass(frozen=True, slots=True)
 class Answer:
     """The hub's news for one mirror. `ages_s`: of every gang's load. `settled`: the hub has run
-    long enough to know all gangs, so others are gone."""
+    long enough to know all gangs, so the mirror drops others."""
 
     messages: list[bytes]
     ages_s: dict[str, float]
@@ -304,10 +279,10 @@ class Answer:
 
 
 class Hub(PrefixIndex):
-    """The index that gangs report to and mirrors ask. `now` at the start is `started_s`.
+    """The index that gangs report to and mirrors poll. `now` at the start is `started_s`.
 
-    A gang not heard of for `silent_s` is gone. One that is only slow comes back with its next
-    batch, as a gap.
+    A gang without a report for `silent_s` is dropped. One that is only slow joins again with its
+    next batch, as after a gap.
     """
 
     ring_bytes = RING_BYTES
@@ -331,7 +306,7 @@ class Hub(PrefixIndex):
         return late
 
     def answer(self, have: Mapping[str, Version], now: float) -> Answer:
-        """What a mirror that has `have` lacks; the rest, where it is long, at its next asking."""
+        """What a mirror that has `have` lacks; past `answer_bytes`, the rest comes later."""
         messages: list[bytes] = []
         room = self.answer_bytes
         for name, gang in self.gangs.items():
@@ -369,8 +344,8 @@ def _dump(name: str, gang: Gang) -> bytes:
 class Mirror(PrefixIndex):
     """An ingress's copy of the hub's index.
 
-    Ask the hub for `answer(mirror.have)` again and again and give each answer to `take`. What was
-    learnt stays valid while the hub is away; `age_s` of gangs stands still then.
+    Poll the hub for `answer(mirror.have)` and give each answer to `take`. While the hub is away the
+    copy stays valid, and the `age_s` of gangs stands still.
     """
 
     def report(self) -> dict[str, dict[str, Any]]:
@@ -392,7 +367,7 @@ class Mirror(PrefixIndex):
         return {name: gang.version for name, gang in self.gangs.items()}
 
     def take(self, answer: Answer, now: float) -> None:
-        """Apply an answer, however late or often it comes. Raises EventError."""
+        """Apply an answer; late and repeated ones do no harm. Raises EventError."""
         for message in answer.messages:
             self.apply(message, now)
         for name, gang in list(self.gangs.items()):

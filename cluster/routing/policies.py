@@ -1,8 +1,8 @@
 """Routing policies: which gang a request goes to. Pure: no torch, no Ray, no clock.
 
-A policy takes a question (`Ask`) and the rows of the table, one for each gang that may be chosen.
-It gives a `Choice`: the row, blocks to pull from another gang first, and the prices that led to it.
-Units are seconds and tokens. The ingress and `kvatlas replay` use the same objects.
+A policy takes a `RoutingQuery` and the rows of the table, one for each gang that may be chosen. It
+returns a `Choice`: the row, blocks to pull from another gang first, and the prices behind it. Units
+are seconds and tokens. The ingress and `kvatlas replay` use the same objects.
 """
 
 from __future__ import annotations
@@ -31,22 +31,14 @@ class Row(Protocol):
     """A gang in one ingress's table. `sent_*` is what that ingress sent and no report counts yet.
     A step of a gang keeps all its `ranks` GPU workers busy."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def load(self) -> Load: ...
-    @property
-    def rates(self) -> Rates: ...
-    @property
-    def sent_tokens(self) -> int: ...
-    @property
-    def sent_blocks(self) -> int: ...
-    @property
-    def sent_requests(self) -> int: ...
-    @property
-    def sent_pulling(self) -> int: ...
-    @property
-    def ranks(self) -> int: ...
+    name: str
+    load: Load
+    rates: Rates
+    sent_tokens: int
+    sent_blocks: int
+    sent_requests: int
+    sent_pulling: int
+    ranks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +47,9 @@ class RoutingQuery:
 
     `matched[i]`: blocks that row i holds or will hold soon. `stored[i]`: those known to be on its
     GPUs. `hosted[i]`: those that only its hosts hold. `deepest`: the most of any row. `demand`:
-    requests for the same prefix to expect soon, for each row that holds it. `next_block`: the hash
-    of the first block that no row holds. `home`: the rows that are this ingress's share.
-    `unseen_tokens`: what the other ingresses may have sent to each other row since its last report.
+    expected requests for the same prefix, for each row that holds it. `next_block`: the hash of the
+    first block that no row holds. `home`: the rows that are this ingress's share. `unseen_tokens`:
+    what other ingresses may have sent to each row outside `home` since its last report.
     """
 
     number: int
@@ -74,7 +66,7 @@ class RoutingQuery:
     hosted: Sequence[int] = ()
 
     def pulled_from(self, row: int) -> int:
-        """The first block that a pull brings to a row: what only its host has comes with it."""
+        """The first block that a pull copies to a row, those that only its host has included."""
         return self.matched[row] - (self.hosted[row] if self.hosted else 0)
 
     def cached(self, choice: Choice) -> int:
@@ -90,14 +82,14 @@ class RoutingQuery:
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """How much each part of a price weighs.
+    """The weights of the parts of a price; see the settings of the same names.
 
-    Own prefill weighs `prefill` times and every expected token `output` steps, because others wait
-    too: the lowest time of one's own is unstable. Both count once for each worker of a gang. Past
-    `room_from` of the pool, each further pool's worth of blocks costs `room_s`. A copied block
-    evicts another, so a pull costs `pull_tax` times the recomputing of what it copies, beside its
-    time on the link. Prices within `tie_s` of the lowest are equal, and so are rates that differ by
-    a share of `rates_alike` at most.
+    A request's own prefill weighs `prefill` times and every expected token `output` steps, because
+    other requests wait too: minimising only a request's own time is unstable. Both count once for
+    each worker of a gang. Above a share `room_from` of the pool, each further pool's worth of
+    blocks costs `room_s`. A copied block evicts another, so a pull costs `pull_tax` times the
+    recomputing of what it copies, beside its time on the link. Prices within `tie_s` of the lowest
+    are equal, and so are rates that differ by a share of at most `rates_alike`.
     """
 
     prefill: float = 3.0
@@ -129,9 +121,9 @@ class Price(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The row chosen, what to pull first (blocks from `Ask.pulled_from` on), and why.
+    """The row chosen, what to pull first (blocks from `RoutingQuery.pulled_from` on), and why.
 
-    `ttft_s` is a prediction; None where a policy makes none.
+    `ttft_s` is a prediction; None if the policy makes none.
     """
 
     policy: str
@@ -142,19 +134,15 @@ class Choice:
     prices: tuple[Price, ...] = ()
 
     def explained(self, rows: Sequence[Row]) -> str:
-        """The choice in one line of printable ASCII, for a header: where, why, and the cheapest
-        others. Times in seconds."""
+        """The choice in one line of printable ASCII for a header: the gang, its price, and the
+        cheapest others. Times in seconds."""
         parts = [f"policy={self.policy}", f"gang={rows[self.row].name}"]
         if self.pull_from is not None:
             parts.append(f"pull={self.pull_blocks}@{rows[self.pull_from].name}")
         if self.ttft_s is not None:
             parts.append(f"ttft={self.ttft_s:.3f}")
-        own = [price for price in self.prices if price.row == self.row]
-        others = sorted(
-            (price for price in self.prices if price.row != self.row),
-            key=lambda price: price.total_s,
-        )
-        for price in (*own, *others[: EXPLAINED_MAX - 1]):
+        prices = sorted(self.prices, key=lambda price: (price.row != self.row, price.total_s))
+        for price in prices[:EXPLAINED_MAX]:
             terms = zip(TERMS, price[1:8], strict=True)
             shown = "".join(f" {name}={term:.3f}" for name, term in terms if term >= 0.0005)
             parts.append(f"{rows[price.row].name}={price.total_s:.3f}{shown}")
@@ -165,21 +153,21 @@ Policy = Callable[[RoutingQuery, Sequence[Row]], Choice]
 
 
 class RoundRobin:
-    """One gang after the other, from `start` on."""
+    """The gangs in turn, from `start` on."""
 
     def __init__(self, start: int = 0) -> None:
         self._next = start
 
-    def __call__(self, ask: RoutingQuery, rows: Sequence[Row]) -> Choice:
+    def __call__(self, query: RoutingQuery, rows: Sequence[Row]) -> Choice:
         smallest = _smallest(rows)
         turn = self._next % len(smallest)
         self._next = turn + 1
         return Choice("round_robin", smallest[turn])
 
 
-def power_of_two(ask: RoutingQuery, rows: Sequence[Row]) -> Choice:
+def power_of_two(query: RoutingQuery, rows: Sequence[Row]) -> Choice:
     """The one of two gangs with fewer requests; the request's number decides which two."""
-    draw = int.from_bytes(blake2b(ask.number.to_bytes(8, "big"), digest_size=8).digest(), "big")
+    draw = int.from_bytes(blake2b(query.number.to_bytes(8, "big"), digest_size=8).digest(), "big")
     among = _smallest(rows)
     first = draw % len(among)
     second = (first + 1 + (draw >> 32) % max(1, len(among) - 1)) % len(among)
@@ -188,7 +176,7 @@ def power_of_two(ask: RoutingQuery, rows: Sequence[Row]) -> Choice:
 
 
 def _smallest(rows: Sequence[Row]) -> list[int]:
-    """The gangs with the fewest workers: those that can hold a request may be of several pools."""
+    """The gangs with the fewest workers; candidates may be of several pools."""
     least = min(row.ranks for row in rows)
     return [i for i, row in enumerate(rows) if row.ranks == least]
 
@@ -198,36 +186,30 @@ def _requests(row: Row) -> int:
 
 
 class Priced:
-    """The lowest price in seconds, that of what a choice costs others included."""
+    """The lowest price in seconds; a price includes what the choice costs other requests."""
 
     def __init__(self, factors: Factors, *, pull: bool) -> None:
         self.factors, self.pull = factors, pull
 
-    def __call__(self, ask: RoutingQuery, rows: Sequence[Row]) -> Choice:
+    def __call__(self, query: RoutingQuery, rows: Sequence[Row]) -> Choice:
         factors = self.factors
         best: list[Price] = []
-        source = max(range(len(rows)), key=ask.stored.__getitem__) if self.pull else None
+        source = max(range(len(rows)), key=query.stored.__getitem__) if self.pull else None
         for i, row in enumerate(rows):
-            price = _price(factors, ask, row, i)
+            price = _price(factors, query, row, i)
             if source is not None and source != i:
-                pulled = _pull(factors, ask, rows, at=i, source=source)
+                pulled = _pull(factors, query, rows, at=i, source=source)
                 if pulled is not None and pulled.total_s < price.total_s:
                     price = pulled
             best.append(price)
-        least = min(price.total_s for price in best)
-        limit = least + factors.tie_s
+        limit = min(price.total_s for price in best) + factors.tie_s
         equal = [price for price in best if price.total_s <= limit]
-        ranks = min(rows[price.row].ranks for price in equal)
-        equal = [price for price in equal if rows[price.row].ranks == ranks]
-        chosen = equal[0]
-        if len(equal) > 1:
-            chosen = max(
-                equal,
-                key=lambda price: (
-                    price.row in ask.home,
-                    _affinity(ask.next_block, rows[price.row].name),
-                ),
-            )
+
+        def preference(price: Price) -> tuple[int, bool, bytes]:
+            row = rows[price.row]
+            return -row.ranks, price.row in query.home, _affinity(query.next_block, row.name)
+
+        chosen = max(equal, key=preference) if len(equal) > 1 else equal[0]
         return Choice(
             "priced",
             chosen.row,
@@ -245,7 +227,7 @@ def _affinity(block: bytes, gang: str) -> bytes:
 
 def _price(
     factors: Factors,
-    ask: RoutingQuery,
+    query: RoutingQuery,
     row: Row,
     at: int,
     source: int | None = None,
@@ -253,27 +235,27 @@ def _price(
     link_s: float = 0.0,
 ) -> Price:
     load, rates = row.load, row.rates
-    has, first = ask.matched[at], ask.pulled_from(at)
+    has, first = query.matched[at], query.pulled_from(at)
     hosted = has - first if source is None else 0
     has = has if source is None else first + pull_blocks
-    cached = min(has * ask.block_size, ask.prompt_tokens - 1)
-    uncached = ask.prompt_tokens - cached
+    cached = min(has * query.block_size, query.prompt_tokens - 1)
+    uncached = query.prompt_tokens - cached
     ahead = load.queued_tokens + load.prefill_tokens + row.sent_tokens
-    if at not in ask.home:
-        ahead += ask.unseen_tokens
+    if at not in query.home:
+        ahead += query.unseen_tokens
     rate = load.host_tokens_per_s
-    host_s = hosted * ask.block_size / rate if rate else 0.0
-    own = -(-uncached // ask.block_size) + pull_blocks + hosted
+    host_s = hosted * query.block_size / rate if rate else 0.0
+    own = -(-uncached // query.block_size) + pull_blocks + hosted
     blocks = load.committed_blocks + row.sent_blocks + own
     step_s = rates.step_s + rates.block_s * min(blocks, load.blocks)
     queue_s, prefill_s = ahead * rates.token_s, uncached * rates.token_s
     steps_s = -(-(ahead + uncached) // load.step_tokens_max) * (step_s + rates.prompt_s)
-    output_s = row.ranks * ask.expected_output * factors.output * step_s
-    over = (blocks + ask.expected_output / ask.block_size) / load.blocks - factors.room_from
+    output_s = row.ranks * query.expected_output * factors.output * step_s
+    over = (blocks + query.expected_output / query.block_size) / load.blocks - factors.room_from
     room_s = factors.room_s * over if over > 0 else 0.0
-    copied = ask.block_size * pull_blocks
-    again = max(0, ask.block_size * ask.deepest - cached)  # computed, though another row has it
-    others = ask.demand / (1 + ask.demand)  # of a copy's cost is for those who will use it
+    copied = query.block_size * pull_blocks
+    again = max(0, query.block_size * query.deepest - cached)  # computed, though another row has it
+    others = query.demand / (1 + query.demand)  # of a copy's cost is for those who will use it
     copied_s = factors.pull_tax * copied * rates.token_s * (1 - others)
     weighed_s = row.ranks * factors.prefill * (uncached - again * others) * rates.token_s
     total_s = queue_s + weighed_s + steps_s + output_s + room_s + link_s + copied_s + host_s
@@ -295,31 +277,31 @@ def _price(
 
 
 def _pull(
-    factors: Factors, ask: RoutingQuery, rows: Sequence[Row], at: int, source: int
+    factors: Factors, query: RoutingQuery, rows: Sequence[Row], at: int, source: int
 ) -> Price | None:
-    """The price with a pull of what `source` stores and row `at` lacks; None if not worth asking.
+    """The price with a pull of what `source` stores and row `at` lacks; None if not worth a pull.
 
-    The link is a queue: what is on its way to the puller comes first.
+    The link is a queue: pulls in flight to the same gang come first.
     """
     row = rows[at]
-    if ask.stored[source] <= ask.matched[at]:
+    if query.stored[source] <= query.matched[at]:
         return None
-    blocks = ask.stored[source] - ask.pulled_from(at)
-    tokens = blocks * ask.block_size
+    blocks = query.stored[source] - query.pulled_from(at)
+    tokens = blocks * query.block_size
     rate = row.load.link_tokens_per_s
     if tokens < factors.pull_tokens_min or rate <= 0:
         return None
     ahead = row.load.pulling_tokens + row.sent_pulling
     return _price(
-        factors, ask, row, at, source=source, pull_blocks=blocks, link_s=(ahead + tokens) / rate
+        factors, query, row, at, source=source, pull_blocks=blocks, link_s=(ahead + tokens) / rate
     )
 
 
 def alike(values: Sequence[float], share: float) -> list[float]:
-    """Each value, or the mean of its group: a group's largest is at most 1 + share times its least.
+    """The mean of each value's group; a group's largest value is at most 1 + share times its least.
 
-    Two gangs on the same device never measure quite the same, and no request should go to the one
-    that happened to measure less.
+    Two gangs on equal devices never measure exactly the same rates, and noise should not decide
+    where a request goes.
     """
     grouped = [0.0] * len(values)
     order = sorted(range(len(values)), key=values.__getitem__)
@@ -337,7 +319,7 @@ NAMES = ("round_robin", "power_of_two", "priced")
 
 
 def make(name: str, *, factors: Factors, pull: bool, start: int = 0) -> Policy:
-    """The policy of one ingress by its name in configurations; `start` is where turns begin.
+    """The policy named in `routing.policy`, for one ingress; round robin begins at `start`.
 
     Raises KeyError for a name that is not in `NAMES`.
     """

@@ -1,7 +1,7 @@
-"""The registry of gangs: which there are, the way to each, and whether it is ready.
+"""The registry of gangs: which exist, the handle of each, and whether it is ready.
 
-Who is there is read from `Workers` ten times a second. Each gang has a `Watch` of its own, which
-listens to its statistics; a gang that is silent or fails is not ready until it answers again.
+The list of gangs is read from `Workers` ten times a second. Each gang has a `HealthMonitor`, which
+listens to its heartbeats; a gang that is silent or fails is not ready until it answers again.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from cluster.routing.calls import EngineLost, Handle, Refused, ask
 from cluster.routing.health import HealthMonitor
 
 LOOK_S = 0.1
-"""How often the list is looked at."""
+"""How often the list is read."""
 
 
 class Workers(Protocol):
-    """The engines of a cluster: which gangs there are, and the way to each."""
+    """The engines of a cluster: which gangs exist, and the handle of each."""
 
     def listed(self) -> frozenset[str]: ...
 
@@ -27,13 +27,13 @@ class Workers(Protocol):
 
 
 class GangRegistry:
-    """The gangs that `workers` lists; `watch` makes the watch of each, which runs while it is
-    listed."""
+    """The gangs that `workers` lists; `monitor` makes the monitor of each, which runs while the
+    gang is listed."""
 
     def __init__(
         self, workers: Workers, *, model: str, monitor: Callable[[Handle], HealthMonitor]
     ) -> None:
-        self._workers, self._model, self._watch = workers, model, monitor
+        self._workers, self._model, self._new_monitor = workers, model, monitor
         self._info: dict[str, Any] | None = None
         self._limits: dict[str, int] = {}
         self._handles: dict[str, Handle] = {}
@@ -41,38 +41,38 @@ class GangRegistry:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def update(self) -> None:
-        """Follow who is new, forget who is gone; then wait a little."""
+        """Call `follow`, then wait for `LOOK_S`."""
         self.follow()
         await asyncio.sleep(LOOK_S)
 
     def close(self) -> None:
-        """Follow nobody any more."""
+        """Stop all monitors."""
         for task in self._tasks.values():
             task.cancel()
 
     def follow(self) -> None:
-        """Follow who is new, forget who is gone, but not how much their pools hold."""
+        """Monitor new gangs and forget those not listed any more, but keep their pools' limits."""
         self.limits()
         listed = self._workers.listed()
         for gang in listed - self._monitors.keys():
             handle = self._handles[gang] = self._workers.to(gang)
-            monitor = self._monitors[gang] = self._watch(handle)
+            monitor = self._monitors[gang] = self._new_monitor(handle)
             self._tasks[gang] = asyncio.create_task(monitor.run())
         for gang in self._monitors.keys() - listed:
             del self._monitors[gang], self._handles[gang]
             self._tasks.pop(gang).cancel()
 
     def handle(self, gang: str) -> Handle:
-        """The way to a gang, made once while it is there; to one that has gone, a way to somebody
-        who says so."""
+        """A gang's handle, made once while it is listed; for others, a handle whose calls raise
+        Undelivered."""
         return self._handles.get(gang) or self._workers.to(gang)
 
     def all(self) -> list[str]:
-        """Those that are there, ready or not."""
+        """The names of all listed gangs, ready or not."""
         return sorted(self._monitors)
 
     def ready(self) -> dict[str, HealthMonitor]:
-        """Those that take requests."""
+        """The gangs that take requests."""
         return {gang: monitor for gang, monitor in self._monitors.items() if monitor.ready}
 
     def ready_by_pool(self) -> Mapping[str, int]:
@@ -86,12 +86,12 @@ class GangRegistry:
 
     @property
     def info(self) -> dict[str, Any] | None:
-        """What a worker said of the model; all say the same, except of how much they hold."""
+        """The model as a worker describes it; workers differ only in how much they hold."""
         self._info = next((monitor.info for monitor in self.ready().values()), self._info)
         return self._info
 
     def limits(self) -> Mapping[str, int]:
-        """By pool, the longest sequence that its gangs hold, as far as any has ever said."""
+        """The longest sequence in tokens that the gangs of each pool hold, where known."""
         for monitor in self._monitors.values():
             if monitor.info is not None:
                 self._limits[monitor.pool] = monitor.longest
@@ -111,17 +111,21 @@ class GangRegistry:
     async def ask_all(
         self, method: str, *arguments: Any, deadline_s: float
     ) -> tuple[dict[str, Any], dict[str, Exception]]:
-        """What each gang that is there answers, and why some do not."""
+        """The answer of each listed gang, and the errors (EngineLost, Refused) of the others."""
         gangs = self.all()
-        asked = [
+        calls = [
             ask(self.handle(gang), method, *arguments, deadline_s=deadline_s) for gang in gangs
         ]
-        found = dict(zip(gangs, await asyncio.gather(*asked, return_exceptions=True), strict=True))
-        for error in found.values():
-            if isinstance(error, BaseException) and not isinstance(error, EngineLost | Refused):
-                raise error
-        answers = {g: found[g] for g in gangs if not isinstance(found[g], BaseException)}
-        return answers, {g: e for g, e in found.items() if isinstance(e, Exception)}
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        answers, errors = dict[str, Any](), dict[str, Exception]()
+        for gang, result in zip(gangs, results, strict=True):
+            if isinstance(result, EngineLost | Refused):
+                errors[gang] = result
+            elif isinstance(result, BaseException):
+                raise result
+            else:
+                answers[gang] = result
+        return answers, errors
 
     async def refresh(self, deadline_s: float) -> None:
         """Ask all for their statistics now; those that do not answer are not ready."""

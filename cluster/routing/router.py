@@ -1,21 +1,21 @@
 """The router of one ingress: which gang should serve a prompt.
 
 It gathers what the ingress knows of the gangs that can hold the request (their last reports, their
-blocks, what was sent to them since) and asks the policy of `routing.policy`. The `Route` it gives
-names the gang, perhaps blocks to pull first, and a predicted time to the first token.
+blocks, what was sent to them since) in a `RoutingQuery` and asks the policy of `routing.policy`.
+The `Route` names the gang, perhaps blocks to pull first, and a predicted time to the first token.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
 from typing import NamedTuple
 
 from cluster.routing.block_hashes import BlockHasher
 from cluster.routing.index import Mirror
-from cluster.routing.policies import Choice, Factors, Policy, RoutingQuery, make
+from cluster.routing.policies import Factors, Policy, RoutingQuery, make
 from cluster.routing.registry import GangRegistry
 from cluster.routing.table import GangTable
 from configs.schema import Config, RoutingConfig
@@ -23,13 +23,16 @@ from kvpaging.events import Load
 from worker import messages
 
 UNREPORTED_S = 5.0
-"""How long a prompt that was sent counts where no report says what became of it."""
+"""How long a prompt that was sent counts as load if no report has counted it."""
 
 OUTPUT_TOKENS = 128.0
-"""Expected length of an answer before any has ended."""
+"""Expected tokens of an answer before any has ended."""
 
 UNMEASURED_TOKEN_S = 1e-3
-"""Time of a prompt token on a gang that has computed none yet: a queue must have some price."""
+"""Time of a prompt token on a gang that has computed none yet: its queue needs a price."""
+
+STEP_TOKENS = 512
+"""Tokens of a step before a worker has reported any, if `scheduler.max_batch_tokens` is null."""
 
 OPEN_ENDED = 4.0
 """A request without a token limit needs room for this many times the usual answer."""
@@ -40,7 +43,7 @@ NEW = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where a prompt goes. `ttft_s` is a prediction, where the policy makes one."""
+    """Where a prompt goes. `ttft_s` is the policy's prediction, None if it makes none."""
 
     gang: str
     pull: messages.Pull | None = None
@@ -57,8 +60,8 @@ class Length(NamedTuple):
 
 
 class Router:
-    """Chooses gangs for the ingress `name`. `share` gives its number and how many ingresses there
-    are, `config` the settings of the moment, `clock` seconds."""
+    """Chooses gangs for the ingress `name`. `share` gives its number and the number of ingresses,
+    `config` the current settings, `clock` seconds."""
 
     def __init__(
         self,
@@ -71,7 +74,7 @@ class Router:
         config: Callable[[], Config],
         clock: Callable[[], float],
     ) -> None:
-        self._gangs, self._mirror, self._identities = gangs, mirror, block_hashes
+        self._gangs, self._mirror, self._hasher = gangs, mirror, block_hashes
         self._name, self._share, self._config, self._clock = name, share, config, clock
         self._numbers = itertools.count()
         self._output_tokens = OUTPUT_TOKENS
@@ -82,7 +85,7 @@ class Router:
     def choose(
         self, submit: messages.GenerateRequest, length: Length, avoid: Collection[str]
     ) -> Route | None:
-        """None where all gangs that are ready and can hold the request are to be avoided."""
+        """The route of a prompt; None if no gang outside `avoid` is ready and can hold it."""
         info = self._gangs.info
         holding = self._holding(length) - set(avoid)
         if info is None or not holding:
@@ -90,33 +93,34 @@ class Router:
         now = self._clock()
         config = self._config()
         table = self._synced(info["block_size"], config, now)
-        hashes = self._identities.block_hashes(info, submit.prompt, submit.salt.encode())
+        hashes = self._hasher.block_hashes(info, submit.prompt, submit.salt.encode())
         output = min(submit.params.max_tokens, self._output_tokens) * max(1, submit.params.n)
         number = next(self._numbers)
-        ask = table.ask(
+        query = table.query(
             number, hashes, prompt_tokens=len(submit.prompt), expected_output=output, now_s=now
         )
-        if not hashes:  # nothing to meet again: equal gangs take turns
-            ask = replace(ask, next_block=b"%s %d" % (self._name.encode(), number))
-        rows = [i for i, row in enumerate(table.rows) if row.name in holding]
-        some = _without(ask, rows, len(table.rows))
-        choice = self._decide(config.routing)(some, [table.rows[i] for i in rows])
-        whole = replace(
-            choice,
-            row=rows[choice.row],
-            pull_from=None if choice.pull_from is None else rows[choice.pull_from],
-        )
-        table.sent(ask, whole, hashes, now)
-        return _route(table, ask, whole, choice.explained([table.rows[i] for i in rows]))
+        if not hashes:  # nothing to reuse later: equal gangs take turns
+            query = replace(query, next_block=b"%s %d" % (self._name.encode(), number))
+        places = [i for i, row in enumerate(table.rows) if row.name in holding]
+        rows = [table.rows[i] for i in places]
+        choice = self._decide(config.routing)(_of_rows(query, places, len(table.rows)), rows)
+        explained = choice.explained(rows)
+        pull_from = None if choice.pull_from is None else places[choice.pull_from]
+        choice = replace(choice, row=places[choice.row], pull_from=pull_from)
+        table.sent(query, choice, hashes, now)
+        pull = None
+        if pull_from is not None:
+            pull = messages.Pull(table.rows[pull_from].name, query.cached(choice))
+        return Route(table.rows[choice.row].name, pull, choice.ttft_s, explained)
 
     def _holding(self, length: Length) -> set[str]:
-        """The gangs that are ready and have room for a sequence."""
-        wanted = length.asked
-        if wanted is None:
+        """The gangs that are ready and can hold a sequence of this length."""
+        tokens = length.asked
+        if tokens is None:
             longest = max(self._gangs.limits().values(), default=0)
-            wanted = min(longest, length.known + int(OPEN_ENDED * self._output_tokens))
-        least = max(wanted, length.known)
-        return {g for g, w in self._gangs.ready().items() if w.longest >= least}
+            tokens = min(longest, length.known + int(OPEN_ENDED * self._output_tokens))
+        least = max(tokens, length.known)
+        return {g for g, monitor in self._gangs.ready().items() if monitor.longest >= least}
 
     def ended(self, tokens: int) -> None:
         """An answer of that many tokens has ended."""
@@ -124,23 +128,14 @@ class Router:
 
     def _decide(self, routing: RoutingConfig) -> Policy:
         if self._policy is None or self._policy[0] != routing:
-            factors = Factors(
-                prefill=routing.prefill,
-                output=routing.output,
-                room_from=routing.room_from,
-                room_s=routing.room_s,
-                pull_tax=routing.pull_tax,
-                pull_tokens_min=routing.pull_tokens_min,
-                tie_s=routing.tie_s,
-                rates_alike=routing.rates_alike,
-            )
+            factors = Factors(**{f.name: getattr(routing, f.name) for f in fields(Factors)})
             start = _number(self._name)
-            made = make(routing.policy, factors=factors, pull=routing.pull, start=start)
-            self._policy = (routing, made)
+            policy = make(routing.policy, factors=factors, pull=routing.pull, start=start)
+            self._policy = (routing, policy)
         return self._policy[1]
 
     def _synced(self, block_size: int, config: Config, now: float) -> GangTable:
-        """The table with who is ready now, and with what each last said of itself."""
+        """The table, updated with the gangs that are ready now and their last reports."""
         ready = self._gangs.ready()
         table = self._table
         if table is None or table.block_size != block_size:
@@ -163,48 +158,36 @@ class Router:
         return table
 
     def _load(self, name: str, config: Config) -> Load:
-        """A gang's last report, with what it does not say or has not measured yet."""
-        watched = self._gangs.ready()[name].info
-        assert watched is not None
+        """A gang's last report, completed where it lacks values or has not measured them yet."""
+        info = self._gangs.ready()[name].info
+        assert info is not None
         known = self._mirror.gangs.get(name)
         load = Load() if known is None else known.load
         if not load.blocks:
-            rows = watched["table"]
-            load = replace(load, blocks=rows["blocks"], step_tokens_max=_step_tokens(config))
+            step_tokens = config.scheduler.max_batch_tokens or STEP_TOKENS
+            load = replace(load, blocks=info["table"]["blocks"], step_tokens_max=step_tokens)
         if not load.token_s:
             load = replace(load, token_s=UNMEASURED_TOKEN_S)
         if not load.link_tokens_per_s:
-            rate = config.routing.link_bytes_per_s / watched["table"]["kv_bytes_per_token"]
+            rate = config.routing.link_bytes_per_s / info["table"]["kv_bytes_per_token"]
             load = replace(load, link_tokens_per_s=rate)
         return load
 
 
-def _step_tokens(config: Config) -> int:
-    """Tokens of a step of which no worker has said anything yet."""
-    return config.scheduler.max_batch_tokens or 512
-
-
 def _number(name: str) -> int:
-    """A number that a name always gives, in every process."""
+    """A hash of a name, the same in every process."""
     return int.from_bytes(blake2b(name.encode(), digest_size=4).digest(), "big")
 
 
-def _without(ask: RoutingQuery, rows: Sequence[int], of: int) -> RoutingQuery:
-    """The same question about some of the rows."""
-    if len(rows) == of:
-        return ask
-    home = [place for place, i in enumerate(rows) if i in ask.home]
+def _of_rows(query: RoutingQuery, rows: Sequence[int], count: int) -> RoutingQuery:
+    """The same query about these of the `count` rows of the table."""
+    if len(rows) == count:
+        return query
+    home = [place for place, i in enumerate(rows) if i in query.home]
     return replace(
-        ask,
-        matched=[ask.matched[i] for i in rows],
-        stored=[ask.stored[i] for i in rows],
-        hosted=[ask.hosted[i] for i in rows],
+        query,
+        matched=[query.matched[i] for i in rows],
+        stored=[query.stored[i] for i in rows],
+        hosted=[query.hosted[i] for i in rows],
         home=range(home[0], home[-1] + 1) if home else range(0),
     )
-
-
-def _route(table: GangTable, ask: RoutingQuery, choice: Choice, explained: str) -> Route:
-    pull = None
-    if choice.pull_from is not None:
-        pull = messages.Pull(table.rows[choice.pull_from].name, ask.cached(choice))
-    return Route(table.rows[choice.row].name, pull, choice.ttft_s, explained)

@@ -19,10 +19,10 @@ EACH_S = 0.025
 """Least time between two reports."""
 
 AT_LEAST_S = 0.5
-"""Time between two reports while nothing changes, and before a hub that failed is tried again."""
+"""Time between two reports while nothing changes, and before a failed hub is tried again."""
 
 WAIT_S = 1.0
-"""How long the hub may keep an ingress waiting for news."""
+"""How long a poll of the hub waits for news."""
 
 
 class News(NamedTuple):
@@ -36,7 +36,7 @@ class News(NamedTuple):
 
 
 class Reports(Protocol):
-    """What a reporter needs of a worker."""
+    """The methods of a worker that a reporter calls."""
 
     gang: str
 
@@ -46,7 +46,7 @@ class Reports(Protocol):
 
 
 class Hub(Protocol):
-    """The hub, as both ends see it."""
+    """The hub's methods for reporters and followers."""
 
     async def report(self, messages: list[bytes]) -> Mapping[str, Version]: ...
 
@@ -55,8 +55,8 @@ class Hub(Protocol):
     ) -> News: ...
 
 
-class _Patient(ABC):
-    """Calls the hub again and again; says once that it is away, and once that it is back."""
+class _HubCaller(ABC):
+    """Calls the hub repeatedly; logs once that it is away, and once that it is back."""
 
     def __init__(self) -> None:
         self.away = False
@@ -80,8 +80,8 @@ class _Patient(ABC):
         """One call."""
 
 
-class Reporter(_Patient):
-    """Sends the batches of one worker to the hub, and what the hub has missed."""
+class Reporter(_HubCaller):
+    """Sends the batches of one worker to the hub, and repairs for those that it missed."""
 
     def __init__(self, worker: Reports, hub: Hub, clock: Callable[[], float]) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Reporter(_Patient):
         self._sent_s = -AT_LEAST_S
 
     async def call(self) -> None:
-        """One report, where there is something to say or it is time for one."""
+        """Send one report, if something has changed or `AT_LEAST_S` has passed."""
         await asyncio.sleep(EACH_S)
         now = self._clock()
         batch = await self._worker.announce(now - self._sent_s >= AT_LEAST_S)
@@ -101,8 +101,8 @@ class Reporter(_Patient):
             await self._hub.report(await self._worker.repair(lacks.epoch, lacks.seq))
 
 
-class Follower(_Patient):
-    """Keeps one ingress's mirror as the hub is. `at` of `ingresses` is which one this is."""
+class Follower(_HubCaller):
+    """Keeps one ingress's mirror up to date. This is ingress number `at` of `ingresses`."""
 
     def __init__(self, name: str, mirror: Mirror, hub: Hub, clock: Callable[[], float]) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Follower(_Patient):
         self.at, self.ingresses = 0, 1
 
     async def call(self) -> None:
-        """Wait for news and take it."""
+        """Poll the hub and apply the news."""
         news = await self._hub.poll(self._name, self._mirror.have, self._changes, WAIT_S)
         self._changes, self.at, self.ingresses = news.changes, news.at, news.ingresses
         self._mirror.take(news.answer, self._clock())

@@ -1,7 +1,7 @@
 """The gangs as one ingress sees them: their last reports, and what it sent since then.
 
-No torch, no Ray, no clock: times are arguments, in seconds of one clock. Rows are sorted by name,
-so that all ingresses split the gangs in the same way.
+Pure: no torch, no Ray, no clock. Times are arguments, in seconds of one clock. Rows are sorted by
+name, so that all ingresses divide the gangs in the same way.
 """
 
 from __future__ import annotations
@@ -12,43 +12,28 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+from cluster.routing.index import Match
 from cluster.routing.policies import Choice, Rates, RoutingQuery, alike
 from kvpaging.events import Load
 
 DEMAND_S = 10.0
-"""Demand for a prefix is how often it was asked for in this time."""
+"""Demand for a prefix is how often it was requested in this time."""
 
 PREFIXES_MAX = 4096
 RATES_S = 1.0
 """How often rates are compared: they change slowly."""
 
 
-class Match(Protocol):
-    """Leading blocks of a prompt: on a gang's GPUs, there or expected soon, and how many of these
-    only its hosts hold."""
-
-    @property
-    def stored(self) -> int: ...
-    @property
-    def expected(self) -> int: ...
-    @property
-    def hosted(self) -> int: ...
-
-
 class Index(Protocol):
-    """Which gang has which blocks, as far as an ingress knows."""
+    """The part of a `PrefixIndex` that a table uses."""
 
-    def match(self, hashes: Sequence[bytes], now: float) -> Mapping[str, Match]:
-        """By gang; those without any of the chain's blocks may be left out."""
-        ...
+    def match(self, hashes: Sequence[bytes], now: float) -> Mapping[str, Match]: ...
 
-    def expect(self, name: str, hashes: Sequence[bytes], now: float) -> None:
-        """The gang was sent a request with these blocks."""
-        ...
+    def expect(self, name: str, hashes: Sequence[bytes], now: float) -> None: ...
 
 
 class Sent(NamedTuple):
-    """A request that was sent and is in no report yet, in the units of `Load`."""
+    """A request that was sent and that no report counts yet, in the units of `Load`."""
 
     at_s: float
     tokens: int
@@ -59,27 +44,15 @@ class Sent(NamedTuple):
 class Gang:
     """A row of the table."""
 
-    __slots__ = (
-        "_sent",
-        "load",
-        "name",
-        "ranks",
-        "rates",
-        "sent_blocks",
-        "sent_pulling",
-        "sent_requests",
-        "sent_tokens",
-    )
-
     def __init__(self, name: str, load: Load, ranks: int = 1) -> None:
         self.name, self.load, self.rates, self.ranks = name, load, _rates(load), ranks
         self.sent_tokens = self.sent_blocks = self.sent_requests = self.sent_pulling = 0
         self._sent: deque[Sent] = deque()
 
-    def sent(self, what: Sent) -> None:
-        """A request goes there."""
-        self._sent.append(what)
-        self._count(what, 1)
+    def sent(self, request: Sent) -> None:
+        """A request was sent to this gang."""
+        self._sent.append(request)
+        self._count(request, 1)
 
     def report(self, load: Load, as_of_s: float) -> None:
         """A load that counts everything sent until `as_of_s`."""
@@ -87,10 +60,10 @@ class Gang:
         while self._sent and self._sent[0].at_s <= as_of_s:
             self._count(self._sent.popleft(), -1)
 
-    def _count(self, what: Sent, sign: int) -> None:
-        self.sent_tokens += sign * what.tokens
-        self.sent_blocks += sign * what.blocks
-        self.sent_pulling += sign * what.pulling
+    def _count(self, request: Sent, sign: int) -> None:
+        self.sent_tokens += sign * request.tokens
+        self.sent_blocks += sign * request.blocks
+        self.sent_pulling += sign * request.pulling
         self.sent_requests += sign
 
 
@@ -99,13 +72,13 @@ def _rates(load: Load) -> Rates:
 
 
 class Demand:
-    """How often prefixes were asked for lately; only the `PREFIXES_MAX` last ones are known."""
+    """How often prefixes were requested recently; only the `PREFIXES_MAX` last ones are known."""
 
     def __init__(self) -> None:
         self._asked: dict[bytes, tuple[float, float]] = {}
 
     def ask(self, prefix: bytes, now_s: float) -> float:
-        """Requests for it in the last `DEMAND_S`, this one left out; older ones fade."""
+        """Requests for it before this one, which decay with the time constant `DEMAND_S`."""
         count, at_s = self._asked.pop(prefix, (0.0, now_s))
         count *= math.exp((at_s - now_s) / DEMAND_S)
         self._asked[prefix] = (count + 1, now_s)
@@ -115,16 +88,10 @@ class Demand:
 
 
 class GangTable:
-    """The table of the ingress number `at` of `ingresses`, which all see the same gangs."""
+    """The table of ingress number `at` of `ingresses`, which all know the same gangs."""
 
     def __init__(
-        self,
-        index: Index,
-        block_size: int,
-        *,
-        rates_alike: float,
-        at: int = 0,
-        ingresses: int = 1,
+        self, index: Index, block_size: int, *, rates_alike: float, at: int = 0, ingresses: int = 1
     ) -> None:
         self.index, self.block_size, self.rates_alike = index, block_size, rates_alike
         self.at, self.ingresses = at, ingresses
@@ -141,7 +108,7 @@ class GangTable:
         """A gang takes no more requests."""
         self.rows = [row for row in self.rows if row.name != name]
 
-    def ask(
+    def query(
         self,
         number: int,
         hashes: Sequence[bytes],
@@ -149,7 +116,7 @@ class GangTable:
         expected_output: float,
         now_s: float,
     ) -> RoutingQuery:
-        """The question that one request puts to a policy. `chain` names its full blocks."""
+        """The query of one request. `hashes` are those of its prompt's full blocks."""
         if now_s - self._rated_s >= RATES_S:
             self._rate(now_s)
         found = self.index.match(hashes, now_s)
@@ -173,13 +140,13 @@ class GangTable:
         )
 
     def sent(
-        self, ask: RoutingQuery, choice: Choice, hashes: Sequence[bytes], now_s: float
+        self, query: RoutingQuery, choice: Choice, hashes: Sequence[bytes], now_s: float
     ) -> None:
-        """The request of `ask` goes where `choice` says."""
+        """The request of `query` was sent to the gang of `choice`."""
         row = self.rows[choice.row]
-        lacking = ask.lacking(choice)
-        blocks = -(-lacking // ask.block_size) + choice.pull_blocks
-        row.sent(Sent(now_s, lacking, blocks, choice.pull_blocks * ask.block_size))
+        lacking = query.lacking(choice)
+        blocks = -(-lacking // query.block_size) + choice.pull_blocks
+        row.sent(Sent(now_s, lacking, blocks, choice.pull_blocks * query.block_size))
         self.index.expect(row.name, hashes, now_s)
 
     def _demanded(self, hashes: Sequence[bytes], deepest: int, copies: int, now_s: float) -> float:
@@ -189,12 +156,12 @@ class GangTable:
         return self.ingresses * asked / (1 + copies)
 
     def _home(self) -> range:
-        rows, of = len(self.rows), self.ingresses
-        return range(self.at * rows // of, (self.at + 1) * rows // of)
+        rows, count = len(self.rows), self.ingresses
+        return range(self.at * rows // count, (self.at + 1) * rows // count)
 
     def _unseen(self, lacking: int) -> int:
-        """What every other gang may have been sent by the ingress that it is home to: as much as
-        this one sent since it last heard of them, with the request that it is about to send."""
+        """Tokens that each gang outside this ingress's share may have been sent by the others: as
+        many as this ingress sent since the last reports, the request to be sent now included."""
         if self.ingresses == 1:
             return 0
         sent = lacking + sum(row.sent_tokens for row in self.rows)

@@ -1,6 +1,6 @@
-"""A request that finds no worker ready waits for one.
+"""Requests that find no worker ready wait for one.
 
-It waits `limits.worker_wait_s` at most, and of one ingress at most `scheduler.max_waiting` wait.
+Each waits `limits.worker_wait_s` at most, and at most `scheduler.max_waiting` wait in one ingress.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ LOOK_S = 0.1
 
 
 class Waiting:
-    """The waiting requests of one ingress; `number` counts them. `config` gives the settings of the
-    moment."""
+    """The waiting requests of one ingress; `number` counts them. `config` gives the current
+    settings."""
 
     def __init__(self, config: Callable[[], Config]) -> None:
         self._config = config
@@ -35,8 +35,8 @@ class Waiting:
     ) -> _T:
         """The first value of `found` that is not None.
 
-        Raises `failure("after 5 s (limits.worker_wait_s)")` when the time is over, and 429 where
-        too many wait already. A request that has `begun` to answer is never refused for that.
+        Raises `failure("after 5 s (limits.worker_wait_s)")` when the time is over, and 429 if too
+        many wait already; a request that has `begun` to answer never gets that 429.
         """
         if (value := found()) is not None:
             return value

@@ -1,4 +1,8 @@
-"""The Serve application of a configuration: one ingress deployment before one worker deployment."""
+"""The Serve application of a configuration: an ingress deployment, and one deployment per pool.
+
+`build` makes it for `kvatlas serve`, `application` for `serve deploy`. `Worker` and `Ingress` are
+the classes of its replicas; heavy modules are imported only in their processes.
+"""
 
 from __future__ import annotations
 
@@ -46,20 +50,20 @@ REAL_WORKER = "worker.replica:GPUWorker"
 MAX_ONGOING = 100_000
 """Calls that Serve lets into one replica. Only engines queue, so this must never bind."""
 
-_CONTROL_CALLS = 1000  # room for questions beside the requests that an engine may hold
+_CONTROL_CALLS = 1000  # calls of other methods, besides the requests that an engine may hold
 _SEQUENCES_AUTO_MAX = 256
 _MARK = "kvatlas cannot start: "
 _REFUSALS = ("DoesNotFit", "MeetingFailed", "ModelError", "UnsupportedModel")
 _FIRST_LOOK_S = 3.0
-_SIBLINGS_S = 2.0  # for all ingresses to answer one of them
-_SHARE_OF_A_RESOURCE = 0.001  # what an ingress takes of `cluster.ingress_resource`: next to nothing
+_PEERS_S = 2.0  # for all ingresses to answer one of them
+_INGRESS_RESOURCE = 0.001  # units of `cluster.ingress_resource` that an ingress takes
 
 log = logging.getLogger("kvatlas.start")
 
 
 @contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """For imports, which make no garbage: to look for it costs a worker 0.9 of 4.7 s."""
+def _no_gc() -> Iterator[None]:
+    """For imports, which make no garbage: collections cost a starting worker 0.9 of 4.7 s."""
     gc.disable()
     try:
         yield
@@ -72,16 +76,17 @@ class StartError(UserError):
 
     @classmethod
     def found_in(cls, text: str) -> StartError | None:
-        """The refusal inside the trace that Serve reports."""
+        """The refusal inside the traceback that Serve reports, None without one."""
         found = re.search(re.escape(_MARK) + r'("(?:[^"\\]|\\.)*")', text)
         return None if found is None else cls(json.loads(found[1]))
 
 
 class Worker:
-    """Stands for the real worker class, so that only its own process imports torch.
+    """A replica with the real worker inside, so that only its own process imports torch.
 
-    `call` and `stream` name the gang they are meant for (`delivery.ANYONE` for any) and a method.
-    With one `key` all workers of the application name cached blocks alike.
+    `call` and `stream` take the gang they are addressed to (`delivery.ANYONE` for any) and a method
+    of the real worker. `kind` names its class as module:name. `key` is the cluster's secret, with
+    which all workers of the application compute the same block hashes.
     """
 
     def __init__(
@@ -94,23 +99,22 @@ class Worker:
         self._reporting: asyncio.Task[None] | None = None
         self._rank = 0
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # standard error is no terminal
-        # Torch warns in twenty lines of C++ of every lost connection, of which the log says one.
+        # Torch reports every lost connection in twenty lines of C++; our own log has one line.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         module, _, name = kind.partition(":")
         with _refusals():
-            where = directory or model_directory(config)
-            with _uncollected():
-                made = getattr(importlib.import_module(module), name)
-            self._worker = self._made(made, pool, where, key)
+            directory = directory or model_directory(config)
+            with _no_gc():
+                worker_class = getattr(importlib.import_module(module), name)
+            self._worker = self._new_worker(worker_class, pool, directory, key)
 
-    def _made(self, kind: Any, pool: PoolConfig, directory: str, key: bytes) -> Any:
+    def _new_worker(self, kind: Any, pool: PoolConfig, directory: str, key: bytes) -> Any:
         """The worker of this replica: alone, or as one rank of a gang."""
         from cluster.serve.transfer import Peers, by_reference
 
-        config, deployments = self._config.of_pool(pool), pools.deployments(self._config)
-        peers = Peers(
-            lambda: pools.Pools({d: by_reference(d) for d in deployments}, pools.DIRECTORY)
-        )
+        config = self._config.of_pool(pool)
+        names = [pools.deployment(each.name) for each in self._config.pools]
+        peers = Peers(lambda: pools.Pools({d: by_reference(d) for d in names}, pools.DIRECTORY))
         if pool.gang_size == 1:
             return kind(config, directory, key, peers)
         from cluster.serve.rendezvous import join_gang
@@ -122,22 +126,22 @@ class Worker:
         return kind(config, directory, key, peers, member)
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """Tells Serve, and so `Delivery`, who this is."""
+        """The gang and the rank of this replica, which Serve passes to `Delivery`."""
         return {"gang": self._worker.gang, "rank": self._rank}
 
     def _report(self) -> None:
-        """Tell the index about this worker from now on; on the event loop, so not before a call."""
+        """Start to report to the index. It needs the event loop, so the first call does it."""
         if self._reporting is None and not self._rank:
             hub = HubClient(self._config.cluster.index_bytes, self._config.server.log_level)
             reporter = Reporter(self._worker, hub, time.monotonic)
-            self._reporting = asyncio.create_task(_for_ever(reporter.turn))
+            self._reporting = asyncio.create_task(_forever(reporter.turn))
 
     async def call(self, gang: str, method: str, *arguments: Any) -> Any:
-        """What a method answers. Raises Misrouted."""
+        """The result of a worker's method. Raises Misrouted."""
         return await self._method(gang, method)(*arguments)
 
     async def stream(self, gang: str, method: str, *arguments: Any) -> AsyncIterator[Any]:
-        """What a method says as time goes by. Raises Misrouted."""
+        """The items of a worker's streaming method. Raises Misrouted."""
         async with contextlib.aclosing(self._method(gang, method)(*arguments)) as items:
             async for item in items:
                 yield item
@@ -150,49 +154,49 @@ class Worker:
         return getattr(self._worker, method)
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Serve has new live settings; of these a worker knows how it logs."""
+        """Called by Serve with new live settings; a worker uses those of its log."""
         _reconfigured(self._config, user_config)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What `scaling.Policy` is told of this worker; of a gang, by the rank that leads."""
+        """The input of `scaling.Policy` from this worker; of a gang only rank 0 reports."""
         if self._rank:
             return {}
         pressure = self._worker.pressure
         return {scaling.QUEUED: pressure.queued_s, scaling.FILLED: pressure.filled}
 
     async def check_health(self) -> None:
-        """Raises where Serve should make another worker."""
+        """Raises if Serve should replace this worker."""
         await self._worker.check_health()
 
     def __del__(self) -> None:
-        """Serve takes this replica away: it has no calls any more, and ends when this returns. May
-        come before the constructor has ended."""
+        """Called when Serve stops this replica: it has no calls any more, and its process ends when
+        this returns. The constructor may not have ended yet."""
         worker = getattr(self, "_worker", None)
         if worker is not None:
             worker.stop()
 
 
-async def _for_ever(turn: Callable[[], Awaitable[None]]) -> None:
+async def _forever(turn: Callable[[], Awaitable[None]]) -> None:
     while True:
         await turn()
 
 
-class Siblings:
-    """All replicas of the ingress that asks: its `http.peers.Peers`."""
+class ServePeers:
+    """All replicas of the ingress deployment, as `http.peers.Peers`."""
 
     async def all(self) -> list[IngressState]:
-        """What each knows. Raises TimeoutError, and what Serve raises."""
+        """The state of each. Raises TimeoutError, and what Serve raises."""
         context = contextvars.Context()  # of no request, see `calls`
         handle: Any = context.run(serve.get_deployment_handle, INGRESS, APP)
         response = context.run(handle.broadcast, "state")
-        async with asyncio.timeout(_SIBLINGS_S):
+        async with asyncio.timeout(_PEERS_S):
             found: list[IngressState] = await response.results_async()
         return found
 
 
 class Ingress:
-    """The HTTP side in a replica of Serve. `workers` are the handles of all pools, by their
-    deployments' names, and `asked` what each worker asks Ray for."""
+    """A replica with the HTTP side. `workers` are the handles of all pools by the names of their
+    deployments, and `asked` the resources that each worker needs from Ray."""
 
     def __init__(
         self,
@@ -211,19 +215,19 @@ class Ingress:
 
         self._config = config
         configure_logging(config.server.log_level, as_json=config.server.log_json)
-        with _refusals(), _uncollected():
+        with _refusals(), _no_gc():
             tokenizer = load_tokenizer(Path(directory or model_directory(config)))
         name = serve.get_replica_context().replica_id.unique_id
-        every = {name: ServeHandle(handle) for name, handle in workers.items()}
+        handles = {name: ServeHandle(handle) for name, handle in workers.items()}
         self._api = Api(
             config,
             model,
-            pools.Pools(every, pools.DIRECTORY),
+            pools.Pools(handles, pools.DIRECTORY),
             tokenizer,
             name=name,
             key=key,
             hub=HubClient(config.cluster.index_bytes, config.server.log_level),
-            peers=Siblings(),
+            peers=ServePeers(),
             behind_proxy=haproxy.in_use(os.environ),
         )
         self._api.resources = ResourceMonitor(
@@ -233,17 +237,17 @@ class Ingress:
         keep_turning()
 
     async def state(self) -> IngressState:
-        """What this ingress knows that the others do not."""
+        """The state of this ingress, for the others."""
         return self._api.state()
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Serve has new live settings."""
+        """Called by Serve with new live settings."""
         self._api.config = _reconfigured(self._config, user_config)
 
     async def check_health(self) -> None:
-        """Serve sends requests here after the first check, and then the workers must be known.
+        """Serve sends requests after the first check, so that check waits until a worker is ready.
 
-        Where there are none yet, as on the first start, it does not wait long for them.
+        If there is none yet, as on the first start, it does not wait long.
         """
         if not self._checked:
             self._checked = True
@@ -259,9 +263,9 @@ class Ingress:
 
 
 def _reconfigured(config: Config, user_config: dict[str, Any]) -> Config:
-    """The settings that hold from now on: those of the start, and the live ones on top.
+    """The settings from now on: those of the start, changed by the live ones.
 
-    Wrong ones are left out and logged: Serve would replace every replica that raises, in turn.
+    Invalid live settings are logged and not used: Serve would replace every replica that raises.
     """
     from cluster.logs import configure_logging
 
@@ -275,7 +279,7 @@ def _reconfigured(config: Config, user_config: dict[str, Any]) -> Config:
 
 @contextlib.contextmanager
 def _refusals() -> Iterator[None]:
-    """Marks what a user can change, so that it is found again in the trace that Serve reports."""
+    """Marks errors that a user can fix, so that `StartError.found_in` finds them."""
     try:
         yield
     except Exception as error:
@@ -285,14 +289,13 @@ def _refusals() -> Iterator[None]:
 
 
 def model_directory(config: Config) -> str:
-    """The model's directory on this host, made or fetched where it is not there.
+    """The model's directory on this host, converted or downloaded if missing.
 
     Raises quickstart.ModelError.
     """
     from cluster import quickstart
 
-    found = quickstart.resolve(config.model.path, config.model.revision, say=log.info)
-    return str(found)
+    return str(quickstart.resolve(config.model.path, config.model.revision, say=log.info))
 
 
 def model_name(config: Config) -> str:
@@ -301,7 +304,7 @@ def model_name(config: Config) -> str:
 
 
 def check_ongoing(config: Config) -> None:
-    """Raises ValueError where an engine may hold more requests than Serve lets through to it."""
+    """Raises ValueError if an engine may hold more requests than Serve lets through to it."""
     sequences = config.scheduler.max_num_seqs or _SEQUENCES_AUTO_MAX
     room = MAX_ONGOING - _CONTROL_CALLS
     if config.scheduler.max_waiting + sequences > room:
@@ -313,7 +316,7 @@ def check_ongoing(config: Config) -> None:
 
 
 def application(args: dict[str, Any]) -> serve.Application:
-    """What `serve deploy` builds on a running cluster, see configs/serve.yaml.
+    """The application that `serve deploy` runs on a cluster, see configs/serve.yaml.
 
     `args` has `config` (sections of settings, or the path of a file that every host has), `set`
     (a list of section.key=value on top) and `worker` (another worker class, for tests).
@@ -350,7 +353,7 @@ def build(
         "health_check_period_s": cluster.health_period_s,
         "health_check_timeout_s": cluster.health_timeout_s,
         "max_constructor_retry_count": 1,
-        # Who is told to stop gets no more requests and ends those that it has.
+        # A replica that is stopped gets no more requests and ends those that it has.
         "graceful_shutdown_timeout_s": config.limits.request_timeout_s,
         "logging_config": LoggingConfig(log_level="WARNING", enable_access_log=False),
     }
@@ -360,7 +363,7 @@ def build(
         resources["num_gpus"] = cluster.gpus_per_worker
     at_ingress: dict[str, Any] = {"num_cpus": 0}
     if cluster.ingress_resource is not None:
-        at_ingress["resources"] = {cluster.ingress_resource: _SHARE_OF_A_RESOURCE}
+        at_ingress["resources"] = {cluster.ingress_resource: _INGRESS_RESOURCE}
     deployment: Any = serve.deployment  # its annotations do not know that it makes deployments
     delivery: Any = Delivery
     workers = {}
@@ -388,18 +391,19 @@ def build(
 
 
 def _replicas(config: Config, pool: PoolConfig) -> dict[str, Any]:
-    """How many replicas a pool's deployment has. Only gangs are started and ended together: Serve
-    stops those at once where a single worker may end its streams."""
+    """Serve's options for the number of replicas of a pool. Only gangs of several workers use gang
+    scheduling: Serve stops those at once, while a single worker may end its streams."""
     size, scaled = pool.gang_size, config.scaling
-    found: dict[str, Any] = {"num_replicas": pool.ranks}
+    options: dict[str, Any] = {}
     if size > 1:
-        found["gang_scheduling_config"] = GangSchedulingConfig(gang_size=size)
+        options["gang_scheduling_config"] = GangSchedulingConfig(gang_size=size)
     if pool.most_gangs == pool.gangs:
-        return found
+        return {**options, "num_replicas": pool.ranks}
     policy: Any = AutoscalingPolicy
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of metrics_interval_s; the other way
-        made = AutoscalingConfig(  # is the environment, of all processes
+        # `metrics_interval_s` is deprecated for a variable in the environment of all processes.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        options["autoscaling_config"] = AutoscalingConfig(
             # No `initial_replicas`: every change of the application would go back to it.
             min_replicas=pool.ranks,
             max_replicas=pool.most_ranks,
@@ -412,11 +416,10 @@ def _replicas(config: Config, pool: PoolConfig) -> dict[str, Any]:
                 policy_kwargs={"target_s": scaled.target_queued_s, "size": size},
             ),
         )
-    del found["num_replicas"]
-    return {**found, "autoscaling_config": made}
+    return options
 
 
 def local_cpus(config: Config) -> int:
-    """CPUs to tell a local Ray, so that everything is placed however few cores there are."""
+    """CPUs to announce to a local Ray, so that all workers are placed on any number of cores."""
     needed = math.ceil(config.most_ranks * config.cluster.cpus_per_worker)
     return max(os.cpu_count() or 1, needed)

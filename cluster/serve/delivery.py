@@ -1,8 +1,8 @@
-"""Brings a call to the worker it names. Decides nothing: the ingress has chosen already.
+"""Serve's request router: sends a call to the gang that it names, which the ingress has chosen.
 
 Serve's router tries the replicas of a deployment in the order that this class returns. An empty
-answer would stop it for good and an exception would leave its request waiting, so it gives
-neither: a call whose worker is gone goes to another one, which answers that it was not meant.
+answer would stop it forever and an exception would leave its request waiting, so it returns
+neither: a call whose worker does not exist any more goes to another one, which raises Misrouted.
 """
 
 from __future__ import annotations
@@ -10,12 +10,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from ray.serve.request_router import (
-    PendingRequest,
-    ReplicaID,
-    RequestRouter,
-    RunningReplica,
-)
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from cluster.serve import pools
 
@@ -26,11 +21,11 @@ ANYONE = ""
 
 
 def place_of(replica: RunningReplica) -> tuple[str, int]:
-    """A replica's name for callers, and its rank: the leader of a gang has the gang's name, all
-    others have the id that Serve gave them (see `app.Worker.record_replica_metadata`)."""
-    said = replica._replica_info.replica_metadata
-    rank, own = int(said.get("rank", 0)), replica.replica_id.unique_id
-    return own if rank else said.get("gang") or own, rank
+    """A replica's name for callers, and its rank: rank 0 of a gang has the gang's name, all others
+    have their Serve id (see `application.Worker.record_replica_metadata`)."""
+    metadata = replica._replica_info.replica_metadata
+    rank, own = int(metadata.get("rank", 0)), replica.replica_id.unique_id
+    return own if rank else metadata.get("gang") or own, rank
 
 
 class Delivery(RequestRouter):
@@ -41,7 +36,7 @@ class Delivery(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """The one that was named, else all."""
+        """The replica that the call names, else all candidates."""
         try:
             if pending_request is None:
                 return [candidate_replicas]
@@ -49,8 +44,8 @@ class Delivery(RequestRouter):
             gang = pending_request.args[0] if pending_request.args else ANYONE
             for replica in candidate_replicas:
                 if place_of(replica)[0] == gang:
-                    # Only engines queue. An old count would make Serve ask the replica first, and
-                    # wait for one that is frozen while calls to others wait behind it.
+                    # Only engines queue. With an old queue length Serve would ask the replica for a
+                    # new one, and calls to others would wait behind a frozen replica.
                     self.on_new_queue_len_info(replica.replica_id, 0)
                     return [[replica]]
         except Exception:
@@ -58,18 +53,18 @@ class Delivery(RequestRouter):
         return [candidate_replicas]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Serve says who is there."""
+        """Called by Serve with the current replicas."""
         super().update_replicas(replicas)
         self._publish()
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """A call found out before Serve did."""
+        """Called when a call finds a dead replica before Serve's controller does."""
         super().on_replica_actor_died(replica_id)
         self._publish()
 
     def _publish(self) -> None:
-        there: Any = self.curr_replicas.values()
-        leaders = frozenset(name for name, rank in map(place_of, there) if rank == 0)
-        # Serve ships this class by value and its modules by name: through its module the directory
-        # is the one of this process, by a name of its own here it would be a copy.
+        replicas: Any = self.curr_replicas.values()
+        leaders = frozenset(name for name, rank in map(place_of, replicas) if rank == 0)
+        # Serve pickles this class by value and modules by name: `pools.DIRECTORY` is this process's
+        # own, while a global of this module would be a copy.
         pools.DIRECTORY.publish(self._deployment_id.name, leaders)

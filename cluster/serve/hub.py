@@ -1,8 +1,8 @@
-"""The actor that every worker reports to and every ingress asks: which gang has which blocks.
+"""The hub as a Ray actor: workers report their blocks to it, and ingresses poll it.
 
-Whoever comes first makes it. Ray makes it anew where it dies; then workers are asked for dumps, and
-the ingresses' mirrors stay valid meanwhile. It ends itself when nobody talks to it any more, so
-that it never outlives its application for long.
+The first process that needs it creates it. Ray restarts it if it dies; then workers are asked for
+dumps, and the ingresses' mirrors stay valid meanwhile. It exits after `IDLE_S` without a call, so
+that it does not outlive its application for long.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ log = logging.getLogger("kvatlas.hub")
 NAME = "kvatlas-index"
 NAMESPACE = "kvatlas"
 IDLE_S = 60.0
-"""Without a word from anybody, the application is gone."""
+"""Without any call for this long, the application has ended."""
 EXPIRE_S = 1.0
 SILENT_S = 5.0
-"""An ingress that has not asked for this long is gone."""
+"""An ingress that has not polled for this long does not count any more."""
 WAIT_MAX_S = 1.0
 DEADLINE_S = 2 * WAIT_MAX_S
 
 
 class HubActor:
-    """`Hub` behind calls. All run on one event loop, so none sees another half done."""
+    """A `Hub` as a Ray actor. All calls run on one event loop, so each sees a consistent index."""
 
     def __init__(self, most_bytes: int, log_level: str) -> None:
         from cluster.logs import configure_logging
@@ -42,17 +42,17 @@ class HubActor:
         configure_logging(log_level, as_json=False)
         self._hub = Hub(time.monotonic(), most_bytes=most_bytes)
         self._news = asyncio.Event()
-        self._spoken_s = time.monotonic()
-        self._watching = asyncio.create_task(self._expire())
+        self._called_s = time.monotonic()
+        self._expiring = asyncio.create_task(self._expire())
         self._alarmed: set[str] = set()
-        self._ingresses: dict[str, float] = {}  # to when they last asked
+        self._ingresses: dict[str, float] = {}  # to the time of their last poll
 
     async def report(self, messages: list[bytes]) -> dict[str, Version]:
-        """Batches and dumps of gangs; returns what to send again: `repair(epoch, seq)` by gang."""
-        self._spoken_s = time.monotonic()
+        """Apply batches and dumps of gangs; returns the gangs to ask for `repair(epoch, seq)`."""
+        self._called_s = time.monotonic()
         for message in messages:
             try:
-                self._hub.apply(message, self._spoken_s)
+                self._hub.apply(message, self._called_s)
             except EventError as error:
                 log.warning("a message was refused: %s", error)
         self._alarm()
@@ -64,16 +64,16 @@ class HubActor:
     ) -> News:
         """What a mirror that has `have` lacks, once there is news since `changes` of this hub, or
         after `wait_s`."""
-        self._spoken_s = self._ingresses[ingress] = time.monotonic()
+        self._called_s = self._ingresses[ingress] = time.monotonic()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(wait_s, WAIT_MAX_S)):
                 while self._hub.changes == changes:
                     self._news.clear()
                     await self._news.wait()
-        there = sorted(self._ingresses)
-        at = there.index(ingress) if ingress in there else 0
+        ingresses = sorted(self._ingresses)
+        at = ingresses.index(ingress) if ingress in ingresses else 0
         answer = self._hub.answer(have, time.monotonic())
-        return News(answer, self._hub.changes, at, max(1, len(there)))
+        return News(answer, self._hub.changes, at, max(1, len(ingresses)))
 
     async def _expire(self) -> None:
         while True:
@@ -81,10 +81,10 @@ class HubActor:
             now = time.monotonic()
             for gang in self._hub.expire(now):
                 log.info("gang %s is gone", gang)
-            for ingress, heard_s in list(self._ingresses.items()):
-                if now - heard_s > SILENT_S:
+            for ingress, polled_s in list(self._ingresses.items()):
+                if now - polled_s > SILENT_S:
                     del self._ingresses[ingress]
-            if now - self._spoken_s > IDLE_S:
+            if now - self._called_s > IDLE_S:
                 ray.actor.exit_actor()  # type: ignore[no-untyped-call]
 
     def _alarm(self) -> None:
@@ -99,7 +99,7 @@ class HubActor:
 
 
 class HubClient:
-    """The way to the actor, from any process. Made anew where it had ended for good."""
+    """Calls the actor from any process; creates it again if it has ended."""
 
     def __init__(self, most_bytes: int, log_level: str) -> None:
         self._arguments = (most_bytes, log_level)
@@ -129,7 +129,7 @@ class HubClient:
 
 
 def _connect(most_bytes: int, log_level: str) -> Any:
-    """The actor's handle; makes it where there is none."""
+    """The actor's handle; creates the actor if there is none."""
     actor: Any = ray.remote(HubActor)
     return actor.options(
         name=NAME,

@@ -1,4 +1,8 @@
-"""`kvatlas serve`: a Ray of its own on this machine, from the first line to the last process."""
+"""`kvatlas serve`: starts a local Ray with the application on it, and ends all its processes.
+
+`serve_here` does all of it. It reports progress through `say`, and raises UserError for problems
+that a user can fix.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +25,10 @@ from configs.schema import Config
 POLL_S = 0.2
 SAY_EVERY_S = 10.0
 STOP_S = 10.0
-# Switches of Serve for every process, read when it is imported. Messages between replicas as gRPC
-# and on one event loop cost a third of the CPU time that they do by default (0.44 instead of 1.4 ms
-# for one from worker to client). One that is frozen would hold its device for as long as a healthy
-# one has to end its requests, so the unhealthy are killed.
+# Switches of Serve for every process, read when it is imported. Messages between replicas through
+# gRPC and on one event loop take a third of the default's CPU time (0.44 instead of 1.4 ms for one
+# from worker to client). Unhealthy replicas are killed: a frozen one would hold its device for as
+# long as a healthy one may take to end its requests.
 SERVE_ENVIRONMENT = {
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
@@ -33,16 +37,16 @@ SERVE_ENVIRONMENT = {
     "RAY_SERVE_LOG_TO_STDERR": "0",
 }
 # Threads of a CPU worker that wait for each other spin for half a millisecond, then sleep. By
-# default they spin for ever and fight ingress and proxy for the cores: with one other busy process
-# a step of 35 ms took 1.7 s. Sleeping at once costs a third of the speed of an idle machine.
+# default they spin forever and compete with ingress and proxy for the cores: with one other busy
+# process a step of 35 ms took 1.7 s. Sleeping at once makes steps a third slower on a free machine.
 THREADS_ENVIRONMENT = {"GOMP_SPINCOUNT": "50000"}
 RAY_ENVIRONMENT = {
     "RAY_DEDUP_LOGS": "0",
     "RAY_COLOR_PREFIX": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_worker_niceness": "0",  # at 15, the default, all else that runs here comes first
+    "RAY_worker_niceness": "0",  # with the default, 15, all other processes would come first
 }
-_OBJECT_STORE_BYTES = 256 << 20  # only blocks that one worker pulls from another go through it
+_OBJECT_STORE_BYTES = 256 << 20  # it carries only the blocks that workers pull from each other
 
 Say = Callable[[str], None]
 
@@ -62,7 +66,7 @@ def serve_here(config: Config, directory: str, *, say: Say, worker: str | None =
     stop = threading.Event()
     _stop_on_signals(stop)
     with local_ray(config, say):
-        _stop_on_signals(stop)  # Ray has set its own
+        _stop_on_signals(stop)  # again: Ray has installed its own handlers
         rows = _deploy(config, directory, worker=worker, say=say, stop=stop)
         if rows is not None:
             _announce(config, rows, time.monotonic() - began_s)
@@ -91,7 +95,7 @@ def _check_port(host: str, port: int) -> None:
 
 @contextlib.contextmanager
 def local_ray(config: Config, say: Say) -> Iterator[None]:
-    """A Ray cluster of one node; on the way out no process of it is left."""
+    """A Ray cluster of one node; all its processes have ended when the block ends."""
     say("starting Ray")
     import ray
 
@@ -115,7 +119,7 @@ def local_ray(config: Config, say: Say) -> Iterator[None]:
 
 
 def _descendants(root: int) -> set[int]:
-    """Processes below `root`, found by the parents that /proc names."""
+    """All descendants of the process `root`, from /proc."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc") if os.path.isdir("/proc") else ():
         if entry.isdigit():
@@ -131,7 +135,7 @@ def _descendants(root: int) -> set[int]:
 
 
 def _end(processes: set[int]) -> None:
-    """Wait for processes to end; those that do not are killed, which takes a moment as well."""
+    """Wait for processes to end, kill those that do not, and wait for these."""
     for pid in _left(processes):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -139,7 +143,7 @@ def _end(processes: set[int]) -> None:
 
 
 def _left(processes: set[int]) -> set[int]:
-    """Those that have not ended after `STOP_S`."""
+    """The processes that have not ended after `STOP_S`."""
     deadline = time.monotonic() + STOP_S
     while (alive := {pid for pid in processes if _alive(pid)}) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -157,7 +161,7 @@ def _alive(pid: int) -> bool:
 def _deploy(
     config: Config, directory: str, worker: str | None, say: Say, stop: threading.Event
 ) -> dict[str, Any] | None:
-    """Starts the application; the rows of the table once it answers, None when told to stop."""
+    """Start the application; returns the rows of the table once it is ready, None if stopped."""
     import ray
     from ray import serve
     from ray.serve import RunTarget
@@ -195,7 +199,7 @@ def _deploy(
 
 
 def _wait(config: Config, say: Say, stop: threading.Event) -> dict[str, Any] | None:
-    """The rows of the table once the server is ready; None when told to stop before."""
+    """The rows of the table once the server is ready; None if stopped before."""
     from ray import serve
 
     from cluster.serve.application import APP, StartError
@@ -227,7 +231,7 @@ def _states(status: Any) -> str:
 
 
 def _ready(config: Config) -> dict[str, Any] | None:
-    """What a worker says of itself, once the whole way from HTTP to every engine answers."""
+    """The rows of the table from `/health/ready`, None until all gangs are ready."""
     connection = http.client.HTTPConnection(_reachable(config), config.server.port, timeout=2)
     try:
         connection.request("GET", "/health/ready")
@@ -267,11 +271,11 @@ def _announce(config: Config, rows: dict[str, Any], took_s: float) -> None:
 
 
 def table(rows: dict[str, Any]) -> str:
-    """Two columns: names as they are read, bytes in the unit that fits."""
-    shown = {name.removesuffix("_bytes").replace("_", " "): value for name, value in rows.items()}
+    """Two columns: readable names, and values with bytes in a fitting unit."""
+    shown = {}
     for name, value in rows.items():
-        if "bytes" in name:
-            shown[name.removesuffix("_bytes").replace("_", " ")] = _size(int(value))
+        text = _size(int(value)) if "bytes" in name else value
+        shown[name.removesuffix("_bytes").replace("_", " ")] = text
     width = max(map(len, shown))
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in shown.items())
 

@@ -1,8 +1,8 @@
-"""The workers of all pools behind one object: each pool is a Serve deployment of its own.
+"""The workers of all pools behind one object; each pool is a Serve deployment.
 
 A call finds its worker in two steps: `Pools.to` picks the deployment once for each gang, and in
-each call Serve's router asks `Delivery` for the replica. A worker only checks that it is the one
-that was meant: it may have been replaced while the call was on its way.
+each call Serve's router asks `Delivery` for the replica. The worker checks that the call is
+addressed to it: the right one may have been replaced meanwhile.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from cluster.routing.calls import Handle
-from configs.schema import Config
 
 WORKER = "worker"
 
@@ -20,29 +19,24 @@ def deployment(pool: str) -> str:
     return f"{WORKER}-{pool}" if pool else WORKER
 
 
-def deployments(config: Config) -> list[str]:
-    """Those of all pools."""
-    return [deployment(pool.name) for pool in config.pools]
-
-
 class Directory:
-    """Which gangs each deployment has, as Serve last told this process."""
+    """Which gangs each deployment has, as far as Serve has informed this process."""
 
     def __init__(self) -> None:
         self._gangs: dict[str, frozenset[str]] = {}
 
     def publish(self, deployment: str, gangs: frozenset[str]) -> None:
-        """These are there now, and no others."""
+        """Set the gangs of one deployment."""
         self._gangs[deployment] = gangs
 
     def gangs(self, deployment: str) -> frozenset[str]:
-        """Those of one deployment; none where Serve has not said yet."""
+        """The gangs of one deployment; none if not published yet."""
         return self._gangs.get(deployment, frozenset())
 
 
 DIRECTORY = Directory()
-"""The one of this process. It has to be a global: Serve makes the `Delivery` of each handle itself,
-from a class that it ships by value, so nothing can be passed to it. What it is told lies here."""
+"""The directory of this process. It must be a global: Serve itself creates the `Delivery` of each
+handle, from a class that it pickles by value, so nothing can be passed to it."""
 
 
 class Pools:
@@ -52,11 +46,11 @@ class Pools:
         self._handles, self._directory = handles, directory
 
     def listed(self) -> frozenset[str]:
-        """All gangs."""
+        """The gangs of all deployments."""
         return frozenset().union(*map(self._directory.gangs, self._handles))
 
     def to(self, gang: str) -> Handle:
-        """The way to a gang; where nobody has it, to somebody who says so."""
+        """The handle of a gang; for an unknown one, a handle whose calls raise Undelivered."""
         for name, handle in self._handles.items():
             if gang in self._directory.gangs(name):
                 return handle.to(gang)

@@ -1,7 +1,7 @@
-"""How the ranks of one gang find each other: rank 0 leaves its address in Ray's key-value store.
+"""How the ranks of one gang find each other: rank 0 puts its address into Ray's key-value store.
 
-The key is the gang's id, which Serve makes anew for each start of a gang. The epoch is the time at
-which rank 0 opened the meeting, so a later one is larger.
+The key is the gang's id, which Serve creates for each start of a gang. The epoch is the time at
+which rank 0 opened the rendezvous, so a later one is larger.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SETTING = "cluster.start_timeout_s"
 
 
 class Keys(Protocol):
-    """A store that all hosts of the cluster share."""
+    """A key-value store that all hosts of the cluster share."""
 
     def put(self, key: str, value: bytes) -> None: ...
 
@@ -37,7 +37,7 @@ class Keys(Protocol):
 
 
 class RayKeys:
-    """Ray's own, where the processes of a cluster keep what they must know of each other."""
+    """Ray's own key-value store."""
 
     def put(self, key: str, value: bytes) -> None:
         internal_kv._internal_kv_put(key, value, overwrite=True, namespace=_SPACE)
@@ -61,27 +61,26 @@ def join(
     timeout_s: float,
     idle_s: float,
 ) -> GangMember:
-    """This rank's place, once all ranks are there. Raises MeetingFailed, which names who is not.
+    """This rank's member once all ranks have joined. Raises MeetingFailed, naming missing ranks.
 
-    The deadline `within_s` is for the whole start, from now on.
+    The deadline `within_s` counts from now, for the whole start.
     """
     deadline = Deadline(time.monotonic() + within_s, within_s, SETTING, time.monotonic)
     if rank == 0:
-        meeting = Rendezvous.open(host, time.time_ns() // 1_000_000, ranks, deadline)
-        address = meeting.address
+        rendezvous = Rendezvous.open(host, time.time_ns() // 1_000_000, ranks, deadline)
+        address = rendezvous.address
         keys.put(gang, msgpack.packb((address.host, address.port, address.epoch)))
     else:
-        meeting = Rendezvous.join(
-            _address(gang, rank, ranks, keys, deadline), rank, ranks, deadline
-        )
+        address = _address(gang, rank, ranks, keys, deadline)
+        rendezvous = Rendezvous.join(address, rank, ranks, deadline)
     try:
-        meeting.barrier("here")
+        rendezvous.barrier("here")
     finally:
         if rank == 0:
             keys.delete(gang)
     return GangMember(
         gang,
-        meeting,
+        rendezvous,
         host=host,
         timeout_s=timeout_s,
         idle_s=idle_s,
@@ -103,20 +102,20 @@ def _address(gang: str, rank: int, ranks: int, keys: Keys, deadline: Deadline) -
 
 
 def join_gang(config: Config) -> tuple[GangMember, list[str]]:
-    """The seat of this replica in the gang that Serve has put it into, and the ids of all its
-    replicas by rank. Raises MeetingFailed."""
+    """This replica as a member of the gang that Serve has put it into, and the ids of all replicas
+    of the gang by rank. Raises MeetingFailed."""
     network: Any = ray.util
-    found = serve.get_replica_context().gang_context
-    assert found is not None
+    context = serve.get_replica_context().gang_context
+    assert context is not None
     cluster = config.cluster
     member = join(
-        found.gang_id,
-        found.rank,
-        found.world_size,
+        context.gang_id,
+        context.rank,
+        context.world_size,
         host=network.get_node_ip_address(),
         keys=RayKeys(),
         within_s=cluster.start_timeout_s,
         timeout_s=cluster.collective_timeout_s,
         idle_s=cluster.step_timeout_s,
     )
-    return member, list(found.member_replica_ids)
+    return member, list(context.member_replica_ids)

@@ -1,6 +1,6 @@
-"""More workers than the cluster has room for: said every ten seconds, and a failure after a while.
+"""Reports a cluster without resources for all workers: a warning every ten seconds, then a failure.
 
-Serve waits for resources without a word and without an end, since a cluster may grow.
+Serve waits for resources silently and forever, since a cluster may grow.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ EACH_S = 10.0
 
 
 class Resources(NamedTuple):
-    """What a cluster has, by Ray's names, and what of it nobody has taken."""
+    """The resources of a cluster by Ray's names: in total, and free."""
 
     total: Mapping[str, float]
     free: Mapping[str, float]
 
 
 def shortage(
-    config: Config, asked: Mapping[str, float], ready: Mapping[str, int], there: Resources
+    config: Config, asked: Mapping[str, float], ready: Mapping[str, int], cluster: Resources
 ) -> str:
-    """What is asked for in vain, empty where all has room. `asked` is of one worker, `ready` says
-    how many gangs of each pool are."""
+    """The resources that the cluster lacks, "" if none. `asked` is what one worker needs, `ready`
+    the number of ready gangs by pool."""
     lacking = [
-        f"{config.ranks * each:g} {name}, the cluster has {there.total.get(name, 0.0):g} "
-        f"({there.free.get(name, 0.0):g} free)"
+        f"{config.ranks * each:g} {name}, the cluster has {cluster.total.get(name, 0.0):g} "
+        f"({cluster.free.get(name, 0.0):g} free)"
         for name, each in asked.items()
-        if config.ranks * each > there.total.get(name, 0.0)
+        if config.ranks * each > cluster.total.get(name, 0.0)
     ]
     if not lacking:
         return ""
@@ -45,7 +45,7 @@ def shortage(
 
 
 class ResourceMonitor:
-    """Watches one start. `problem` is what people must know of it, for `/health/ready`."""
+    """Monitors one start. `problem` is the message for `/health/ready`, "" without one."""
 
     def __init__(
         self,
@@ -61,18 +61,16 @@ class ResourceMonitor:
         self.problem = ""
 
     async def turn(self) -> None:
-        """Wait a little and look."""
+        """Wait for `EACH_S`, then `look`."""
         await asyncio.sleep(EACH_S)
         await self.look()
 
     async def look(self) -> None:
-        """Log what is lacking; from `cluster.start_timeout_s` on that is a failure, until it is
-        there."""
-        ready = self._ready()
-        if all(ready.get(pool.name, 0) >= pool.gangs for pool in self._config.pools):
-            self._since_s, self.problem = None, ""
-            return
-        lacking = shortage(self._config, self._asked, ready, await asyncio.to_thread(self._look))
+        """Log what is lacking; after `cluster.start_timeout_s` that is a `problem`."""
+        ready, lacking = self._ready(), ""
+        if not all(ready.get(pool.name, 0) >= pool.gangs for pool in self._config.pools):
+            cluster = await asyncio.to_thread(self._look)
+            lacking = shortage(self._config, self._asked, ready, cluster)
         if not lacking:
             self._since_s, self.problem = None, ""
             return
@@ -87,7 +85,7 @@ class ResourceMonitor:
 
 
 def of_ray() -> Resources:
-    """Those of the cluster that this process is part of."""
+    """The resources of the Ray cluster of this process."""
     import ray
 
     total: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]

@@ -1,7 +1,8 @@
-"""How many workers there should be: by the seconds that are queued in those that there are.
+"""Autoscaling: how many workers to have, by the seconds queued in the current ones.
 
-Serve's controller has a copy of this module and asks it ten times a second. Delays are Serve's: a
-number holds once it was wanted without a break for `scaling.up_delay_s` or `scaling.down_delay_s`.
+Serve's controller has a copy of this module and calls it ten times a second. Serve applies the
+delays: a number takes effect once it was wanted without a break for `scaling.up_delay_s` or
+`scaling.down_delay_s`.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ QUEUED, FILLED = "queued_s", "filled"
 """The two numbers that each worker reports; `worker.engine.load.Pressure` says what they mean."""
 
 REPORT_S = 1.0
-"""How often."""
+"""How often a worker reports them."""
 
 STALE_S = 30.0
-"""A worker whose last report is older says nothing."""
+"""A worker whose last report is older does not count."""
 
 CALM = 0.5
-"""Fewer workers must leave the queue at this share of the target at most, so that it does not go
-up and down."""
+"""With fewer workers the queue must stay below this share of the target, or the number would
+oscillate."""
 
 ROOM = 0.7
-"""Share of the seats and blocks of fewer workers that what runs now may take."""
+"""Share of the sequences and blocks of fewer workers that the current load may take."""
 
 
 def wanted(
@@ -36,11 +37,11 @@ def wanted(
     most: int,
     target_s: float,
 ) -> int:
-    """Workers to have, where `now` are meant to be there and those that report say `queued_s` and
-    `filled`.
+    """Workers to have, from `least` to `most`. `now` is the current target; `queued_s` and `filled`
+    have one entry for each worker that reports.
 
-    More so that each has `target_s` queued, but at most twice as many as report: those that start
-    draw nothing yet. One fewer where those left, as far as they report, can do all the work.
+    More so that each has `target_s` queued, but at most twice as many as report: starting workers
+    take no load yet. One fewer if the others that report can do all the work.
     """
     total_s, reporting = sum(queued_s), len(queued_s)
     left = min(reporting, now - 1)
@@ -52,13 +53,13 @@ def wanted(
 
 
 class Policy:
-    """Gives `wanted` to Serve, whose replicas are `size` to a worker; only one of them reports."""
+    """Serve's autoscaling policy: `wanted` in replicas. A gang has `size`, of which one reports."""
 
     def __init__(self, target_s: float, size: int) -> None:
         self._target_s, self._size = target_s, size
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
-        """For an `AutoscalingContext`: replicas to have, and nothing to keep."""
+        """Replicas to have, and no state to keep, for an `AutoscalingContext`."""
         size, metrics = self._size, context.raw_metrics or {}
         workers = wanted(
             _latest(metrics.get(QUEUED, {}), context.current_time),
@@ -72,6 +73,6 @@ class Policy:
 
 
 def _latest(series: Mapping[Any, Sequence[Any]], now: float) -> list[float]:
-    """The last value of each replica that has said one lately."""
+    """The last value of each replica, if it is not older than `STALE_S`."""
     last = [points[-1] for points in series.values() if points]
     return [point.value for point in last if now - point.timestamp <= STALE_S]

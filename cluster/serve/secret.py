@@ -1,6 +1,6 @@
-"""The cluster's secret: with it workers and ingresses name cached blocks alike, and nobody else.
+"""The cluster's secret, which keys block hashes: only workers and ingresses can compute them.
 
-Block hashes are keyed with it, so that whoever sees one learns nothing of the tokens behind it.
+A block hash alone therefore reveals nothing about the tokens of its block.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _NAME = b"kvatlas:cache-secret"
 
 
 class SecretError(ValueError):
-    """The secret that was given is none."""
+    """The given secret cannot be used."""
 
 
 def given(environment: Mapping[str, str] = os.environ) -> bytes | None:
-    """The secret that the environment gives, None without one. Raises SecretError."""
+    """The secret from the environment, None without one. Raises SecretError."""
     text = environment.get(VARIABLE)
     if text is None:
         return None
@@ -30,8 +30,8 @@ def given(environment: Mapping[str, str] = os.environ) -> bytes | None:
 
 
 def of_this_cluster() -> bytes:
-    """The one given, else one that the first who asks draws for all. Another one means another
-    application to Serve, which would restart it, so it lives as long as the cluster.
+    """The given secret, else a random one that the first caller stores for the cluster. It lives as
+    long as the cluster, because Serve would restart an application whose secret has changed.
 
     Raises SecretError.
     """

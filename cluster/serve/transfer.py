@@ -1,7 +1,7 @@
-"""The way from one worker to another: calls to the own deployment, with answers by reference.
+"""Calls from one worker to another, to pull blocks: through Serve, with results by reference.
 
 A Serve result over 4 MiB does not fit into its gRPC transport; by reference it goes through Ray's
-object store on either transport, and arrives as memory that can only be read.
+object store on any transport, and arrives as read-only memory.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from worker.blocks.transfer import PullFailed
 
 
 class Peers:
-    """Asks other workers for blocks: a `worker.blocks.pull.Fetch`. `workers` gives the way to
-    them at the first call, when Serve knows them."""
+    """Asks other workers for blocks: a `worker.blocks.pull.Fetch`. `workers` is called at the first
+    pull, when Serve knows all deployments."""
 
     def __init__(self, workers: Callable[[], Workers]) -> None:
         self._make = workers
@@ -39,7 +39,7 @@ class Peers:
 
 
 def by_reference(deployment: str) -> ServeHandle:
-    """A handle whose answers come through the object store, in a replica of the application."""
+    """A handle whose results come through the object store; call it in a replica."""
     from ray import serve
 
     handle: Any = serve.get_deployment_handle(deployment)

@@ -11,7 +11,7 @@ from cluster.errors import UserError
 
 
 def check(path: Path) -> None:
-    """Raises UserError where no picture could be written in the end."""
+    """Raises UserError if a picture could not be written at the end."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError(
             "--plot needs the package matplotlib, which is not installed: "
@@ -29,7 +29,7 @@ def figure(height: float) -> Any:
 
 
 def write(figure: Any, path: Path) -> None:
-    """Write a PNG. Raises UserError where that cannot be."""
+    """Write a PNG. Raises UserError if that fails."""
     try:
         figure.savefig(path, dpi=120)
     except OSError as error:

@@ -1,8 +1,8 @@
-"""Traces in Mooncake's format, as requests whose prompts are chains of block hashes.
+"""Reads traces in Mooncake's format, as requests whose prompts are lists of block hashes.
 
 A line has `timestamp` (ms), `input_length` and `output_length` (tokens) and `hash_ids`, one for
-each 512 tokens of the prompt: equal ids mean equal tokens up to there. Each is cut into blocks of
-the size that is asked for; what is left at a prompt's end has no block hash.
+each 512 tokens of the prompt: equal ids mean equal tokens up to there. Each is divided into blocks
+of the requested size; a partial block at a prompt's end has no block hash.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _arrival(number: int, row: object) -> Arrival:
         )
     if any(type(one) is not int or not 0 <= one < 1 << 96 for one in ids):
         raise ValueError("a hash id is no whole number from 0 to 2^96 - 1")
-    # A prompt and an answer have one token at least: a step computes the one and gives the other.
+    # A prompt and an answer have at least one token: a step computes the one, samples the other.
     return Arrival(
         number=number,
         arrival_s=when / 1000,
@@ -105,8 +105,8 @@ def _count(value: object) -> int:
 
 
 def spread(arrivals: Sequence[Arrival]) -> list[Arrival]:
-    """Arrivals of one time stamp, moved evenly over the time until the next one: traces are
-    stamped in ticks of some seconds. The last tick keeps its time."""
+    """Distribute the arrivals of one time stamp evenly over the time until the next one, because
+    traces have stamps in steps of some seconds. The last stamp keeps its time."""
     moved: list[Arrival] = []
     start = 0
     while start < len(arrivals):

@@ -40,7 +40,7 @@ def _put(
     head,
     block,
     offset,
-    mask,
+    head_mask,
     stride,
     token_stride,
     head_stride,
@@ -50,7 +50,7 @@ def _put(
 ):
     units: tl.constexpr = 128 // pages.dtype.element_ty.primitive_bitwidth
     d = tl.arange(0, PAD)
-    mask = mask[:, None] & (d < D)[None, :]
+    mask = head_mask[:, None] & (d < D)[None, :]
     x_at = x + token * token_stride + head * head_stride
     value = tl.load(x_at[:, None] + d[None, :], mask=mask, other=0.0)
     if scales is None:
@@ -62,7 +62,7 @@ def _put(
         value = value.to(pages.dtype.element_ty)
     else:
         beside = scales + block * stride * 8 + slot
-        value = _quantised(value.to(tl.float32), beside, mask, pages.dtype.element_ty)
+        value = _quantised(value.to(tl.float32), beside, head_mask, pages.dtype.element_ty)
     page = pages + block * stride * units
     tl.store(page + (slot * D)[:, None] + d[None, :], value, mask=mask)
 

@@ -145,7 +145,7 @@ def test_without_the_package_the_message_names_the_ways(
 def test_a_file_that_is_no_gguf_is_one_message(tmp_path: Path) -> None:
     (tmp_path / "bad.gguf").write_bytes(b"not a model")
     with pytest.raises(ModelError, match=r"bad\.gguf could not be converted: ") as caught:
-        quickstart._convert_apart(tmp_path / "bad.gguf", tmp_path)
+        quickstart._convert_in_child(tmp_path / "bad.gguf", tmp_path)
     assert "\n" not in str(caught.value)
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from configs.schema import Config
-from configs.speculation import SpeculationConfig
+from configs.schema import Config, SpeculationConfig
 from kvpaging import quant
 from kvpaging.store import Layout
 from worker.execution.model import ModelShape

@@ -1,4 +1,4 @@
-"""`kvatlas bench`: load on a live server, and what its clients see."""
+"""`kvatlas bench`: sends load to a live server and prints the latencies that clients see."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""What `kvatlas bench` sends and measures: requests at their times, and what clients saw of them.
+"""The load generator of `kvatlas bench`: sends requests at their times and measures the answers.
 
-The usual names: TTFT is the time to the first token, ITL the time between two messages with tokens,
-TPOT the mean time of a token after the first, E2EL the whole time. Goodput counts the requests
-that kept all limits.
+TTFT is the time to the first token, ITL the time between two messages with tokens, TPOT the mean
+time of a token after the first, E2EL the total time. Goodput counts the requests within all limits.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Planned:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a client saw; times in seconds since the request was sent."""
+    """A client's measurements; times in seconds since the request was sent."""
 
     prompt_tokens: int
     late_s: float = 0.0  # sent after its time
@@ -73,8 +72,8 @@ def alike(count: int, rate: float, prompt: int, output: int, seed: int) -> list[
 def of_trace(
     arrivals: Sequence[Arrival], *, speed: float, scale: int, longest: int
 ) -> list[Planned]:
-    """A trace at `speed` times its pace with all lengths divided by `scale`: what shares leading
-    tokens in the trace does so here. Requests longer than `longest` tokens are left out."""
+    """A trace at `speed` times its pace with all lengths divided by `scale`. Requests that share
+    leading tokens in the trace still do. Those longer than `longest` tokens are left out."""
     each, plan = max(1, HASHED_TOKENS // scale), []
     for arrival in arrivals:
         size = max(1, arrival.prompt_tokens // scale)

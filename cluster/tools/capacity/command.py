@@ -27,7 +27,7 @@ NAMES = {"maximum": "the maximum", "power_of_two": "power of two", "exact": "exa
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What is planned for."""
+    """The model whose KV cache is planned."""
 
     name: str
     geometry: Geometry
@@ -37,16 +37,16 @@ class Model:
 
 
 class Progress:
-    """A line that is written over on a terminal, and nothing elsewhere."""
+    """A progress line that is overwritten on a terminal; elsewhere it prints nothing."""
 
     def __init__(self) -> None:
-        self._on, self._last_s, self._wide = sys.stderr.isatty(), 0.0, 0
+        self._on, self._last_s, self._width = sys.stderr.isatty(), 0.0, 0
 
     def __call__(self, text: str) -> None:
         now = time.monotonic()
         if self._on and (now - self._last_s > 0.1 or not text):
-            print(f"\r{text:<{self._wide}}", end="" if text else "\r", file=sys.stderr, flush=True)
-            self._last_s, self._wide = now, max(self._wide, len(text))
+            print(f"\r{text:<{self._width}}", end="" if text else "\r", file=sys.stderr, flush=True)
+            self._last_s, self._width = now, max(self._width, len(text))
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,36 +56,38 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", help="smollm2 (the default), a model directory or a hub id")
     add("--revision", help="branch, tag or commit of a hub id")
-    add("--layers", type=_whole, help="a geometry instead of a model: its layers,")
-    add("--kv-heads", type=_whole, help="KV heads of a layer,")
-    add("--head-dim", type=_whole, help="and numbers in a head")
-    add("--heads", type=_whole, help="query heads, for the measurement (as many as KV heads)")
+    add("--layers", type=integer, help="a geometry instead of a model: its layers,")
+    add("--kv-heads", type=integer, help="KV heads of a layer,")
+    add("--head-dim", type=integer, help="and numbers in a head")
+    add("--heads", type=integer, help="query heads, for the measurement (as many as KV heads)")
     add("--dtype", choices=ITEM_BYTES, help="of keys and values (the model's own, or bfloat16)")
-    add("--memory", type=_memory, default="16GiB", help="for keys and values (16GiB)")
-    add("--max-len", type=_whole, help="longest sequence in tokens (what model and memory allow)")
+    add("--memory", type=memory, default="16GiB", help="for keys and values (16GiB)")
+    add("--max-len", type=integer, help="longest sequence in tokens (what model and memory allow)")
     add(
         "--lengths", default="chat", metavar="NAME|FILE",
         help="chat, instruction, uniform or fixed, with parameters as in chat:input=200,output=99, "
         "or a trace (Mooncake JSON lines, Azure CSV)",
     )  # fmt: skip
-    add("--requests", type=_whole, default=16384, help="drawn from a distribution (16384)")
+    add("--requests", type=integer, default=16384, help="drawn from a distribution (16384)")
     add("--seed", type=_seed, default=0, help="of all random draws (0)")
     add("--plot", type=Path, metavar="FILE.png", help="the tradeoff as a picture")
     add("--no-measure", action="store_true", help="do not time attention on this device")
     add("--json", action="store_true", help="print one JSON object and nothing else")
 
 
-def _whole(text: str) -> int:
+def integer(text: str) -> int:
+    """An option's integer of 1 or more. Raises ArgumentTypeError."""
     if not text.isdecimal() or not 1 <= int(text) < 1 << 40:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 1 or more")
     return int(text)
 
 
 def _seed(text: str) -> int:
-    return _whole(text) if text != "0" else 0
+    return integer(text) if text != "0" else 0
 
 
-def _memory(text: str) -> int:
+def memory(text: str) -> int:
+    """An option's memory size in bytes. Raises ArgumentTypeError."""
     rule = rules.size()
     try:
         size = rule.parse(int(text) if text.isdecimal() else text)
@@ -183,10 +185,7 @@ def _model(options: argparse.Namespace, progress: Callable[[str], None]) -> Mode
 def _probed(options: argparse.Namespace, progress: Callable[[str], None]) -> Model:
     """Geometry of a model from its config, without its weights."""
     path = options.model or quickstart.QUICK
-    try:
-        directory = quickstart.resolve(path, options.revision, say=_say)
-    except quickstart.ModelError as error:
-        raise UserError(str(error)) from None
+    directory = quickstart.resolve(path, options.revision, say=_say)
     progress("reading the model's geometry")
     import torch
     from transformers import AutoConfig
@@ -222,7 +221,7 @@ def _measured_layer(layers: tuple[Any, ...]) -> int:
 
 
 def _longest(options: argparse.Namespace, model: Model, requests: Requests) -> int:
-    """Tokens of the longest sequence that is let in, as `kvatlas serve` decides it."""
+    """Tokens of the longest sequence accepted, decided as `kvatlas serve` does."""
     tokens: int = options.memory // model.geometry.bytes_per_token
     room = model.geometry.longest(options.memory)
     if tokens > TOKENS_MAX:
@@ -252,7 +251,7 @@ def _longest(options: argparse.Namespace, model: Model, requests: Requests) -> i
 def _measure(
     options: argparse.Namespace, model: Model, requests: Requests, progress: Callable[[str], None]
 ) -> tuple[Step, list[Cost], float]:
-    """The batch, its times, and the load average before: a busy CPU's times mean little."""
+    """The batch, its times, and the load average before, with which to judge a CPU's times."""
     progress("preparing the measurement")
     import torch
 

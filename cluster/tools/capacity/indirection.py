@@ -1,9 +1,9 @@
-"""What the block table costs: attention over pages against torch's over ready contiguous K and V.
+"""The cost of the block table: paged attention against torch's over contiguous K and V.
 
 One decode step of one full-attention layer, as in a full server: one query per sequence. Our side
-reads K and V through tables of blocks in random order. The other side has them as contiguous
-tensors, whose making is not counted, and takes the faster of its two ways: all sequences padded to
-the longest, or one call per sequence. Both give the same numbers, which is checked.
+reads K and V through block tables in random order. The other side has them as contiguous tensors,
+whose creation is not counted, and takes the faster of two ways: all sequences padded to the
+longest, or one call per sequence. Both must give the same output, which is checked.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Cost:
 
 
 def batch(lengths: Sequence[int], bytes_per_token: int, device: torch.device) -> tuple[int, ...]:
-    """The first of `lengths` that a measurement has room for; the very first is cut to size."""
+    """The first of `lengths` that fit into a measurement; the very first is shortened to fit."""
     room = (GPU_BYTES if device.type == "cuda" else CPU_BYTES) // bytes_per_token
     taken: list[int] = []
     for length in lengths[:SEQUENCES_MAX]:
@@ -129,8 +129,8 @@ def _paged(
 
 def _one_by_one(step: Step, packed: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
     keys, values = (
-        [x.transpose(0, 1).contiguous()[None] for x in whole.split(step.lengths)]
-        for whole in (k, v)
+        [x.transpose(0, 1).contiguous()[None] for x in tensor.split(step.lengths)]
+        for tensor in (k, v)
     )
 
     def run() -> Tensor:
@@ -145,8 +145,8 @@ def _one_by_one(step: Step, packed: Tensor, k: Tensor, v: Tensor) -> Callable[[]
 
 def _padded(step: Step, packed: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
     def pad(x: Tensor) -> Tensor:
-        pieces = torch.nn.utils.rnn.pad_sequence(list(x.split(step.lengths)), batch_first=True)
-        return pieces.transpose(1, 2).contiguous()
+        padded = torch.nn.utils.rnn.pad_sequence(list(x.split(step.lengths)), batch_first=True)
+        return padded.transpose(1, 2).contiguous()
 
     keys, values = pad(k), pad(v)
     lengths = torch.tensor(step.lengths, device=step.device)
@@ -171,9 +171,9 @@ def _fastest(
     device: torch.device,
     progress: Callable[[int], None],
 ) -> list[float]:
-    """Seconds of each at its best: what else the machine does only ever adds to a time.
+    """The shortest time of each run in seconds: other work on the machine can only add to it.
 
-    They take turns, so that a slow or fast spell meets all of them.
+    The runs take turns, so that a slow or fast period affects all of them.
     """
     best, spent_s, turn = [math.inf] * len(runs), 0.0, 0
     with torch.inference_mode():

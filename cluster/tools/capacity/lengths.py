@@ -96,8 +96,8 @@ def _parsed(text: str) -> tuple[str, dict[str, float]]:
             f"--lengths {text}: neither a distribution ({', '.join(_PARAMETERS)}) nor a file here"
         )
     parameters = dict(_PARAMETERS[name])
-    for piece in rest.split(",") if rest else ():
-        key, _, value = piece.partition("=")
+    for parameter in rest.split(",") if rest else ():
+        key, _, value = parameter.partition("=")
         try:
             number = float(value)
         except ValueError:
@@ -106,8 +106,8 @@ def _parsed(text: str) -> tuple[str, dict[str, float]]:
         low = 0.0 if key == "spread" else 1.0
         if key not in parameters or not low <= number <= high:
             raise UserError(
-                f"--lengths {text}: {piece!r} is not possible; {name} takes input and output (mean "
-                "tokens, 1 to 10,000,000)"
+                f"--lengths {text}: {parameter!r} is not possible; {name} takes input and output "
+                "(mean tokens, 1 to 10,000,000)"
                 + (" and spread (0 to 3)" if "spread" in parameters else "")
             )
         parameters[key] = number

@@ -1,19 +1,19 @@
-"""How many sequences fit in a memory at once, by the way memory is given to them.
+"""How many sequences fit in a memory at once, by the scheme that allocates it.
 
 A sequence with a prompt of p and an answer of o tokens is alive for o steps; after step j its keys
 and values are those of `p + j` tokens, j = 0 ... o - 1 (the last token is sampled, never stored).
-A full server is looked at: its sequences are drawn from all steps of all requests with equal
-chances, so that P(request i, step j) = 1 / sum(o). A long answer is alive longer and is met more
-often. Sequences drawn this way take their places in order until one does not fit; the same ones for
-every scheme. With L tokens stored now, n = p + o - 1 at the end and the longest n allowed being N,
-a sequence occupies
+A full server is simulated: its sequences are drawn from all steps of all requests with equal
+probability, so that P(request i, step j) = 1 / sum(o). A long answer lives longer and is drawn more
+often. The drawn sequences are allocated in order until one does not fit; the same ones for every
+scheme. With L tokens stored now, n = p + o - 1 at the end and the longest n allowed being N, a
+sequence occupies
 
-- `maximum`: N tokens, one region for whatever may come;
-- `exact`: n tokens, one region by somebody who knows the future;
+- `maximum`: N tokens, one region reserved for any length;
+- `exact`: n tokens, one region whose final length is known in advance;
 - `power_of_two`: min(2^ceil(log2 L), N) tokens, a region that doubles when it is full;
 - `paging`: ceil(L / B) blocks of B tokens for each kind of layer, at most those of its window.
 
-What regions would lose besides is not counted, in their favour: holes between regions of different
+Other losses of regions are not counted, in their favour: fragmentation between regions of different
 sizes, and the second region that exists while a grown one is copied.
 """
 
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from kvpaging.windows import LONGEST, spanned
 
-ALIGN_BYTES = 16  # of every plane in a block, as in kvpaging.store
+ALIGN_BYTES = 16  # of K and of V of a layer in a block, as in kvpaging.store
 BLOCK_SIZES = tuple(1 << i for i in range(11))
 ENOUGH = 2_000_000  # sequences; the means of more are the same
 REGIONS = ("maximum", "power_of_two", "exact")
@@ -62,18 +62,18 @@ class Geometry:
         return sum(x.kv_heads * (x.k_dim + x.v_dim) for x in self.layers) * self.itemsize
 
     def block_bytes(self, size: int) -> int:
-        """Bytes of `size` tokens of a sequence: one block of every group, planes aligned."""
+        """Bytes of `size` tokens of a sequence: one block of every group, aligned."""
         return sum(self.layer_bytes(layer, size) for layer in self.layers)
 
     def layer_bytes(self, layer: Layer, size: int) -> int:
-        """What one layer has in a block."""
+        """Bytes of one layer in a block."""
         return sum(
             -(-size * layer.kv_heads * dim * self.itemsize // ALIGN_BYTES) * ALIGN_BYTES
             for dim in (layer.k_dim, layer.v_dim)
         )
 
     def paged(self, now: Tokens, size: int) -> tuple[Tokens, Tokens]:
-        """Bytes and table entries of sequences with so many tokens, which decode."""
+        """Bytes and table entries of decoding sequences with `now` tokens."""
         taken, entries = np.zeros_like(now), np.zeros_like(now)
         for layer, count in Counter(self.layers).items():
             blocks = -(-now // size)
@@ -84,7 +84,7 @@ class Geometry:
         return taken, entries
 
     def kept_bytes(self, now: Tokens) -> Tokens:
-        """Bytes of tokens that some layer still sees."""
+        """Bytes of the tokens that at least one layer still attends to."""
         kept = np.zeros_like(now)
         for layer, count in Counter(self.layers).items():
             seen = now if layer.window is None else np.minimum(now, layer.window)
@@ -92,7 +92,7 @@ class Geometry:
         return kept
 
     def longest(self, memory_bytes: int) -> int:
-        """Tokens of the longest sequence that decodes in a memory."""
+        """Tokens of the longest sequence that fits in a memory."""
         low, high = 0, LONGEST
         while low < high:
             middle = (low + high + 1) // 2
@@ -110,7 +110,7 @@ class Requests:
 
     @classmethod
     def of(cls, inputs: Sequence[int], outputs: Sequence[int]) -> Requests:
-        """An empty prompt stores its start token; one that asks for nothing is alive for a step."""
+        """Lengths of 0 count as 1: an empty prompt stores its start token, and takes a step."""
         prompts, steps = (np.maximum(np.asarray(x, np.int64), 1) for x in (inputs, outputs))
         return cls(prompts, steps)
 
@@ -127,7 +127,7 @@ class Requests:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """One scheme in a full memory, means over all rounds."""
+    """The result of one scheme in a full memory, means over all rounds."""
 
     scheme: str
     block_size: int | None  # None for one region
@@ -138,7 +138,7 @@ class Fit:
 
 
 class Moments:
-    """Sequences as they are met in a full server: an endless stream from one seed."""
+    """Random sequences of a full server: an endless stream from one seed."""
 
     def __init__(self, requests: Requests, seed: int) -> None:
         self._requests, self._ends = requests, np.cumsum(requests.steps)
@@ -236,7 +236,7 @@ def _round(
                 (taken, entries), kept = geometry.paged(now, size), geometry.kept_bytes(now)
             ends = np.cumsum(taken)
             fits = int(np.searchsorted(ends, room[at], side="right"))
-            sums = (some[:fits].sum() for some in (now, entries, kept))
+            sums = (column[:fits].sum() for column in (now, entries, kept))
             result[at] += (fits, *sums)
             room[at] -= int(ends[fits - 1]) if fits else 0
             if fits < count:

@@ -1,4 +1,4 @@
-"""`kvatlas bench context`: what context parallelism costs and gains, layer by layer."""
+"""`kvatlas bench context`: costs and gains of context parallelism, for one layer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from cluster.errors import UserError
-from cluster.tools.capacity.command import ITEM_BYTES, Progress, _memory, _whole, size
+from cluster.tools.capacity.command import ITEM_BYTES, Progress, integer, memory, size
 
 if TYPE_CHECKING:
     from cluster.tools.context.measure import Cost, Layer
@@ -26,16 +26,18 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--contexts", type=_wholes, default=_wholes(CONTEXTS), help=f"tokens ({CONTEXTS})")
     add("--ranks", type=_ranks, default=_ranks("1,2,4"), help="degrees, from 1 on (1,2,4)")
-    add("--heads", type=_whole, help="query heads (32 on a GPU, 9 on a CPU)")
-    add("--kv-heads", type=_whole, help="KV heads (8 on a GPU, 3 on a CPU)")
-    add("--head-dim", type=_whole, help="numbers in a head (128 on a GPU, 64 on a CPU)")
-    add("--layers", type=_whole, default=32, help="for the capacity (32)")
+    add("--heads", type=integer, help="query heads (32 on a GPU, 9 on a CPU)")
+    add("--kv-heads", type=integer, help="KV heads (8 on a GPU, 3 on a CPU)")
+    add("--head-dim", type=integer, help="numbers in a head (128 on a GPU, 64 on a CPU)")
+    add("--layers", type=integer, default=32, help="for the capacity (32)")
     add("--dtype", choices=ITEM_BYTES, help="bfloat16 on a GPU, float32 on a CPU")
-    add("--block-size", type=_whole, help="tokens (64 on a GPU, 16 on a CPU)")
-    add("--chunk", type=_whole, default=256, help="tokens of the prefill chunk, more than 64 (256)")
-    add("--turns", type=_whole, default=3, help="of which the best counts (3)")
-    add("--memory", type=_memory, default="16GiB", help="for pages and workspaces of a rank")
-    add("--max-batch-tokens", type=_whole, default=8192, help="of a rank, for workspaces (8192)")
+    add("--block-size", type=integer, help="tokens (64 on a GPU, 16 on a CPU)")
+    add(
+        "--chunk", type=integer, default=256, help="tokens of the prefill chunk, more than 64 (256)"
+    )
+    add("--turns", type=integer, default=3, help="of which the best counts (3)")
+    add("--memory", type=memory, default="16GiB", help="for pages and workspaces of a rank")
+    add("--max-batch-tokens", type=integer, default=8192, help="of a rank, for workspaces (8192)")
     add("--hbm-gb-s", type=_positive, default=3350.0, help="assumed for the prediction (3350)")
     add("--link-gb-s", type=_positive, default=450.0, help="of a GPU, one way (450)")
     add("--latency-us", type=_positive, default=20.0, help="of an exchange (20)")
@@ -44,7 +46,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _wholes(text: str) -> list[int]:
-    return sorted({_whole(part) for part in text.split(",")})
+    return sorted({integer(part) for part in text.split(",")})
 
 
 def _ranks(text: str) -> list[int]:
@@ -152,8 +154,8 @@ def _part(
 
     calls, sent = formula(layer, context, count, ranks) if ranks > 1 else (0, 0)
     error = (cost.output.double() - alone.output.double()).abs().max().item()
-    spread = alone.output.double().std().item()
-    if error > (1e-4 if layer.dtype.itemsize > 2 else 5e-2) * max(spread, 1e-3):
+    deviation = alone.output.double().std().item()
+    if error > (1e-4 if layer.dtype.itemsize > 2 else 5e-2) * max(deviation, 1e-3):
         raise UserError(f"{ranks} ranks differ from one by {error:.3g} at {context:,} tokens")
     return {
         "tokens": count,
@@ -170,7 +172,7 @@ def _part(
 
 
 def _exchanged(rows: list[dict[str, Any]], layer: Layer, progress: Callable[[str], None]) -> None:
-    """Fill in what the exchanges take between processes; None where there are too few GPUs."""
+    """Fill in the times of exchanges between processes; None if there are too few GPUs."""
     import torch
 
     from cluster.tools.context.exchange_time import between_processes
@@ -197,14 +199,14 @@ PARTS = ("decode", "prefill")
 def _finish(
     row: dict[str, Any], rows: list[dict[str, Any]], options: argparse.Namespace, layer: Layer
 ) -> None:
-    """What follows from the measurements, and the prediction for GPUs."""
+    """Fill in the efficiency from the measurements, and the prediction for GPUs."""
     alone = next(r for r in rows if r["context"] == row["context"])
     ranks = row["ranks"]
     for name in PARTS:
         part, one = row[name], alone[name]
-        whole_s = max(part["attention_s"]) + (part["exchange_s"] or 0.0)
-        whole = part["exchange_s"] is not None
-        part["efficiency"] = round(one["attention_s"][0] / ranks / whole_s, 3) if whole else None
+        total_s = max(part["attention_s"]) + (part["exchange_s"] or 0.0)
+        known = part["exchange_s"] is not None
+        part["efficiency"] = round(one["attention_s"][0] / ranks / total_s, 3) if known else None
         part["predicted"] = _predicted(
             options, layer, context=row["context"], count=part["tokens"], ranks=ranks
         )
@@ -234,12 +236,12 @@ def _predicted(
 
     from cluster.tools.context.measure import formula
 
-    there = dataclasses.replace(layer, dtype=torch.bfloat16)
-    read_s = context / ranks * there.geometry.kv_token_bytes / (options.hbm_gb_s * 1e9)
+    layer = dataclasses.replace(layer, dtype=torch.bfloat16)
+    read_s = context / ranks * layer.geometry.kv_token_bytes / (options.hbm_gb_s * 1e9)
     keys = count * (context - count / 2)
     products_s = 2 * layer.heads * (layer.k_dim + layer.v_dim) * keys / ranks
     products_s /= options.tflops * 1e12
-    calls, sent = formula(there, context, count, ranks) if ranks > 1 else (0, 0)
+    calls, sent = formula(layer, context, count, ranks) if ranks > 1 else (0, 0)
     exchange_s = calls * options.latency_us * 1e-6 + sent / (options.link_gb_s * 1e9)
     attention_s = max(read_s, products_s)
     return {

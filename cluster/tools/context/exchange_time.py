@@ -22,7 +22,7 @@ Moved = Sequence[tuple[str, tuple[int, ...], torch.dtype]]
 def between_processes(
     ranks: int, steps: Sequence[Moved], *, on_gpus: bool, timeout_s: float = 300.0
 ) -> list[float]:
-    """Seconds that the exchanges of each step take, of the rank where they took longest.
+    """Seconds that the exchanges of each step take, on the slowest rank.
 
     Raises RuntimeError or TimeoutError where a process fails or all together take too long.
     """

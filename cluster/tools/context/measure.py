@@ -1,8 +1,8 @@
-"""What sharded attention of one layer costs: time of each rank, and what its exchanges move.
+"""Measures sharded attention of one layer: the time of each rank, and the bytes exchanged.
 
-One sequence lies striped over the ranks. Its last tokens are computed once more, one as in decoding
-or a chunk as in prefill. Ranks that share a device take turns, so that the times are those of ranks
-which have one each.
+One sequence is striped over the ranks. Its last tokens are computed again, one as in decoding or a
+chunk as in prefill. Ranks that share a device take turns, so that the times are those of ranks with
+a device each.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What is measured."""
+    """The attention layer that is measured."""
 
     heads: int
     kv_heads: int
@@ -91,7 +91,7 @@ class Stripe:
 
 @dataclass(slots=True)
 class Metered:
-    """An exchange that notes what passes. Between calls it holds the `turn`, if there is one."""
+    """An exchange that records its calls. Between calls it holds the lock `turn`, if given."""
 
     inner: Exchange
     clock: Clock
@@ -149,7 +149,7 @@ class Cost:
 
     @property
     def balance(self) -> float:
-        """Mean over most: 1 where all ranks take the same time."""
+        """Mean time over the longest: 1 if all ranks take the same time."""
         return sum(self.attention_s) / len(self.attention_s) / max(self.attention_s)
 
 
@@ -161,8 +161,8 @@ def one_step(
     exchange: Exchange,
     history: bool | None = None,
 ) -> Callable[[], tuple[Tensor, Tensor]]:
-    """The attention of one rank for the last `count` tokens, ready to be called often: which of
-    them it computes, int64 [n], and their output."""
+    """A function that computes one rank's attention for the last `count` tokens. It returns which
+    of them this rank computes, int64 [n], and their output [n, Hq, Dv]."""
     context = len(tokens[0])
     start = context - count
     rows = ShardedRows(*(np.array([x], np.int64) for x in (0, start, count, 0)))
@@ -194,8 +194,8 @@ def sharded(
     history: bool | None = None,
     timeout_s: float = 600.0,
 ) -> Cost:
-    """The cost on `ranks` ranks, all on this device, one after another; after one turn that does
-    not count. Raises ExchangeFailed where a rank fails."""
+    """The cost on `ranks` ranks, all on this device, one after another, after one warm-up turn.
+    Raises ExchangeFailed if a rank fails."""
     ends, turn = loopback(ranks, timeout_s), threading.Lock()
     synchronise = _synchroniser(layer.device)
     meters = [Metered(end, clock, synchronise, turn) for end in ends]
@@ -235,7 +235,7 @@ def sharded(
 def alone(
     layer: Layer, tokens: tuple[Tensor, Tensor, Tensor], count: int, *, clock: Clock, turns: int = 3
 ) -> Cost:
-    """The cost on one rank that has the whole sequence, as sequences of degree 1 are attended."""
+    """The cost on one rank that has the whole sequence, without context parallelism."""
     q, k, v = tokens
     stripe, start = Stripe.of(layer, k, v, 1, 0), len(q) - count
     table = torch.from_numpy(stripe.tables.host[0]).to(layer.device)
@@ -276,9 +276,9 @@ def replay(
     """Seconds that one step's exchanges take over `exchange`, the median of all turns; every rank
     calls this at the same time."""
     given = [(kind, torch.zeros(shape, dtype=dtype, device=device)) for kind, shape, dtype in moved]
-    meet, times = torch.zeros(1, device=device), []
+    barrier, times = torch.zeros(1, device=device), []
     for _ in range(2 + turns):
-        exchange.all_gather(meet)
+        exchange.all_gather(barrier)
         exchange.synchronize()
         since = clock()
         for kind, x in given:
@@ -298,15 +298,15 @@ def formula(
     shape, size = layer.geometry, layer.block_size
     if count <= SHORT_TOKENS:
         return 1, (ranks - 1) * count * shape.partial_token_bytes
-    dealt, blocks = share(count, ranks), -(-(context - count) // size)
+    own, blocks = share(count, ranks), -(-(context - count) // size)
     most = -(-blocks // ranks) * size
-    new = dealt * layer.kv_heads * (layer.k_dim + layer.v_dim) * shape.q_bytes
+    new = own * layer.kv_heads * (layer.k_dim + layer.v_dim) * shape.q_bytes
     if history is None:
         history = moves_history(ranks * most, count, shape)
     if history:
         return 1 + (blocks > 0), (ranks - 1) * (new + most * shape.kv_token_bytes)
-    slices = -(-dealt // (SLICE_ROWS // ranks))
-    both = dealt * (shape.q_token_bytes + shape.partial_token_bytes)
+    slices = -(-own // (SLICE_ROWS // ranks))
+    both = own * (shape.q_token_bytes + shape.partial_token_bytes)
     return 1 + slices, (ranks - 1) * (new + both)
 
 

@@ -1,4 +1,4 @@
-"""Compile the kernels ahead of time for every target and write what they cost to docs/kernels.md.
+"""Compile the kernels ahead of time for every target and write their resources to docs/kernels.md.
 
 Run it as `python -m cluster.tools.kernels.report`.
 """
@@ -21,7 +21,8 @@ from triton.compiler import ASTSource
 
 from cluster.tools.kernels import variants
 
-PAGE = Path(__file__).parents[3] / "docs" / "kernels.md"
+ROOT = Path(__file__).parents[3]
+PAGE, KERNELS = ROOT / "docs" / "kernels.md", ROOT / "kvpaging" / "kernels"
 SHARED_LIMIT = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
 _GPU = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -53,7 +54,7 @@ in bytes of a thread (on gfx942 in registers).
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one compiled variant takes of a chip."""
+    """The resources of a chip that one compiled variant uses."""
 
     registers: int
     spills: int
@@ -88,11 +89,11 @@ def compiled(name: str, target: str) -> Cost:
 
 
 def digest() -> str:
-    """Of what decides the figures: the kernels' code, comments and imports aside, and how each
-    variant is built. Where it is the page's, so are the figures."""
+    """A digest of what decides the figures: the kernels' code, without comments and imports, and
+    how each variant is built. If it equals the page's, the page's figures are current."""
     found = hashlib.blake2b(digest_size=8)
     for name in ("attend", "merge", "pages", "partials"):
-        tree = ast.parse(Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8"))
+        tree = ast.parse((KERNELS / f"{name}.py").read_text(encoding="utf-8"))
         found.update(ast.unparse(_Code().visit(tree)).encode())
     for name in variants.names():
         for target in variants.targets(name):
@@ -115,7 +116,7 @@ class _Code(ast.NodeTransformer):
 
 
 def problems(name: str, target: str, cost: Cost) -> list[str]:
-    """Limits that hold for every compile, whatever an earlier one took."""
+    """Violations of the limits that hold for every compile, besides those of earlier figures."""
     build = variants.build(name, target)
     found = []
     if cost.spills:
@@ -135,22 +136,22 @@ def _nvidia(ptx: str, cubin: bytes, shared: int) -> Cost:
             [_CUOBJDUMP, "--dump-resource-usage", file.name],
             capture_output=True, text=True, check=True,
         ).stdout  # fmt: skip
-    prefill_tile = r"(?:ld|st)\.global\S*\.(?:v4\.\w32|v2\.\w64)|cp\.async\.\S+ [^;]*\], 0x10"
+    accesses = r"(?:ld|st)\.global\S*\.(?:v4\.\w32|v2\.\w64)|cp\.async\.\S+ [^;]*\], 0x10"
     return Cost(
         registers=_number(r"REG:(\d+)", usage),
         spills=_number(r"STACK:(\d+)", usage),
         shared=shared,
-        quads=len(re.findall(prefill_tile, ptx)),
+        quads=len(re.findall(accesses, ptx)),
     )
 
 
 def _amd(assembly: str, shared: int) -> Cost:
-    prefill_tile = r"(?:global|buffer)_(?:load|store)_dwordx4"
+    accesses = r"(?:global|buffer)_(?:load|store)_dwordx4"
     return Cost(
         registers=_number(r"\.vgpr_count:\s+(\d+)", assembly),
         spills=_number(r"\.vgpr_spill_count:\s+(\d+)", assembly),
         shared=shared,
-        quads=len(re.findall(prefill_tile, assembly)),
+        quads=len(re.findall(accesses, assembly)),
     )
 
 
@@ -181,7 +182,7 @@ def committed(page: str) -> tuple[str, str, dict[tuple[str, str], Cost]]:
 
 
 def main() -> int:
-    """Write docs/kernels.md; the exit code says whether all limits hold."""
+    """Write docs/kernels.md; the exit code is 1 if a limit does not hold."""
     lines, failed = [], False
     for name in variants.names():
         for target in variants.targets(name):

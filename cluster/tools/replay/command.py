@@ -1,4 +1,4 @@
-"""`kvatlas replay`: what a routing policy is worth on a trace, in virtual time."""
+"""`kvatlas replay`: compares routing policies on a trace, in virtual time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a replay gave, and what no policy could beat: figures of whole runs. Times in ms."""
+"""Figures of replay runs, and upper bounds of reuse for any policy. Times in ms."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class Ideal:
-    """Shares of prompt tokens that one shared cache would have had at the instant of arrival:
-    one without end, and one of `blocks` blocks that forgets what was used longest ago.
-    `demand` counts the requests that have each block."""
+    """Shares of prompt tokens that one shared cache would have held at arrival: an infinite cache,
+    and an LRU cache of `blocks` blocks. `demand` counts the requests that have each block."""
 
     infinite: float
     pooled: float
@@ -25,14 +24,14 @@ class Ideal:
 
 
 def ideal(arrivals: Sequence[Arrival], blocks: int, block_size: int) -> Ideal:
-    """The bounds of a trace. Answers take room too, and are nobody else's."""
+    """The bounds of a trace. Generated blocks take room too, and no other request has them."""
     lru: OrderedDict[bytes, None] = OrderedDict()
     demand: Counter[bytes] = Counter()
     hits = {"infinite": 0, "pooled": 0}
     prompts = 0
     for arrival in arrivals:
         block_hashes = arrival.block_hashes(block_size)
-        # The last token is computed in any case, for what it says.
+        # The last token is always computed: the first output token is sampled from it.
         most = arrival.prompt_tokens - 1
         for name, known in (("infinite", demand), ("pooled", lru)):
             found = next(
@@ -42,8 +41,8 @@ def ideal(arrivals: Sequence[Arrival], blocks: int, block_size: int) -> Ideal:
         prompts += arrival.prompt_tokens
         demand.update(block_hashes)
         total = (arrival.prompt_tokens + arrival.output_tokens - 1) // block_size
-        said = [b"%d %d" % (arrival.number, i) for i in range(len(block_hashes), total)]
-        for block in reversed(block_hashes + said):
+        generated = [b"%d %d" % (arrival.number, i) for i in range(len(block_hashes), total)]
+        for block in reversed(block_hashes + generated):
             lru[block] = None
             lru.move_to_end(block)
         while len(lru) > blocks:
@@ -74,8 +73,8 @@ def summary(outcome: Outcome, speed: float) -> dict[str, Any]:
             sum(task.cached_tokens for task in tasks),
             sum(task.arrival.prompt_tokens for task in tasks),
         ),
-        **_spread("ttft_ms", ttft_ms),
-        **_spread("tpot_ms", tpot_ms),
+        **_distribution("ttft_ms", ttft_ms),
+        **_distribution("tpot_ms", tpot_ms),
         "requests_max_over_mean": _balance([requests[worker.number] for worker in workers]),
         "computed_max_over_mean": _balance([worker.computed_tokens for worker in workers]),
         "busy_share": _share(sum(worker.busy_s for worker in workers), end_s * len(workers)),
@@ -117,7 +116,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[int(at)] if ordered else 0.0
 
 
-def _spread(name: str, values: Sequence[float]) -> dict[str, float | None]:
+def _distribution(name: str, values: Sequence[float]) -> dict[str, float | None]:
     found = {f"{name}_mean": _mean(values)}
     for percent in PERCENTILES:
         found[f"{name}_p{percent}"] = round(percentile(values, percent), 2)

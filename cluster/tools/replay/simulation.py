@@ -1,7 +1,7 @@
-"""A trace in virtual time: ingresses with the real policies over workers with the real scheduler.
+"""A trace in virtual time: ingresses with the real policies, and workers with the real scheduler.
 
-What an ingress decides on at time t is what the workers were at t less the delay, and what it has
-sent itself. Everything is a function of the trace and the settings; there is no random source.
+At time t an ingress knows the state of the workers at t less the delay, and what it has sent
+itself. The result is a function of the trace and the settings; there is no randomness.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Settings:
 
 @dataclass(slots=True)
 class Outcome:
-    """What one run gave: the requests served, the workers, and the copies of each block."""
+    """The result of one run: the requests served, the workers, and the copies of each block."""
 
     tasks: list[Task]
     workers: list[Worker]
@@ -50,8 +50,8 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class News:
-    """What a worker said of itself: its load, and a batch for the index where blocks changed."""
+class Report:
+    """A worker's report: its load, and a batch for the index if blocks have changed."""
 
     number: int
     load: Load
@@ -80,20 +80,20 @@ class Ingress:
     ) -> tuple[Choice, int]:
         """Where the request goes, and how many prompt tokens that gang should have to compute."""
         table = self.table
-        ask = table.ask(
+        query = table.query(
             arrival.number,
             block_hashes,
             prompt_tokens=arrival.prompt_tokens,
             expected_output=OUTPUT_TOKENS,
             now_s=now_s,
         )
-        choice = self.policy(ask, table.rows)
-        table.sent(ask, choice, block_hashes, now_s)
-        return choice, ask.lacking(choice)
+        choice = self.policy(query, table.rows)
+        table.sent(query, choice, block_hashes, now_s)
+        return choice, query.lacking(choice)
 
 
 class Copies:
-    """How many workers hold each block, now and at most, as told by their changes."""
+    """How many workers hold each block, now and at most, from the workers' changes."""
 
     def __init__(self) -> None:
         self.now: dict[bytes, int] = {}
@@ -133,22 +133,22 @@ class Replay:
         self._order = count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._due: list[tuple[float, int]] = []
-        self._looks: deque[tuple[float, list[News]]] = deque()
+        self._reports: deque[tuple[float, list[Report]]] = deque()
         self._tasks: list[Task] = []
         self._turn = count()
         self.refused = 0
 
     def run(self, progress: Callable[[int], None] = lambda arrivals: None) -> Outcome:
-        """Replay all; `progress` hears how many requests have arrived, now and then."""
+        """Replay all; `progress` gets the number of requests that have arrived, now and then."""
         settings = self.settings
         for arrival in self.arrivals:
             at_s = arrival.arrival_s / settings.speed
             if settings.delay_s:
-                self._at(max(0.0, at_s - settings.delay_s), self._look)
+                self._at(max(0.0, at_s - settings.delay_s), self._collect)
         for done, arrival in enumerate(self.arrivals):
             self._until(arrival.arrival_s / settings.speed)
             if not settings.delay_s:
-                self._look()
+                self._collect()
             self._arrive(arrival)
             if done % 100 == 0:
                 progress(done)
@@ -184,29 +184,29 @@ class Replay:
         if worker.due_s < math.inf:
             heapq.heappush(self._due, (worker.due_s, worker.number))
 
-    def _look(self) -> None:
-        """Every worker that changed says how it is; ingresses hear it after the delay."""
-        news = []
+    def _collect(self) -> None:
+        """Collect a report of every worker that changed; ingresses get them after the delay."""
+        reports = []
         for number in sorted(self.touched):
             worker = self.workers[number]
             load = worker.load()
             batch = worker.announcer.cut(load) if worker.announcer.changed else b""
-            news.append(News(number, load, batch, worker.changes))
+            reports.append(Report(number, load, batch, worker.changes))
             worker.changes = []
         self.touched.clear()
-        self._looks.append((self.now_s, news))
+        self._reports.append((self.now_s, reports))
 
-    def _hear(self) -> None:
-        """What the ingresses know at an arrival: its own look and those before it."""
-        as_of_s, news = self._looks.popleft()
-        if self.settings.delay_s:  # a look in the past came before what was sent at its instant
+    def _deliver(self) -> None:
+        """Give the ingresses the reports that belong to this arrival."""
+        as_of_s, reports = self._reports.popleft()
+        if self.settings.delay_s:  # reports of an instant come before the requests sent then
             as_of_s = math.nextafter(as_of_s, -math.inf)
-        for said in news:
-            self.copies.apply(said.changes)
+        for report in reports:
+            self.copies.apply(report.changes)
             for ingress in self.ingresses:
-                ingress.table.rows[said.number].load = said.load
-                if said.batch:
-                    ingress.mirror.apply(said.batch, self.now_s)
+                ingress.table.rows[report.number].load = report.load
+                if report.batch:
+                    ingress.mirror.apply(report.batch, self.now_s)
         for ingress in self.ingresses:
             for row in ingress.table.rows:
                 if row.sent_requests:
@@ -214,7 +214,7 @@ class Replay:
 
     def _arrive(self, arrival: Arrival) -> None:
         settings, engine = self.settings, self.settings.engine
-        self._hear()
+        self._deliver()
         size = engine.block_size
         if arrival.prompt_tokens + arrival.output_tokens > engine.blocks * size:
             self.refused += 1
@@ -235,17 +235,17 @@ class Replay:
         self._enqueue(worker)
 
     def _pull(self, task: Task, choice: Choice) -> bool:
-        """Start to copy what the source still has of the blocks wanted; False if that is nothing.
+        """Start to copy the needed blocks that the source still has; False if there are none.
 
         A transfer takes the links of both sides, one transfer at a time.
         """
         assert choice.pull_from is not None
         engine = self.settings.engine
         mine, source = self.workers[task.worker], self.workers[choice.pull_from]
-        held = export(source.pool, task.block_hashes)
-        lacked = len(held) - leading(mine.pool, task.block_hashes)
+        pinned = export(source.pool, task.block_hashes)
+        lacked = len(pinned) - leading(mine.pool, task.block_hashes)
         if lacked <= 0:
-            self._give_back(source, held)
+            self._unpin(source, pinned)
             return False
         task.pulled_tokens = lacked * engine.block_size
         start_s = max(self.now_s, mine.link_free_s, source.link_free_s)
@@ -253,16 +253,16 @@ class Replay:
         mine.link_free_s = source.link_free_s = end_s
         mine.pulling[task.arrival.number] = task
         self.touched.add(mine.number)
-        self._at(end_s, lambda: self._pulled(task, source, held))
+        self._at(end_s, lambda: self._pulled(task, source, pinned))
         return True
 
-    def _pulled(self, task: Task, source: Worker, held: list[int]) -> None:
-        self._give_back(source, held)
+    def _pulled(self, task: Task, source: Worker, pinned: list[int]) -> None:
+        self._unpin(source, pinned)
         mine = self.workers[task.worker]
         del mine.pulling[task.arrival.number]
-        adopt(mine.pool, self.settings.engine.block_size, task.block_hashes[: len(held)])
+        adopt(mine.pool, self.settings.engine.block_size, task.block_hashes[: len(pinned)])
         self._submit(task)
 
-    def _give_back(self, source: Worker, held: list[int]) -> None:
-        source.give_back(held, self.now_s)
+    def _unpin(self, source: Worker, pinned: list[int]) -> None:
+        source.unpin(pinned, self.now_s)
         self._enqueue(source)

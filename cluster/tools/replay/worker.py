@@ -1,4 +1,4 @@
-"""A worker in virtual time: the real scheduler, prefix cache and pool, a formula as the device."""
+"""A worker in virtual time: the real scheduler, prefix cache and pool, and a formula as device."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ OWN = b"\xff"  # how block hashes of generated blocks begin, and none of a trace
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a device takes: a polynomial in tokens for the prompt tokens of a step, one in the
-    share of the pool in use for its decodes, both in ms and added; tokens a second on a link."""
+    """Times of a device: a polynomial in the prompt tokens of a step, and one in the share of the
+    pool in use for its decodes, both in ms and added; tokens per second on a link."""
 
     prefill_ms: tuple[float, float, float] = (16.5, 0.01518, 4.21e-7)
     decode_ms: tuple[float, float, float] = (5.74, 54.01, -25.74)
@@ -52,8 +52,8 @@ class Engine:
     jump: bool = True
 
 
-class _Chains(PrefixCache):
-    """Takes a prompt's block hashes from the trace; generated blocks are nobody else's."""
+class _TracePrefixCache(PrefixCache):
+    """Takes a prompt's block hashes from the trace; generated blocks are never shared."""
 
     def block_hashes(self, sequence: requests.Sequence) -> list[list[bytes]]:
         block_hashes = sequence.block_hashes[0]
@@ -64,7 +64,7 @@ class _Chains(PrefixCache):
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """A request on its way through a worker, and what became of it. Times are virtual seconds."""
+    """A request at a worker, and its result. Times are virtual seconds."""
 
     arrival: Arrival
     block_hashes: list[bytes]
@@ -80,8 +80,8 @@ class Task:
 class Worker:
     """One engine. `due_s` is when it next does something; `advance` lets it do so.
 
-    `announcer` says what is cached here and `changes` collects (stored, block hash) until somebody
-    takes them; `touched` hears the number of a worker whose load may have changed.
+    `announcer` reports the cached blocks, and `changes` collects (stored, block hash) until they
+    are taken. `touched` is called with the worker's number when its load may have changed.
     """
 
     def __init__(self, number: int, engine: Engine, touched: Callable[[int], None]):
@@ -90,8 +90,8 @@ class Worker:
         self.pool = BlockPool(engine.blocks)
         self.announcer = Announcer("trace", self.name, ring_bytes=0)
         self.announcer.listen(self.pool)
-        self._hear, self.pool.on_change = self.pool.on_change, self._changed
-        self.prefix = _Chains(
+        self._announce, self.pool.on_change = self.pool.on_change, self._changed
+        self.prefix = _TracePrefixCache(
             [self.pool],
             engine.block_size,
             HashInputs(b"trace", "none"),
@@ -116,7 +116,7 @@ class Worker:
         self._block_s = (cost.decode_s(0.5) - self._step_s) / (0.5 * engine.blocks)
 
     def submit(self, task: Task, now_s: float) -> None:
-        """Queue a request; an idle worker starts when all of this instant have come."""
+        """Queue a request; a worker without work starts after all requests of this instant."""
         arrival = task.arrival
         request = requests.Request(
             str(arrival.number),
@@ -132,7 +132,7 @@ class Worker:
         self.wake(now_s)
 
     def wake(self, now_s: float) -> None:
-        """Look again at who waits, if no step is in flight: something may have become possible."""
+        """Plan a step if none is in flight: a waiting request may fit now."""
         if self._plan is None and (self.scheduler.waiting or self.scheduler.running):
             self.due_s = min(self.due_s, now_s)
 
@@ -146,15 +146,15 @@ class Worker:
                 now_s = self._jump(now_s, until_s)
             self._start(now_s)
 
-    def give_back(self, held: Sequence[int], now_s: float) -> None:
-        """Blocks of `export` have been copied; a chain's tail becomes idle before its head."""
-        for block in reversed(held):
+    def unpin(self, pinned: Sequence[int], now_s: float) -> None:
+        """Blocks of `export` have been copied; the last is unpinned, so evicted, first."""
+        for block in reversed(pinned):
             self.pool.unpin(block)
         self.touched(self.number)
         self.wake(now_s)
 
     def load(self) -> Load:
-        """What a heartbeat says now."""
+        """The load that a heartbeat reports now."""
         engine, scheduler = self.engine, self.scheduler
         used = self.pool.blocks - self.pool.available
         queued = pulling = 0
@@ -186,8 +186,8 @@ class Worker:
         )
 
     def _changed(self, kind: str, block_hash: bytes, parent: bytes | None) -> None:
-        assert self._hear is not None
-        self._hear(kind, block_hash, parent)
+        assert self._announce is not None
+        self._announce(kind, block_hash, parent)
         self.changes.append((kind == STORED, block_hash))
 
     def _start(self, now_s: float) -> None:
@@ -208,9 +208,8 @@ class Worker:
         self.busy_s += self.due_s - now_s
 
     def _measure(self, prompt: int, prefill_s: float, decode_s: float, used: int) -> None:
-        """Rates as an engine can know them: what prompts add to a step, and steps without any.
-
-        Large steps say what a token costs, small ones what is left without tokens.
+        """Measure rates as an engine does: from the time that prompts add to a step, and from steps
+        without prompts. Large prompts give the time per token, small ones the constant part.
         """
         new = 1 - MEMORY
         if prompt >= LARGE_TOKENS:
@@ -238,8 +237,8 @@ class Worker:
                 self.tasks.pop(request.id).end_s = now_s
 
     def _jump(self, now_s: float, until_s: float) -> float:
-        """Take all decode steps at once that end in time and in which nothing else happens: nobody
-        waits, starts or ends, and no blocks run out. Returns the time after them."""
+        """Take at once all decode steps that end by `until_s` and in which no request waits, starts
+        or ends, and no blocks run out. Returns the time after them."""
         scheduler, size, pool = self.scheduler, self.engine.block_size, self.pool
         running = scheduler.running
         if scheduler.waiting or not running:
@@ -276,7 +275,7 @@ class Worker:
         return now_s
 
     def _take(self, steps: int) -> None:
-        """Commit that many decode steps of everyone who runs."""
+        """Commit that many decode steps of all running sequences."""
         scheduler = self.scheduler
         scheduler.state.step += steps
         self.steps += steps
@@ -292,7 +291,7 @@ class Worker:
 
 
 def leading(pool: BlockPool, block_hashes: Sequence[bytes]) -> int:
-    """How many leading blocks of the chain are there."""
+    """How many leading blocks the pool has."""
     found = 0
     while found < len(block_hashes) and pool.lookup(block_hashes[found]) is not None:
         found += 1
@@ -300,7 +299,7 @@ def leading(pool: BlockPool, block_hashes: Sequence[bytes]) -> int:
 
 
 def export(pool: BlockPool, block_hashes: Sequence[bytes]) -> list[int]:
-    """The leading blocks of the chain that are there, held until they have been copied."""
+    """The leading blocks that the pool has, pinned until they have been copied."""
     blocks: list[int] = []
     for block_hash in block_hashes:
         block = pool.lookup(block_hash)
@@ -312,9 +311,9 @@ def export(pool: BlockPool, block_hashes: Sequence[bytes]) -> list[int]:
 
 
 def adopt(pool: BlockPool, block_size: int, block_hashes: Sequence[bytes]) -> None:
-    """Blocks with these block hashes have been copied into the pool: they are idle now.
+    """Blocks with these hashes have been copied into the pool: they are cached now.
 
-    The pool keeps what it had of them; without room for the rest nothing happens.
+    The pool keeps those that it had; without room for the others nothing happens.
     """
     table = BlockTable([pool], block_size)
     have = [pool.lookup(block_hash) for block_hash in block_hashes[: leading(pool, block_hashes)]]

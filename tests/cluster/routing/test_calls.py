@@ -11,7 +11,7 @@ import pytest
 
 from cluster.routing.calls import (
     LATE_S,
-    LOOKS,
+    POLLS,
     SILENCE_S,
     DeadlinePassed,
     EngineLost,
@@ -162,15 +162,15 @@ async def test_a_silent_worker_is_lost_after_a_full_time_in_which_the_loop_ran(s
         reading = asyncio.create_task(stream.next())
         await turns()
         for _ in range(stalls):
-            clock.move(SILENCE_S / LOOKS)
+            clock.move(SILENCE_S / POLLS)
             await turns()
-            clock.move(SILENCE_S / LOOKS + LATE_S)
+            clock.move(SILENCE_S / POLLS + LATE_S)
             await turns()
-        for _ in range(LOOKS - 1):
-            clock.move(SILENCE_S / LOOKS)
+        for _ in range(POLLS - 1):
+            clock.move(SILENCE_S / POLLS)
             await turns()
         assert not reading.done()
-        clock.move(SILENCE_S / LOOKS + LATE_S / 2)
+        clock.move(SILENCE_S / POLLS + LATE_S / 2)
         with pytest.raises(EngineLost, match="said nothing for 6 s"):
             await reading
 
@@ -180,11 +180,11 @@ async def test_a_message_that_arrives_with_the_last_look_counts() -> None:
     with stopped() as clock, Stream(Handle(said.wait), "generate") as stream:
         reading = asyncio.create_task(stream.next())
         await turns()
-        for _ in range(LOOKS - 1):
-            clock.move(SILENCE_S / LOOKS)
+        for _ in range(POLLS - 1):
+            clock.move(SILENCE_S / POLLS)
             await turns()
         said.set()
-        clock.move(SILENCE_S / LOOKS)
+        clock.move(SILENCE_S / POLLS)
         assert await reading is True
 
 

@@ -43,21 +43,21 @@ def test_rows_are_in_the_order_of_names_whoever_joins_first() -> None:
 def test_a_question_has_what_the_index_knows() -> None:
     gangs, index = table("a", "b", "c")
     index.found = {"a": Match(2, 4), "c": Match(1, 1)}
-    ask = gangs.ask(5, CHAIN, 700, 256.0, 0.0)
-    assert (ask.stored, ask.matched, ask.deepest) == ([2, 0, 1], [4, 0, 1], 4)
-    assert ask.next_block == CHAIN[4]
+    query = gangs.query(5, CHAIN, 700, 256.0, 0.0)
+    assert (query.stored, query.matched, query.deepest) == ([2, 0, 1], [4, 0, 1], 4)
+    assert query.next_block == CHAIN[4]
     index.found = {"a": Match(10, 10)}
-    assert gangs.ask(5, CHAIN, 700, 256.0, 0.0).next_block == CHAIN[9]
+    assert gangs.query(5, CHAIN, 700, 256.0, 0.0).next_block == CHAIN[9]
     index.found = {}
-    assert gangs.ask(5, [], 10, 256.0, 0.0).next_block == b""
+    assert gangs.query(5, [], 10, 256.0, 0.0).next_block == b""
 
 
 def test_what_is_sent_counts_until_a_later_report() -> None:
     gangs, index = table("a", "b")
     index.found = {"b": Match(2, 2)}
-    ask = gangs.ask(5, CHAIN, 700, 256.0, 1.0)
-    gangs.sent(ask, Choice("x", 1, pull_from=0, pull_blocks=4), CHAIN, 1.0)
-    gangs.sent(ask, Choice("x", 1), CHAIN, 2.0)
+    query = gangs.query(5, CHAIN, 700, 256.0, 1.0)
+    gangs.sent(query, Choice("x", 1, pull_from=0, pull_blocks=4), CHAIN, 1.0)
+    gangs.sent(query, Choice("x", 1), CHAIN, 2.0)
     row = gangs.rows[1]
     assert index.expected == [("b", 10, 1.0), ("b", 10, 2.0)]
     assert row.sent_tokens == (700 - 6 * 64) + (700 - 2 * 64)
@@ -72,13 +72,13 @@ def test_what_is_sent_counts_until_a_later_report() -> None:
 def test_an_ask_says_what_only_hosts_have() -> None:
     gangs, index = table(*"ab")
     index.found = {"a": Match(2, 6, 3)}
-    ask = gangs.ask(1, CHAIN, 700, 1.0, 0.0)
-    assert (ask.stored, ask.matched, ask.hosted) == ([2, 0], [6, 0], [3, 0])
+    query = gangs.query(1, CHAIN, 700, 1.0, 0.0)
+    assert (query.stored, query.matched, query.hosted) == ([2, 0], [6, 0], [3, 0])
 
 
 def test_gangs_are_shared_out_among_ingresses() -> None:
     homes = [
-        table(*"abcdefg", at=at, ingresses=3)[0].ask(1, [], 9, 1.0, 0.0).home for at in (0, 1, 2)
+        table(*"abcdefg", at=at, ingresses=3)[0].query(1, [], 9, 1.0, 0.0).home for at in (0, 1, 2)
     ]
     assert [at for home in homes for at in home] == list(range(7))
     assert max(map(len, homes)) - min(map(len, homes)) <= 1
@@ -86,22 +86,22 @@ def test_gangs_are_shared_out_among_ingresses() -> None:
 
 def test_the_others_are_taken_to_send_what_this_one_does() -> None:
     gangs, _ = table(*"abcd", ingresses=2)
-    assert gangs.ask(1, CHAIN, 1000, 1.0, 0.0).unseen_tokens == 500
-    gangs.sent(gangs.ask(1, CHAIN, 1000, 1.0, 0.0), Choice("x", 0), CHAIN, 0.0)
-    assert gangs.ask(2, CHAIN, 1000, 1.0, 0.0).unseen_tokens == 1000
+    assert gangs.query(1, CHAIN, 1000, 1.0, 0.0).unseen_tokens == 500
+    gangs.sent(gangs.query(1, CHAIN, 1000, 1.0, 0.0), Choice("x", 0), CHAIN, 0.0)
+    assert gangs.query(2, CHAIN, 1000, 1.0, 0.0).unseen_tokens == 1000
     alone, _ = table(*"abcd")
-    assert alone.ask(1, CHAIN, 1000, 1.0, 0.0).unseen_tokens == 0
+    assert alone.query(1, CHAIN, 1000, 1.0, 0.0).unseen_tokens == 0
 
 
 def test_demand_is_shared_by_those_who_have_the_prefix() -> None:
     gangs, index = table(*"ab", ingresses=2)
     index.found = {"a": Match(3, 3)}
-    asks = [gangs.ask(n, CHAIN, 700, 1.0, 0.0) for n in range(5)]
-    assert [ask.demand for ask in asks] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    queries = [gangs.query(n, CHAIN, 700, 1.0, 0.0) for n in range(5)]
+    assert [query.demand for query in queries] == [0.0, 1.0, 2.0, 3.0, 4.0]
     index.found["b"] = Match(3, 3)
-    assert gangs.ask(6, CHAIN, 700, 1.0, 0.0).demand == pytest.approx(10 / 3)
+    assert gangs.query(6, CHAIN, 700, 1.0, 0.0).demand == pytest.approx(10 / 3)
     index.found = {}
-    assert gangs.ask(6, CHAIN, 700, 1.0, 0.0).demand == 0.0
+    assert gangs.query(6, CHAIN, 700, 1.0, 0.0).demand == 0.0
 
 
 def test_demand_fades_and_is_bounded() -> None:
@@ -117,12 +117,12 @@ def test_demand_fades_and_is_bounded() -> None:
 
 def test_rates_are_compared_now_and_then() -> None:
     gangs, _ = table("a", "b")
-    gangs.ask(1, [], 9, 1.0, 0.0)
+    gangs.query(1, [], 9, 1.0, 0.0)
     gangs.rows[0].load = replace(LOAD, token_s=3e-5)
-    gangs.ask(1, [], 9, 1.0, RATES_S / 2)
+    gangs.query(1, [], 9, 1.0, RATES_S / 2)
     assert gangs.rows[1].rates.token_s == LOAD.token_s
-    gangs.ask(1, [], 9, 1.0, RATES_S)
+    gangs.query(1, [], 9, 1.0, RATES_S)
     assert [row.rates.token_s for row in gangs.rows] == pytest.approx([2.5e-5] * 2)
     gangs.rows[0].load = replace(LOAD, token_s=4e-5)
-    gangs.ask(1, [], 9, 1.0, 2 * RATES_S)
+    gangs.query(1, [], 9, 1.0, 2 * RATES_S)
     assert [row.rates.token_s for row in gangs.rows] == pytest.approx([4e-5, 2e-5])

@@ -23,7 +23,7 @@ async def actor(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[HubActor]:
     monkeypatch.setattr(hub, "EXPIRE_S", 0.0)
     made = HubActor(1 << 20, "info")
     yield made
-    made._watching.cancel()
+    made._expiring.cancel()
 
 
 async def test_who_asks_is_told_when_there_is_news(actor: HubActor) -> None:
@@ -70,6 +70,6 @@ async def test_bad_messages_and_too_many_blocks_leave_a_line(
 async def test_nobody_left_ends_it(actor: HubActor, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = asyncio.Event()
     monkeypatch.setattr("ray.actor.exit_actor", ended.set)
-    actor._spoken_s = time.monotonic() - hub.IDLE_S - 1
+    actor._called_s = time.monotonic() - hub.IDLE_S - 1
     async with asyncio.timeout(60):
         await ended.wait()

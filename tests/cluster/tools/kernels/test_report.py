@@ -89,10 +89,9 @@ def test_a_change_of_a_kernel_changes_the_digest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of its code and of how it is built, and not of a comment or an import."""
-    folder = Path(report.__file__).parent
-    for path in folder.glob("*.py"):
+    for path in report.KERNELS.glob("*.py"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    monkeypatch.setattr(report, "__file__", str(tmp_path / "compile_report.py"))
+    monkeypatch.setattr(report, "KERNELS", tmp_path)
     page = tmp_path / "partials.py"
     source = page.read_text(encoding="utf-8")
     page.write_text(f"import os\n# a comment\n{source}", encoding="utf-8")

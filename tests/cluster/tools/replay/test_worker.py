@@ -128,7 +128,7 @@ def test_a_pull_copies_what_is_there() -> None:
     assert len(held) == 6
     assert source.counts().pinned == 6
     adopt(mine, 64, CHAIN[: len(held)])
-    assert (leading(mine, CHAIN), mine.counts().idle, audit.check(mine, [])) == (6, 6, [])
+    assert (leading(mine, CHAIN), mine.counts().cached, audit.check(mine, [])) == (6, 6, [])
     for block in reversed(held):
         source.unpin(block)
     source.allocate(11)
@@ -138,4 +138,4 @@ def test_a_pull_copies_what_is_there() -> None:
 def test_a_pull_without_room_changes_nothing() -> None:
     mine = filled(4, CHAIN[:2])
     adopt(mine, 64, CHAIN)
-    assert (leading(mine, CHAIN), mine.counts().idle, audit.check(mine, [])) == (2, 2, [])
+    assert (leading(mine, CHAIN), mine.counts().cached, audit.check(mine, [])) == (2, 2, [])
