@@ -172,8 +172,8 @@ def _of_ranks(table: BlockTable) -> list[Problem]:
         found.append((NONE, f"a table of ranks {table.ranks} has blocks on {sorted(elsewhere)}"))
     ranks = range(table.pools[0].ranks)
     loads = [sum(row[:1] == [rank] for row in rows) for rank in ranks]
-    if table.loads != loads:
-        found.append((NONE, f"a table with blocks by rank {loads} believes {table.loads}"))
+    if table.blocks_by_rank != loads:
+        found.append((NONE, f"a table with blocks by rank {loads} believes {table.blocks_by_rank}"))
     entries = [sum(row.count(rank) for row in rows) for rank in ranks]
     counted = [*map(table.entries, ranks)]
     if counted != entries and not found:

@@ -60,7 +60,7 @@ class Digest:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadStats:
     """How busy a gang is, and how fast.
 
     queued_tokens, prefill_tokens: prompt tokens that waiting and running requests have yet to
@@ -100,7 +100,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class EventBatch:
     """Changes, in order. `capacity` is the most block hashes the gang can ever announce."""
 
     model: str
@@ -110,7 +110,7 @@ class Batch:
     number: _Count
     capacity: _Count
     digest: Annotated[Digest, ROW]
-    load: Annotated[Load, ROW]
+    load: Annotated[LoadStats, ROW]
     events: tuple[Annotated[Event, ROW], ...] = ()
 
 
@@ -145,11 +145,11 @@ def xor_of(ids: bytes, tier: str = GPU) -> int:
     return total
 
 
-_CODEC: Codec[Batch | Dump] = Codec(VERSION, {"batch": Batch, "dump": Dump}, EventError)
+_CODEC: Codec[EventBatch | Dump] = Codec(VERSION, {"batch": EventBatch, "dump": Dump}, EventError)
 encode = _CODEC.encode
 
 
-def decode(data: bytes) -> Batch | Dump:
+def decode(data: bytes) -> EventBatch | Dump:
     """Decodes a message. Raises EventError where a field is missing, unknown or wrong."""
     message = _CODEC.decode(data)
     if message.digest.count > message.capacity:
@@ -210,7 +210,7 @@ class Announcer:
             pool.on_change = self._pool_changed
         else:
             host.on_change = self._pool_changed
-        self.capacity = pool.blocks + (0 if host is None else host.slots)
+        self.capacity = pool.blocks + (0 if host is None else host.host_blocks)
 
     @property
     def digest(self) -> Digest:
@@ -222,7 +222,7 @@ class Announcer:
         """Whether the next batch will have events."""
         return bool(self._stored or self._removed)
 
-    def cut(self, load: Load) -> bytes:
+    def cut(self, load: LoadStats) -> bytes:
         """The next batch, encoded: all changes since the last one."""
         events = []
         if self._removed and len(self._removed) == len(self._announced):
@@ -243,7 +243,7 @@ class Announcer:
         self.number += 1
         self.seq += bool(events)
         head = (self.model, self.gang, self.epoch, self.seq, self.number, self.capacity)
-        batch = encode(Batch(*head, self.digest, load, tuple(events)))
+        batch = encode(EventBatch(*head, self.digest, load, tuple(events)))
         if events:
             self._ring.append(batch)
         return batch

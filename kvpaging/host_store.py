@@ -1,4 +1,5 @@
-"""The memory of a rank's host cache: slots of one block each, and copies from and to the pages.
+"""The memory of a rank's host cache: host blocks of one block each, and copies from and to the
+pages.
 
 On CUDA the memory is page-locked and copies run on their own stream. They wait for all work that
 was launched before, so what they read is complete and what they overwrite is no longer read. Work
@@ -46,8 +47,8 @@ class Copying:
 
 
 class HostStore:
-    """`arenas[a]` is uint8 `[slots, block_bytes]` for arena a of `store`, with `slices` slots for
-    each of its groups. `clock` returns seconds. Raises HostMemoryRefused.
+    """`arenas[a]` is uint8 `[host blocks, block_bytes]` for arena a of `store`, with `slices` host
+    blocks for each of its groups. `clock` returns seconds. Raises HostMemoryRefused.
     """
 
     def __init__(self, store: BlockStore, slices: int, clock: Callable[[], float]) -> None:
@@ -61,26 +62,30 @@ class HostStore:
         self._stream = torch.cuda.Stream(store.device) if self.on_gpu else None
 
     def move(self, moves: Moves, *, wait: bool) -> Copying:
-        """Start copies of this rank's blocks and slots, numbered from 0. With `wait` all work that
-        is launched from now on waits for the loads too."""
+        """Start copies of this rank's blocks and host blocks, numbered from 0. With `wait` all work
+        that is launched from now on waits for the loads too."""
         if self._stream is None:
             started_s = self.clock()
-            for arena, block, slot in moves.out:
-                self.arenas[arena].numpy()[slot] = self.store.arenas[arena].numpy()[block]
+            for arena, block, host_block in moves.out:
+                self.arenas[arena].numpy()[host_block] = self.store.arenas[arena].numpy()[block]
             out_s = self.clock() - started_s
-            for arena, block, slot in moves.back:
-                self.store.arenas[arena].numpy()[block] = self.arenas[arena].numpy()[slot]
+            for arena, block, host_block in moves.back:
+                self.store.arenas[arena].numpy()[block] = self.arenas[arena].numpy()[host_block]
             return Copying(None, (out_s, self.clock() - started_s - out_s))
         launched = torch.cuda.current_stream(self.store.device)
         first, between, last = (torch.cuda.Event(enable_timing=True) for _ in range(3))
         self._stream.wait_stream(launched)
         with torch.cuda.stream(self._stream):
             first.record()
-            for arena, block, slot in moves.out:
-                self.arenas[arena][slot].copy_(self.store.arenas[arena][block], non_blocking=True)
+            for arena, block, host_block in moves.out:
+                self.arenas[arena][host_block].copy_(
+                    self.store.arenas[arena][block], non_blocking=True
+                )
             between.record()
-            for arena, block, slot in moves.back:
-                self.store.arenas[arena][block].copy_(self.arenas[arena][slot], non_blocking=True)
+            for arena, block, host_block in moves.back:
+                self.store.arenas[arena][block].copy_(
+                    self.arenas[arena][host_block], non_blocking=True
+                )
             last.record()
         launched.wait_event(last if wait else between)
         return Copying((first, between, last))
@@ -102,16 +107,16 @@ class HostStore:
 
     def _mine(self, moves: Sequence[Move], rank: int) -> tuple[Move, ...]:
         mine = []
-        for arena, block, slot in moves:
-            blocks, slots = len(self.store.arenas[arena]), len(self.arenas[arena])
+        for arena, block, host_block in moves:
+            blocks, host_blocks = len(self.store.arenas[arena]), len(self.arenas[arena])
             if block // blocks == rank:
-                mine.append(Move(arena, block % blocks, slot % slots))
+                mine.append(Move(arena, block % blocks, host_block % host_blocks))
         return tuple(mine)
 
 
-def _memory(slots: int, block_bytes: int, *, locked: bool) -> Tensor:
+def _memory(host_blocks: int, block_bytes: int, *, locked: bool) -> Tensor:
     """Locked by registering it: torch's own pinned memory is rounded up to a power of two."""
-    memory = torch.empty(slots, block_bytes, dtype=torch.uint8)
+    memory = torch.empty(host_blocks, block_bytes, dtype=torch.uint8)
     if locked:
         runtime: Any = torch.cuda.cudart()
         error = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)

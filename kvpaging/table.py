@@ -53,7 +53,7 @@ class BlockTable:
     `first[g]` blocks of group g were freed out of its window."""
 
     __slots__ = (
-        *("_freed", "_limit", "block_size", "blocks", "first", "length", "loads", "pools"),
+        *("_freed", "_limit", "block_size", "blocks", "first", "length", "blocks_by_rank", "pools"),
         *("ranks", "windows"),
     )
 
@@ -76,8 +76,8 @@ class BlockTable:
         self.ranks = tuple(ranks)  # widened when the sequence grows to more ranks
         # On each rank of a gang: logical blocks that some group still has there, and how many
         # entries of these other groups have freed.
-        self.loads = [0] * pools[0].ranks if pools[0].ranks > 1 else []
-        self._freed = self.loads.copy()
+        self.blocks_by_rank = [0] * pools[0].ranks if pools[0].ranks > 1 else []
+        self._freed = self.blocks_by_rank.copy()
         # The end of the last block where this table once had it alone, else 0. Whoever shares it
         # since (a fork, a pin) reads only what was stored then and copies before it writes, so
         # appending up to here needs no block and no copy.
@@ -90,9 +90,9 @@ class BlockTable:
 
     def entries(self, rank: int | None = None) -> int:
         """Its blocks in all groups, on one rank or all."""
-        if rank is None or not self.loads:
+        if rank is None or not self.blocks_by_rank:
             return sum(map(len, self.blocks)) - sum(self.first)
-        return len(self.pools) * self.loads[rank] - self._freed[rank]
+        return len(self.pools) * self.blocks_by_rank[rank] - self._freed[rank]
 
     def held(self, group: int) -> int:
         """Its blocks in one group."""
@@ -172,7 +172,7 @@ class BlockTable:
                     pool.forget(block_hash)
             blocks.extend(fresh)
         for rank in places or ():
-            self.loads[rank] += 1
+            self.blocks_by_rank[rank] += 1
         self.length += n
         self._limit = len(self.blocks[0]) * self.block_size
         return copies
@@ -192,10 +192,10 @@ class BlockTable:
         It is the rank with room that has fewest blocks of this table; of several, the next after
         the last block's. A copy stays on the rank of its source.
         """
-        if not self.loads:
+        if not self.blocks_by_rank:
             return self._lacking(needed)
         new = self._new_blocks(n)
-        ranks, pool = len(self.loads), self.pools[0]
+        ranks, pool = len(self.blocks_by_rank), self.pools[0]
         last = pool.rank_of(self.blocks[0][-1]) if self.blocks[0] else self.ranks[0] - 1
         room = dict.fromkeys(self.ranks, new)
         for pool in dict.fromkeys(self.pools):
@@ -209,7 +209,7 @@ class BlockTable:
         if new > sum(room.values()):
             groups = len(self.pools)
             return OutOfBlocks(new * groups, sum(room.values()) * groups, self.ranks)
-        loads, places = self.loads.copy(), []
+        loads, places = self.blocks_by_rank.copy(), []
         for _ in range(new):
             open_ = [rank for rank in self.ranks if room[rank]]
             last = min(open_, key=lambda rank: (loads[rank], (rank - last - 1) % ranks))
@@ -225,7 +225,11 @@ class BlockTable:
         for this table where it needed no copy before.
         """
         twin = BlockTable(self.pools, self.block_size, self.ranks, self.windows)
-        twin.loads[:], twin._freed[:], twin.first[:] = self.loads, self._freed, self.first
+        twin.blocks_by_rank[:], twin._freed[:], twin.first[:] = (
+            self.blocks_by_rank,
+            self._freed,
+            self.first,
+        )
         for pool, mine, theirs in zip(self.pools, self.blocks, twin.blocks, strict=True):
             for block in mine:
                 if block != NULL_BLOCK:
@@ -244,10 +248,10 @@ class BlockTable:
         if length and not self.keeps(length):
             raise ValueError(f"a table cut to {length} tokens would lack blocks that were freed")
         keep = -(-length // self.block_size)
-        if self.loads:
+        if self.blocks_by_rank:
             for index in range(keep, len(self.blocks[0])):
                 if (rank := self.rank_at(index)) is not None:
-                    self.loads[rank] -= 1
+                    self.blocks_by_rank[rank] -= 1
         # Block by block in all groups, since a hit needs all of them.
         for _ in range(keep, len(self.blocks[0])):
             for pool, blocks in zip(self.pools, self.blocks, strict=True):
@@ -281,11 +285,11 @@ class BlockTable:
         pool, blocks = self.pools[group], self.blocks[group]
         block, blocks[index] = blocks[index], NULL_BLOCK
         pool.unref(block, step, passed=True)
-        if self.loads:
+        if self.blocks_by_rank:
             rank = pool.rank_of(block)
             self._freed[rank] += 1
             if self.rank_at(index) is None:
-                self.loads[rank] -= 1
+                self.blocks_by_rank[rank] -= 1
                 self._freed[rank] -= len(self.pools)
 
     def keeps(self, position: int) -> bool:
@@ -310,7 +314,7 @@ class BlockTable:
             for block in theirs[hole:]:
                 if not pool.usable(block):
                     raise ValueError(f"block {block} is {pool.describe(block)}: not attached")
-        if self.loads:
+        if self.blocks_by_rank:
             self._count_ranks(blocks)
         parts = zip(self.pools, self.blocks, blocks, holes, strict=True)
         for group, (pool, mine, theirs, hole) in enumerate(parts):
@@ -340,7 +344,7 @@ class BlockTable:
         if elsewhere := {rank for row in rows for rank in row}.difference(self.ranks):
             raise ValueError(f"blocks on {sorted(elsewhere)} for a table of ranks {self.ranks}")
         for row in filter(None, rows):
-            self.loads[row[0]] += 1
+            self.blocks_by_rank[row[0]] += 1
             self._freed[row[0]] += len(self.pools) - len(row)
 
     def dedup(self, group: int, index: int, block: int, step: int | None = None) -> None:

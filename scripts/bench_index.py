@@ -22,12 +22,12 @@ from cluster.routing.index import BLOCK_BYTES, TABLE_BYTES, PrefixIndex
 from cluster.routing.policies import Factors, Priced
 from cluster.routing.table import GangTable
 from kvpaging import hashing
-from kvpaging.events import Batch, Digest, Event, Load, encode, split, xor_of
+from kvpaging.events import Digest, Event, EventBatch, LoadStats, encode, split, xor_of
 
 GANGS = 64
 PROMPT_TOKENS = 131_072
 SLICE = 256
-LOAD = Load(
+LOAD = LoadStats(
     blocks=1 << 15, step_tokens_max=8192, token_s=2e-5, step_s=0.02, link_tokens_per_s=95_000.0
 )
 WARM = 50  # lookups before those that count
@@ -57,8 +57,8 @@ class Source:
         self.seq += 1
         digest = Digest(self.count, self.xor)
         capacity = self.live + self.size
-        batch = Batch(
-            "m", self.name, 0, self.seq, self.seq, capacity, digest, Load(), tuple(events)
+        batch = EventBatch(
+            "m", self.name, 0, self.seq, self.seq, capacity, digest, LoadStats(), tuple(events)
         )
         return encode(batch), self.size * len(events)
 
@@ -156,7 +156,8 @@ def lookup(samples: int, block_size: int, others: int) -> dict[str, float]:
         digest = Digest(len(ids) // 16, xor_of(ids))
         events = (Event("stored", ids),)
         index.apply(
-            encode(Batch("m", f"gang{g}", 0, 1, 1, digest.count, digest, Load(), events)), 0.0
+            encode(EventBatch("m", f"gang{g}", 0, 1, 1, digest.count, digest, LoadStats(), events)),
+            0.0,
         )
     loads = {f"gang{g}": LOAD for g in range(GANGS)}
     table = GangTable(index, block_size, rates_alike=0.5)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.schema import Config
-from kvpaging.events import Announcer, Load
+from kvpaging.events import Announcer, LoadStats
 from kvpaging.report import sharing, snapshot
 from worker import messages
 from worker.blocks.host_cache import host_blocks
@@ -28,7 +28,7 @@ from worker.engine.engine import Engine
 from worker.engine.load import Pressure, load_of, pressure_of
 from worker.engine.loop import EngineLoop
 from worker.engine.orphans import OrphanTracker
-from worker.engine.where import Pages
+from worker.engine.where import AddressMap
 from worker.gang.follower import GPUFollower
 from worker.gang.member import (
     HEARTBEATS,
@@ -86,13 +86,13 @@ class GPUWorker:
         if member is not None and self._blocks is not None:
             start_heartbeats(self._blocks.heartbeat, member.timeout_s / HEARTBEATS)
         epoch = 0 if member is None else member.epoch
-        self.pages = Pages(self.loop.engine, self.spec, self.gang, epoch, self._ranks)
+        self.pages = AddressMap(self.loop.engine, self.spec, self.gang, epoch, self._ranks)
         self.puller = self._puller(fetch)
         self.started = False
         self.tracker = OrphanTracker()
         self.announcer = Announcer(self.spec.name, self.gang)
         self.loop.engine.scheduler.announce_to(self.announcer)
-        self._load: Load | None = None
+        self._load: LoadStats | None = None
         self.pressure = Pressure()
 
     def _puller(self, fetch: Fetch) -> Puller:

@@ -26,7 +26,7 @@ from cluster.routing.health import HealthMonitor
 from cluster.routing.index import Mirror
 from cluster.routing.registry import GangRegistry, Workers
 from cluster.routing.router import Router
-from cluster.routing.sync import Follower, Hub
+from cluster.routing.sync import Hub, IndexFollower
 from cluster.routing.waiting import Waiting
 from configs.schema import Config
 
@@ -81,7 +81,7 @@ class Api:
         )
         self.gangs = GangRegistry(workers, model=model, monitor=monitor)
         self.mirror = Mirror()
-        self.follower = Follower(name, self.mirror, hub, time.monotonic)
+        self.follower = IndexFollower(name, self.mirror, hub, time.monotonic)
         router = Router(
             self.gangs,
             self.mirror,

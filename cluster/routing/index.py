@@ -25,10 +25,10 @@ from kvpaging.events import (
     CLEARED,
     RING_BYTES,
     STORED,
-    Batch,
     Digest,
     Dump,
-    Load,
+    EventBatch,
+    LoadStats,
     Ring,
     decode,
     encode,
@@ -72,7 +72,7 @@ class Gang:
         self.model, self.epoch, self.capacity = model, epoch, capacity
         self.ring_bytes = ring_bytes
         self.indexed = True
-        self.load, self.number = Load(), 0
+        self.load, self.number = LoadStats(), 0
         self.last = b""  # the batch that the load came in
         self.heard_s = now  # when it came
         self.age_s = 0.0  # in a mirror: how old the load was at the hub
@@ -83,7 +83,7 @@ class Gang:
         self.seq = self.latest = self.xor = 0
         self.diverged = False
         self.block_hashes, self.hosted = set[bytes](), set[bytes]()
-        self.ahead: dict[int, tuple[Batch, bytes]] = {}
+        self.ahead: dict[int, tuple[EventBatch, bytes]] = {}
         self.ring = Ring(0, self.ring_bytes)
         self.expected: OrderedDict[bytes, float] = OrderedDict()  # to the time they lapse
 
@@ -189,13 +189,13 @@ class PrefixIndex:
         self.changes += 1
         if self.most_bytes is not None and (joins or not gang.indexed):
             self._admit(gang)
-        if isinstance(read, Batch):
+        if isinstance(read, EventBatch):
             self._take(gang, read, message, now)
         elif gang.indexed and read.seq >= gang.seq + (not gang.diverged):
             gang.replace(read)
             gang.follow()
 
-    def _take(self, gang: Gang, batch: Batch, raw: bytes, now: float) -> None:
+    def _take(self, gang: Gang, batch: EventBatch, raw: bytes, now: float) -> None:
         if batch.number > gang.number:
             gang.number, gang.load, gang.last, gang.heard_s = batch.number, batch.load, raw, now
         gang.latest = max(gang.latest, batch.seq)

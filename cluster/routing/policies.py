@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
-from kvpaging.events import Load
+from kvpaging.events import LoadStats
 
 TERMS = ("queue", "prefill", "steps", "output", "room", "pull", "host")
 EXPLAINED_MAX = 4  # gangs in a header
@@ -27,12 +27,12 @@ class Rates(NamedTuple):
     block_s: float
 
 
-class Row(Protocol):
+class Candidate(Protocol):
     """A gang in one ingress's table. `sent_*` is what that ingress sent and no report counts yet.
     A step of a gang keeps all its `ranks` GPU workers busy."""
 
     name: str
-    load: Load
+    load: LoadStats
     rates: Rates
     sent_tokens: int
     sent_blocks: int
@@ -133,7 +133,7 @@ class Choice:
     ttft_s: float | None = None
     prices: tuple[Price, ...] = ()
 
-    def explained(self, rows: Sequence[Row]) -> str:
+    def explained(self, rows: Sequence[Candidate]) -> str:
         """The choice in one line of printable ASCII for a header: the gang, its price, and the
         cheapest others. Times in seconds."""
         parts = [f"policy={self.policy}", f"gang={rows[self.row].name}"]
@@ -149,7 +149,7 @@ class Choice:
         return "; ".join(parts)
 
 
-Policy = Callable[[RoutingQuery, Sequence[Row]], Choice]
+Policy = Callable[[RoutingQuery, Sequence[Candidate]], Choice]
 
 
 class RoundRobin:
@@ -158,14 +158,14 @@ class RoundRobin:
     def __init__(self, start: int = 0) -> None:
         self._next = start
 
-    def __call__(self, query: RoutingQuery, rows: Sequence[Row]) -> Choice:
+    def __call__(self, query: RoutingQuery, rows: Sequence[Candidate]) -> Choice:
         smallest = _smallest(rows)
         turn = self._next % len(smallest)
         self._next = turn + 1
         return Choice("round_robin", smallest[turn])
 
 
-def power_of_two(query: RoutingQuery, rows: Sequence[Row]) -> Choice:
+def power_of_two(query: RoutingQuery, rows: Sequence[Candidate]) -> Choice:
     """The one of two gangs with fewer requests; the request's number decides which two."""
     draw = int.from_bytes(blake2b(query.number.to_bytes(8, "big"), digest_size=8).digest(), "big")
     among = _smallest(rows)
@@ -175,13 +175,13 @@ def power_of_two(query: RoutingQuery, rows: Sequence[Row]) -> Choice:
     return Choice("power_of_two", min(two, key=lambda i: _requests(rows[i])))
 
 
-def _smallest(rows: Sequence[Row]) -> list[int]:
+def _smallest(rows: Sequence[Candidate]) -> list[int]:
     """The gangs with the fewest workers; candidates may be of several pools."""
     least = min(row.ranks for row in rows)
     return [i for i, row in enumerate(rows) if row.ranks == least]
 
 
-def _requests(row: Row) -> int:
+def _requests(row: Candidate) -> int:
     return row.load.waiting + row.load.running + row.sent_requests
 
 
@@ -191,7 +191,7 @@ class Priced:
     def __init__(self, factors: Factors, *, pull: bool) -> None:
         self.factors, self.pull = factors, pull
 
-    def __call__(self, query: RoutingQuery, rows: Sequence[Row]) -> Choice:
+    def __call__(self, query: RoutingQuery, rows: Sequence[Candidate]) -> Choice:
         factors = self.factors
         best: list[Price] = []
         source = max(range(len(rows)), key=query.stored.__getitem__) if self.pull else None
@@ -228,7 +228,7 @@ def _affinity(block: bytes, gang: str) -> bytes:
 def _price(
     factors: Factors,
     query: RoutingQuery,
-    row: Row,
+    row: Candidate,
     at: int,
     source: int | None = None,
     pull_blocks: int = 0,
@@ -277,7 +277,7 @@ def _price(
 
 
 def _pull(
-    factors: Factors, query: RoutingQuery, rows: Sequence[Row], at: int, source: int
+    factors: Factors, query: RoutingQuery, rows: Sequence[Candidate], at: int, source: int
 ) -> Price | None:
     """The price with a pull of what `source` stores and row `at` lacks; None if not worth a pull.
 

@@ -19,7 +19,7 @@ from cluster.routing.policies import Factors, Policy, RoutingQuery, make
 from cluster.routing.registry import GangRegistry
 from cluster.routing.table import GangTable
 from configs.schema import Config, RoutingConfig
-from kvpaging.events import Load
+from kvpaging.events import LoadStats
 from worker import messages
 
 UNREPORTED_S = 5.0
@@ -157,12 +157,12 @@ class Router:
             row.report(row.load, now - UNREPORTED_S)
         return table
 
-    def _load(self, name: str, config: Config) -> Load:
+    def _load(self, name: str, config: Config) -> LoadStats:
         """A gang's last report, completed where it lacks values or has not measured them yet."""
         info = self._gangs.ready()[name].info
         assert info is not None
         known = self._mirror.gangs.get(name)
-        load = Load() if known is None else known.load
+        load = LoadStats() if known is None else known.load
         if not load.blocks:
             step_tokens = config.scheduler.max_batch_tokens or STEP_TOKENS
             load = replace(load, blocks=info["table"]["blocks"], step_tokens_max=step_tokens)

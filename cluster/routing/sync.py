@@ -101,7 +101,7 @@ class Reporter(_HubCaller):
             await self._hub.report(await self._worker.repair(lacks.epoch, lacks.seq))
 
 
-class Follower(_HubCaller):
+class IndexFollower(_HubCaller):
     """Keeps one ingress's mirror up to date. This is ingress number `at` of `ingresses`."""
 
     def __init__(self, name: str, mirror: Mirror, hub: Hub, clock: Callable[[], float]) -> None:

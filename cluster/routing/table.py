@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 from cluster.routing.index import Match
 from cluster.routing.policies import Choice, Rates, RoutingQuery, alike
-from kvpaging.events import Load
+from kvpaging.events import LoadStats
 
 DEMAND_S = 10.0
 """Demand for a prefix is how often it was requested in this time."""
@@ -44,7 +44,7 @@ class Sent(NamedTuple):
 class Gang:
     """A row of the table."""
 
-    def __init__(self, name: str, load: Load, ranks: int = 1) -> None:
+    def __init__(self, name: str, load: LoadStats, ranks: int = 1) -> None:
         self.name, self.load, self.rates, self.ranks = name, load, _rates(load), ranks
         self.sent_tokens = self.sent_blocks = self.sent_requests = self.sent_pulling = 0
         self._sent: deque[Sent] = deque()
@@ -54,7 +54,7 @@ class Gang:
         self._sent.append(request)
         self._count(request, 1)
 
-    def report(self, load: Load, as_of_s: float) -> None:
+    def report(self, load: LoadStats, as_of_s: float) -> None:
         """A load that counts everything sent until `as_of_s`."""
         self.load = load
         while self._sent and self._sent[0].at_s <= as_of_s:
@@ -67,7 +67,7 @@ class Gang:
         self.sent_requests += sign
 
 
-def _rates(load: Load) -> Rates:
+def _rates(load: LoadStats) -> Rates:
     return Rates(load.prompt_s, load.token_s, load.step_s, load.block_s)
 
 
@@ -99,7 +99,7 @@ class GangTable:
         self._rated_s = -math.inf
         self._demand = Demand()
 
-    def join(self, name: str, load: Load, ranks: int = 1) -> None:
+    def join(self, name: str, load: LoadStats, ranks: int = 1) -> None:
         """A gang of that many workers takes requests from now on."""
         bisect.insort(self.rows, Gang(name, load, ranks), key=lambda row: row.name)
         self._rated_s = -math.inf

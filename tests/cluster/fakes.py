@@ -24,7 +24,7 @@ from cluster.routing.sync import News
 from configs.loading import load
 from configs.pools import UNNAMED
 from configs.schema import Config
-from kvpaging.events import Announcer, Load
+from kvpaging.events import Announcer, LoadStats
 from tests.cluster import tokens
 from worker import messages
 from worker.blocks.transfer import TransferStats
@@ -244,7 +244,7 @@ class FakeWorker:
         self.told.append((ingress, requests))
 
     async def announce(self, force: bool) -> bytes | None:
-        return self.announcer.cut(Load(running=len(self.active))) if force else None
+        return self.announcer.cut(LoadStats(running=len(self.active))) if force else None
 
     async def repair(self, epoch: int, seq: int) -> list[bytes]:
         return self.announcer.repair(epoch, seq)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import cluster.serve.application
-from cluster.routing.policies import Choice, Policy, RoutingQuery, Row
+from cluster.routing.policies import Candidate, Choice, Policy, RoutingQuery
 from cluster.routing.router import Length, Route
 from configs.schema import Config, RoutingConfig
 from tests.cluster import seeds
@@ -76,7 +76,7 @@ class Ingress(cluster.serve.application.Ingress):
         def deciding(routing: RoutingConfig) -> Policy:
             policy = decide(routing)
 
-            def told(ask: RoutingQuery, rows: Sequence[Row]) -> Choice:
+            def told(ask: RoutingQuery, rows: Sequence[Candidate]) -> Choice:
                 if seed == seeds.RAISES:
                     raise RuntimeError("this policy raises")
                 if seed == seeds.PULLS and any(ask.stored):

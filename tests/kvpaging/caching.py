@@ -47,7 +47,7 @@ def keeping(pool: BlockPool, slots: int) -> tuple[HostPool, list[tuple[int, int]
 
 
 def hosted(host: HostPool) -> set[bytes]:
-    return {name for slot in range(host.slots) if (name := host.block_hash(slot)) is not None}
+    return {name for slot in range(host.host_blocks) if (name := host.block_hash(slot)) is not None}
 
 
 class Cache:

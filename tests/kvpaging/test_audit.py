@@ -160,7 +160,7 @@ def misplace(table: BlockTable) -> None:
 
 
 def miscount_load(table: BlockTable) -> None:
-    table.loads[1] += 1
+    table.blocks_by_rank[1] += 1
 
 
 def swap_entries_of_one_group(table: BlockTable) -> None:

@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpaging import events
-from kvpaging.events import Announcer, Batch, Digest, Dump, Event, EventError, Load, Ring
+from kvpaging.events import Announcer, Digest, Dump, Event, EventBatch, EventError, LoadStats, Ring
 from kvpaging.pool import BlockPool
 from tests.kvpaging.caching import Cache, documents, findable, parents_of
 from tests.kvpaging.helpers import chained, names
 
 A, B, C, D = names(4)
-LOAD = Load(1, 2, 3, 4, 5, 6, 7, 8, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
-BATCH = Batch(
+LOAD = LoadStats(1, 2, 3, 4, 5, 6, 7, 8, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
+BATCH = EventBatch(
     "m",
     "g",
     2,
@@ -33,23 +33,23 @@ BATCH = Batch(
 DUMP = Dump("m", "g", 2, 7, 8, Digest(2, 3), A, B)
 
 
-def read(data: bytes) -> Batch:
+def read(data: bytes) -> EventBatch:
     batch = events.decode(data)
-    assert isinstance(batch, Batch)
+    assert isinstance(batch, EventBatch)
     return batch
 
 
 @pytest.mark.parametrize("message", [BATCH, DUMP, replace(BATCH, events=())])
-def test_every_message_comes_back_equal(message: Batch | Dump) -> None:
+def test_every_message_comes_back_equal(message: EventBatch | Dump) -> None:
     assert events.decode(events.encode(message)) == message
 
 
 def test_a_whole_number_may_travel_for_a_float() -> None:
-    sent = replace(BATCH, load=Load(step_s=1))
+    sent = replace(BATCH, load=LoadStats(step_s=1))
     assert type(read(events.encode(sent)).load.step_s) is float
 
 
-def changed(message: Batch | Dump, **fields: Any) -> bytes:
+def changed(message: EventBatch | Dump, **fields: Any) -> bytes:
     body = msgpack.unpackb(events.encode(message))
     body.update(fields)
     packed: bytes = msgpack.packb({k: v for k, v in body.items() if v is not ...})
@@ -123,7 +123,7 @@ def test_a_ring_gives_what_it_has_and_says_when_that_is_not_enough() -> None:
 
 
 def heard(announcer: Announcer) -> list[tuple[str, list[bytes], bytes]]:
-    batch = read(announcer.cut(Load()))
+    batch = read(announcer.cut(LoadStats()))
     return [(e.kind, events.split(e.ids), e.parent) for e in batch.events]
 
 
@@ -199,7 +199,7 @@ def test_a_batch_without_events_repeats_the_last_seq() -> None:
     pool, announcer = listening(4)
     chained(pool, 2)
     first = read(announcer.cut(LOAD))
-    second = read(announcer.cut(Load(running=1)))
+    second = read(announcer.cut(LoadStats(running=1)))
     assert (first.seq, first.number, second.seq, second.number) == (1, 1, 1, 2)
     assert first.load == LOAD
     assert second.digest == first.digest
@@ -213,8 +213,8 @@ def test_repair_gives_the_batches_that_are_missing_or_a_dump() -> None:
     sent = []
     for block, name, parent in zip(pool.allocate(4), (A, B, C, D), (None, A, B, C), strict=True):
         pool.register(block, name, parent)
-        sent.append(announcer.cut(Load()))
-        announcer.cut(Load())
+        sent.append(announcer.cut(LoadStats()))
+        announcer.cut(LoadStats())
     assert announcer.repair(3, 4) == []
     assert announcer.repair(3, 3) == sent[3:]
     assert announcer.repair(3, 2) == sent[2:]
@@ -241,7 +241,7 @@ def test_what_is_announced_is_closed_and_what_is_findable(seed: int) -> None:
     for _ in range(300):
         for _ in range(rng.randint(0, 4)):
             cache.act()
-        batch = read(announcer.cut(Load()))
+        batch = read(announcer.cut(LoadStats()))
         for event in batch.events:
             kinds.add(event.kind)
             ids = events.split(event.ids)

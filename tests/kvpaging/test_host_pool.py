@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from cluster.routing.index import PrefixIndex
-from kvpaging.events import Announcer, Load
+from kvpaging.events import Announcer, LoadStats
 from kvpaging.host_pool import HostCounts, HostPool
 from kvpaging.pool import BlockPool
 from tests.kvpaging.caching import Cache, documents, findable, hosted, keeping, parents_of
@@ -82,12 +82,12 @@ def test_a_flush_keeps_what_is_held() -> None:
     host, _ = keeping(pool, 4)
     idle_chain(pool, 4)
     pool.allocate(4)
-    slot = host.lookup(A)
-    assert slot is not None
-    host.pin(slot)
+    host_block = host.lookup(A)
+    assert host_block is not None
+    host.pin(host_block)
     assert host.flush() == 3
     assert there(host) == [A]
-    host.unpin(slot)
+    host.unpin(host_block)
     assert host.flush() == 1
     assert host.counts() == HostCounts(4, 0, 0)
 
@@ -101,7 +101,9 @@ def test_blocks_stay_with_their_rank() -> None:
     for block in (two, one):
         pool.unref(block)
     pool.allocate(2, 0)
-    assert [host.rank_of(slot) for name in (A, B) if (slot := host.lookup(name)) is not None] == [
+    assert [
+        host.rank_of(host_block) for name in (A, B) if (host_block := host.lookup(name)) is not None
+    ] == [
         0,
         1,
     ]
@@ -124,19 +126,19 @@ def test_the_index_knows_both_tiers_and_the_union_is_closed(seed: int) -> None:
     for _ in range(120):
         for _ in range(rng.randint(0, 4)):
             cache.act()
-            slot = rng.randrange(host.slots)
-            if rng.random() < 0.1 and host.block_hash(slot) is not None:
-                host.pin(slot)
-                held.append(slot)
+            host_block = rng.randrange(host.host_blocks)
+            if rng.random() < 0.1 and host.block_hash(host_block) is not None:
+                host.pin(host_block)
+                held.append(host_block)
             if held and rng.random() < 0.2:
                 host.unpin(held.pop())
             if rng.random() < 0.02:
                 host.flush()
-            name = host.block_hash(slot)
+            name = host.block_hash(host_block)
             if rng.random() < 0.02 and name is not None:
                 host.forget(name)
         assert host.check() == []
-        index.apply(announcer.cut(Load()), 0.0)
+        index.apply(announcer.cut(LoadStats()), 0.0)
         late.apply(announcer.dump(), 0.0)
         gpu = findable(cache.pool)
         named = hosted(host)

@@ -59,7 +59,7 @@ def test_growing_goes_on_where_the_table_has_least(ranks: int, first: int, more:
     for _ in range(more):
         table.append(1)
     assert table.blocks[0][:first] == before
-    loads = [table.loads[rank] for rank in range(ranks)]
+    loads = [table.blocks_by_rank[rank] for rank in range(ranks)]
     fair = -(-len(table.blocks[0]) // ranks)
     assert loads[1] == max(first, loads[1])
     assert max(loads) <= max(first, fair)
@@ -80,13 +80,13 @@ def test_a_full_rank_is_passed_over() -> None:
     pool = BlockPool(4, 2)
     hog = table_of(pool, 12, ranks=(1,))
     table = table_of(pool, 5 * 4, ranks=(0, 1))
-    assert table.loads == [4, 1]
+    assert table.blocks_by_rank == [4, 1]
     with pytest.raises(OutOfBlocks) as caught:
         table.append(1)
     assert (caught.value.asked, caught.value.available, caught.value.ranks) == (1, 0, (0, 1))
     hog.truncate(8)
     table.append(1)
-    assert table.loads == [4, 2]
+    assert table.blocks_by_rank == [4, 2]
 
 
 def test_one_rank_lacks_what_another_has() -> None:
@@ -109,7 +109,7 @@ def test_a_copy_stays_on_the_rank_of_its_source() -> None:
     twin = table.fork()
     [copy] = twin.append(3)
     assert pool.rank_of(copy.src) == pool.rank_of(copy.dst) == 1
-    assert (twin.ranks, twin.loads, table.loads) == ((0, 1), [2, 1], [1, 1])
+    assert (twin.ranks, twin.blocks_by_rank, table.blocks_by_rank) == ((0, 1), [2, 1], [1, 1])
     full = table_of(pool, 4, ranks=(1,))
     third = table.fork()
     lack = third.lacking(1)
@@ -158,9 +158,9 @@ def test_cached_blocks_are_attached_only_where_they_may_be() -> None:
         decode_tile.attach([first[:1], second[:1]])
     with pytest.raises(ValueError, match="different ranks: not attached"):
         table.attach([first[:1], second[1:2]])
-    assert (decode_tile.loads, table.loads) == ([0, 0], [2, 2])
+    assert (decode_tile.blocks_by_rank, table.blocks_by_rank) == ([0, 0], [2, 2])
     decode_tile.attach([first[1:2], second[1:2]])
-    assert decode_tile.loads == [0, 1]
+    assert decode_tile.blocks_by_rank == [0, 1]
     with pytest.raises(ValueError, match="different ranks: not replaced"):
         decode_tile.dedup(0, 0, first[0])
     decode_tile.dedup(0, 0, first[3])

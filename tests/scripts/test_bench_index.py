@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cluster.routing.index import TABLE_BYTES, PrefixIndex
-from kvpaging.events import Batch, decode
+from kvpaging.events import EventBatch, decode
 from scripts import bench_index
 from scripts.bench_index import GANGS, Source
 
@@ -25,7 +25,7 @@ def test_a_source_stores_and_removes_as_much_and_its_digests_are_right() -> None
         whole.apply(message, 0.0)
         counts.append(events)
         batch = decode(message)
-        assert isinstance(batch, Batch)
+        assert isinstance(batch, EventBatch)
         assert events == sum(len(e.ids) // 16 for e in batch.events)
     assert counts == [10] * 10 + [20] * 20
     assert len(whole.gangs["g"].block_hashes) == 100

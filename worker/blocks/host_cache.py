@@ -1,14 +1,14 @@
 """The host cache: evicted blocks are offloaded to host memory, and loaded while others compute.
 
-It takes a scheduler's state and one `HostPool` below each pool, which keeps the books of the slots;
-a mover, the runner, moves the bytes. A block that a plan evicts is kept in a slot: it is copied out
-between planning and launching the step that overwrites it (`keep`, `issue`). A waiting sequence
-whose next blocks are only on the host waits for a load (`begin_load`, see
+It takes a scheduler's state and one `HostPool` below each pool, which keeps the books of the host
+blocks; a mover, the runner, moves the bytes. A block that a plan evicts is kept in a host block: it
+is copied out between planning and launching the step that overwrites it (`keep`, `issue`). A
+waiting sequence whose next blocks are only on the host waits for a load (`begin_load`, see
 `worker.blocks.incoming`); others pass it meanwhile, and `land` registers the blocks. A copy that
 fails costs nothing but the time to compute its blocks again.
 
 Words: *offload* is a copy to the host, *load* one from it; an *arena* is the memory of one pool of
-pages, a *slot* a place for one of its blocks in host memory. Runs in the engine's thread.
+pages, a *host block* a place for one of its blocks in host memory. Runs in the engine's thread.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class HostCacheStats:
 
 
 class Place(NamedTuple):
-    """A block or a slot of a layer group, and its index among a sequence's logical blocks."""
+    """A block or a host block of a layer group, and its index among a sequence's logical blocks."""
 
     group: int
     number: int
@@ -72,11 +72,11 @@ class Place(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class HostLoad(Incoming):
-    """The load of a sequence's blocks, in one chunk, out of `slots`, which are pinned. `copying` is
-    None until it has begun."""
+    """The load of a sequence's blocks, in one chunk, out of `host blocks`, which are pinned.
+    `copying` is None until it has begun."""
 
     sequence: Served
-    slots: list[Place] = field(default_factory=list)
+    host_blocks: list[Place] = field(default_factory=list)
     copying: Copying | None = None
 
 
@@ -127,7 +127,7 @@ class HostCache:
         return self.load_rate.per_s * self.state.block_size / self.slice_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """Counters, slots by state, and measured rates in bytes per second."""
+        """Counters, host blocks by state, and measured rates in bytes per second."""
         counts = [host.counts() for host in self.arenas]
         return {
             **asdict(self.stats),
@@ -162,19 +162,19 @@ class HostCache:
         parent: bytes | None,
         first: bool = False,
     ) -> bool:
-        """Offload a block before the next step; False where there is no slot or no time. Its copy
-        on another rank is forgotten: the blocks of a match must be on one rank. A block that a
+        """Offload a block before the next step; False where there is no host block or no time. Its
+        copy on another rank is forgotten: the blocks of a match must be on one rank. A block that a
         window has passed is the `first` to be evicted from the host, and evicts none there."""
         if not self.time_for(self.block_bytes[host]):
             return False
         rank = host.pool.rank_of(block)
         if host.on_other_rank(block_hash, rank):
             host.forget(block_hash)
-        slot = host.keep(block_hash, parent, rank, first=first)
-        if slot is None:
+        host_block = host.keep(block_hash, parent, rank, first=first)
+        if host_block is None:
             return False
         self._offload_room -= self.block_bytes[host]
-        self._offload_moves.append(Move(self.arenas.index(host), block, slot))
+        self._offload_moves.append(Move(self.arenas.index(host), block, host_block))
         return True
 
     def time_for(self, size: int) -> bool:
@@ -203,7 +203,9 @@ class HostCache:
         if len(found[0]) <= len(hit[0]):
             return False
         wanted, kept = self.parts(found)
-        coming = self.incoming.find(self.hosts[g].block_hash(slot) for g, slot, _ in wanted)
+        coming = self.incoming.find(
+            self.hosts[g].block_hash(host_block) for g, host_block, _ in wanted
+        )
         if coming is not None:
             sequence.awaited = coming.arrival
             return True
@@ -219,53 +221,56 @@ class HostCache:
         return True
 
     def parts(self, found: Sequence[Sequence[int]]) -> tuple[list[Place], list[Place]]:
-        """The slots and the blocks of a match in the pools and on the host, heads first."""
-        slots: list[Place] = []
+        """The host blocks and the blocks of a match in the pools and on the host, heads first."""
+        host_blocks: list[Place] = []
         blocks: list[Place] = []
         for index, row in enumerate(zip(*found, strict=True)):
             for group, number in enumerate(row):
-                slot = self.unions[group].slot(number)
-                if slot is not None:
-                    slots.append(Place(group, slot, index))
+                host_block = self.unions[group].host_block(number)
+                if host_block is not None:
+                    host_blocks.append(Place(group, host_block, index))
                 elif number != NULL_BLOCK:
                     blocks.append(Place(group, number, index))
-        return slots, blocks
+        return host_blocks, blocks
 
     def _in_time(self, wanted: list[Place]) -> list[Place]:
-        """The first of these slots, as many as can be loaded before the next step."""
+        """The first of these host blocks, as many as can be loaded before the next step."""
         sizes = (self.block_bytes[self.hosts[place.group]] for place in wanted)
         return wanted[: sum(total <= self._load_room for total in accumulate(sizes))]
 
     def _fits(self, wanted: Sequence[Place], kept: Sequence[Place]) -> bool:
         """Whether each rank can allocate the wanted blocks now, beside those that are kept."""
         hosts, cached = self.hosts, STATES[CACHED]
-        need = Counter((hosts[g].pool, hosts[g].rank_of(slot)) for g, slot, _ in wanted)
+        need = Counter((hosts[g].pool, hosts[g].rank_of(host_block)) for g, host_block, _ in wanted)
         for pool, block in ((hosts[group].pool, block) for group, block, _ in kept):
             need[pool, pool.rank_of(block)] += pool.state(block) == cached
         return all(n <= pool.available_on(rank) for (pool, rank), n in need.items())
 
-    def _begin(self, sequence: Served, found: Sequence[list[int]], slots: list[Place]) -> None:
-        """Pin the blocks of the match, then allocate blocks for `slots`, which may evict others."""
-        first, stop = slots[0].at, slots[-1].at + 1
+    def _begin(
+        self, sequence: Served, found: Sequence[list[int]], host_blocks: list[Place]
+    ) -> None:
+        """Pin the blocks of the match, then allocate blocks for `host blocks`, which may evict
+        others."""
+        first, stop = host_blocks[0].at, host_blocks[-1].at + 1
         group_hashes = self.prefix.block_hashes(sequence)
-        names = [group_hashes[place.group][place.at] for place in slots]
-        load = HostLoad(sequence, slots, names=names)
+        names = [group_hashes[place.group][place.at] for place in host_blocks]
+        load = HostLoad(sequence, host_blocks, names=names)
         load.parents = [hashes[first - 1] if first else None for hashes in group_hashes]
         load.wanted = [hashes[first:stop] for hashes in group_hashes]
         load.kept = [
-            [NULL_BLOCK if union.slot(number) is not None else number for number in column]
+            [NULL_BLOCK if union.host_block(number) is not None else number for number in column]
             for union, column in zip(self.unions, found, strict=True)
         ]
         self.incoming.begin(load)
-        for group, slot, _ in slots:
-            self.hosts[group].pin(slot)
+        for group, host_block, _ in host_blocks:
+            self.hosts[group].pin(host_block)
         chunk = Chunk(0, stop - first, blocks=[[NULL_BLOCK] * (stop - first) for _ in self.hosts])
-        for group, slot, index in slots:
+        for group, host_block, index in host_blocks:
             host = self.hosts[group]
-            block = self.incoming.take(group, host.rank_of(slot))
+            block = self.incoming.take(group, host.rank_of(host_block))
             chunk.blocks[group][index - first] = block
             self._load_room -= self.block_bytes[host]
-            self._load_moves.append(Move(self.arenas.index(host), block, slot))
+            self._load_moves.append(Move(self.arenas.index(host), block, host_block))
         load.chunks.append(chunk)
         sequence.awaited = load.arrival
         self._loads.append(load)
@@ -289,7 +294,7 @@ class HostCache:
             log.error("blocks could not be copied between GPU and host: %s", error)
             for move in moves.out + moves.back:
                 host = self.arenas[move.arena]
-                block_hash = host.block_hash(move.slot)
+                block_hash = host.block_hash(move.host_block)
                 if block_hash is not None:
                     host.forget(block_hash)
             for load in waiting:
@@ -304,8 +309,10 @@ class HostCache:
 
     def _bytes(self, moves: Sequence[Move]) -> tuple[int, int]:
         """Bytes of all ranks, and of rank 0 alone, whose seconds are known."""
-        hosts = [(self.arenas[move.arena], move.slot) for move in moves]
-        own = sum(self.block_bytes[host] for host, slot in hosts if host.rank_of(slot) == 0)
+        hosts = [(self.arenas[move.arena], move.host_block) for move in moves]
+        own = sum(
+            self.block_bytes[host] for host, host_block in hosts if host.rank_of(host_block) == 0
+        )
         return sum(self.block_bytes[host] for host, _ in hosts), own
 
     def land(self) -> bool:
@@ -334,7 +341,7 @@ class HostCache:
         (chunk,) = load.chunks
         self.incoming.land(load, chunk, chunk.stop)
         if load.sequence.epoch == 0:
-            columns = Counter(place.group for place in load.slots)
+            columns = Counter(place.group for place in load.host_blocks)
             load.sequence.loaded_tokens += max(columns.values()) * self.state.block_size
         self._end(load)
 
@@ -347,12 +354,13 @@ class HostCache:
     def _end(self, load: HostLoad) -> None:
         """Unpins tails first, so that a sequence's tail is evicted before its head."""
         self.incoming.end(load)
-        for group, slot, _ in reversed(load.slots):
-            self.hosts[group].unpin(slot)
+        for group, host_block, _ in reversed(load.host_blocks):
+            self.hosts[group].unpin(host_block)
 
 
 def host_blocks(host_cache: HostCache | None, rank: int) -> dict[str, int]:
-    """One rank's part of `/debug/kv`: slots of all layer groups by state; none without a cache."""
+    """One rank's part of `/debug/kv`: host blocks of all layer groups by state; none without a
+    cache."""
     if host_cache is None:
         return {}
     counts = [host.counts(rank) for host in host_cache.arenas]

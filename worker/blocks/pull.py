@@ -42,7 +42,7 @@ async def no_peers(gang: str, group_hashes: list[bytes], timeout_s: float) -> An
     raise PullFailed("unknown", f"{gang} is not known here")
 
 
-class Pages(Protocol):
+class PageStore(Protocol):
     """The part of `BlockStore` that is used here."""
 
     def bytes_of(self, blocks: Sequence[Sequence[int]]) -> int: ...
@@ -63,7 +63,7 @@ class Puller:
     def __init__(
         self,
         transfers: Transfers,
-        pages: Pages,
+        pages: PageStore,
         engine: EngineLoop,
         fetch: Fetch,
         *,

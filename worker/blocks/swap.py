@@ -52,11 +52,11 @@ class Swaps:
         """Choose, and pin or offload, before the sequence's blocks are freed."""
         host_cache, tokens = self.host_cache, sequence.computed
         found = host_cache.match(sequence)
-        slots, blocks = host_cache.parts(found)
+        host_blocks, blocks = host_cache.parts(found)
         new = [place for place in blocks if self._slot(place.group, place.number) is None]
         sizes = [host_cache.block_bytes[host] for host in host_cache.hosts]
         out = sum(sizes[place.group] for place in new)
-        back = sum(sizes[place.group] for place in (*slots, *blocks))
+        back = sum(sizes[place.group] for place in (*host_blocks, *blocks))
         again_s = tokens * self.rates.token_s
         rest = max(0, tokens - len(found[0]) * host_cache.state.block_size)
         swap_s = self._copy_s(out, back)
@@ -105,13 +105,13 @@ class Swaps:
         room for the `new` ones."""
         host_cache = self.host_cache
         pinned = [
-            (host_cache.hosts[group], slot)
+            (host_cache.hosts[group], host_block)
             for group, column in enumerate(found)
             for number in column
-            if (slot := self._slot(group, number)) is not None
+            if (host_block := self._slot(group, number)) is not None
         ]
-        for host, slot in pinned:
-            host.pin(slot)
+        for host, host_block in pinned:
+            host.pin(host_block)
         need = Counter(
             (host_cache.hosts[g], host_cache.hosts[g].pool.rank_of(block)) for g, block, _ in new
         )
@@ -133,17 +133,17 @@ class Swaps:
         return True
 
     def _slot(self, group: int, number: int) -> int | None:
-        """The host's slot of the block that a match has found as `number`; None where there is
-        none, or only one on another rank, which can be forgotten."""
+        """The host's host block of the block that a match has found as `number`; None where there
+        is none, or only one on another rank, which can be forgotten."""
         host = self.host_cache.hosts[group]
-        slot = self.host_cache.unions[group].slot(number)
-        if slot is None and number >= 0:
+        host_block = self.host_cache.unions[group].host_block(number)
+        if host_block is None and number >= 0:
             block_hash = host.pool.block_hash(number)
             if block_hash is not None and not host.on_other_rank(
                 block_hash, host.pool.rank_of(number)
             ):
-                slot = host.lookup(block_hash)
-        return slot
+                host_block = host.lookup(block_hash)
+        return host_block
 
     def release(self, sequence: Served) -> None:
         """Unpin a sequence's blocks: it runs again, or has finished."""
@@ -151,5 +151,5 @@ class Swaps:
 
     def _unpin(self, pinned: list[tuple[HostPool, int]]) -> None:
         """Tail first, so that a sequence's tail is evicted before its head."""
-        for host, slot in reversed(pinned):
-            host.unpin(slot)
+        for host, host_block in reversed(pinned):
+            host.unpin(host_block)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvpaging.events import Load
+from kvpaging.events import LoadStats
 
 if TYPE_CHECKING:
     from worker.engine.stats import Rates
@@ -27,13 +27,13 @@ def blocks_in_use(scheduler: Scheduler) -> int:
     return sum(pool.blocks - pool.available for pool in dict.fromkeys(scheduler.pools))
 
 
-def load_of(scheduler: Scheduler, rates: Rates, *, link_tokens_per_s: float = 0.0) -> Load:
+def load_of(scheduler: Scheduler, rates: Rates, *, link_tokens_per_s: float = 0.0) -> LoadStats:
     """The work of an engine, taken between two of its steps."""
     size = scheduler.block_size
     host_cache = scheduler.host_cache
     queued = [len(sequence.tokens) for sequence in scheduler.waiting]
     lacking = [sequence.target - sequence.computed for sequence in scheduler.running]
-    return Load(
+    return LoadStats(
         queued_tokens=sum(queued),
         prefill_tokens=sum(tokens for tokens in lacking if tokens > 1),
         waiting=len(queued),
@@ -50,7 +50,7 @@ def load_of(scheduler: Scheduler, rates: Rates, *, link_tokens_per_s: float = 0.
     )
 
 
-def pressure_of(scheduler: Scheduler, load: Load, now: float) -> Pressure:
+def pressure_of(scheduler: Scheduler, load: LoadStats, now: float) -> Pressure:
     """The pressure of an engine's load and queue; `now` as in `Request.arrival_s`."""
     ahead = load.queued_tokens + load.prefill_tokens
     step_s = load.prompt_s + load.step_s + load.block_s * min(load.committed_blocks, load.blocks)

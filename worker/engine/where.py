@@ -16,7 +16,7 @@ from worker.gang.member import RankInfo, arenas
 from worker.startup.start import EngineSpec
 
 
-class Pages:
+class AddressMap:
     """The pages of a gang, or of one worker."""
 
     def __init__(

@@ -283,7 +283,7 @@ class Step:
         for other in reversed(self.state.running):
             if other is sequence:
                 return None
-            loads = [] if other.table is None else other.table.loads
+            loads = [] if other.table is None else other.table.blocks_by_rank
             if not loads or any(loads[rank] for rank in ranks):
                 return other
         return None

@@ -144,13 +144,13 @@ def run(options: argparse.Namespace) -> int:
 
 def _settings(options: argparse.Namespace) -> list[Settings]:
     from cluster.tools.replay.simulation import Settings
-    from cluster.tools.replay.worker import Cost, Engine
+    from cluster.tools.replay.worker import Cost, VirtualEngine
 
     if options.pull and "priced" not in options.policy:
         raise UserError(
             f"--pull is for the policy priced; --policy names {', '.join(options.policy)}"
         )
-    engine = Engine(
+    engine = VirtualEngine(
         options.blocks, options.block_size, options.max_batch_tokens, options.max_num_seqs,
         cost=Cost() if options.cost is None else _cost(options.cost),
     )  # fmt: skip

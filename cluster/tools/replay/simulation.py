@@ -17,9 +17,9 @@ from cluster.routing import policies
 from cluster.routing.index import Mirror
 from cluster.routing.policies import Choice, Factors
 from cluster.routing.table import GangTable
-from cluster.tools.replay.worker import Engine, Task, Worker, adopt, export, leading
+from cluster.tools.replay.worker import Task, VirtualEngine, VirtualWorker, adopt, export, leading
 from cluster.tools.traces import Arrival
-from kvpaging.events import Load
+from kvpaging.events import LoadStats
 
 END_S = 1e18  # after everything
 OUTPUT_TOKENS = 256.0  # expected of every answer: an ingress does not know how long one will be
@@ -30,7 +30,7 @@ class Settings:
     """One run. `speed` divides the trace's times; `delay_s` is how old an ingress's view is."""
 
     policy: str
-    engine: Engine
+    engine: VirtualEngine
     workers: int = 8
     speed: float = 1.0
     pull: bool = False
@@ -44,7 +44,7 @@ class Outcome:
     """The result of one run: the requests served, the workers, and the copies of each block."""
 
     tasks: list[Task]
-    workers: list[Worker]
+    workers: list[VirtualWorker]
     copies_most: dict[bytes, int]
     refused: int
 
@@ -54,15 +54,15 @@ class Report:
     """A worker's report: its load, and a batch for the index if blocks have changed."""
 
     number: int
-    load: Load
+    load: LoadStats
     batch: bytes
     changes: list[tuple[bool, bytes]]
 
 
-class Ingress:
+class VirtualIngress:
     """One ingress: a table, a mirror of the index and a policy's state, all its own."""
 
-    def __init__(self, settings: Settings, loads: dict[str, Load], at: int) -> None:
+    def __init__(self, settings: Settings, loads: dict[str, LoadStats], at: int) -> None:
         self.mirror = Mirror()
         self.table = GangTable(
             self.mirror, settings.engine.block_size, rates_alike=settings.factors.rates_alike,
@@ -120,11 +120,12 @@ class Replay:
         self.arrivals = arrivals
         self.touched: set[int] = set()
         self.workers = [
-            Worker(number, settings.engine, self.touched.add) for number in range(settings.workers)
+            VirtualWorker(number, settings.engine, self.touched.add)
+            for number in range(settings.workers)
         ]
         self.copies = Copies()
         loads = {worker.name: worker.load() for worker in self.workers}
-        self.ingresses = [Ingress(settings, loads, at) for at in range(settings.ingresses)]
+        self.ingresses = [VirtualIngress(settings, loads, at) for at in range(settings.ingresses)]
         for worker in self.workers:
             joins = worker.announcer.cut(loads[worker.name])
             for ingress in self.ingresses:
@@ -180,7 +181,7 @@ class Replay:
                 self._enqueue(worker)
         self.now_s = until_s
 
-    def _enqueue(self, worker: Worker) -> None:
+    def _enqueue(self, worker: VirtualWorker) -> None:
         if worker.due_s < math.inf:
             heapq.heappush(self._due, (worker.due_s, worker.number))
 
@@ -256,13 +257,13 @@ class Replay:
         self._at(end_s, lambda: self._pulled(task, source, pinned))
         return True
 
-    def _pulled(self, task: Task, source: Worker, pinned: list[int]) -> None:
+    def _pulled(self, task: Task, source: VirtualWorker, pinned: list[int]) -> None:
         self._unpin(source, pinned)
         mine = self.workers[task.worker]
         del mine.pulling[task.arrival.number]
         adopt(mine.pool, self.settings.engine.block_size, task.block_hashes[: len(pinned)])
         self._submit(task)
 
-    def _unpin(self, source: Worker, pinned: list[int]) -> None:
+    def _unpin(self, source: VirtualWorker, pinned: list[int]) -> None:
         source.unpin(pinned, self.now_s)
         self._enqueue(source)

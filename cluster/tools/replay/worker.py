@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from cluster.tools.traces import Arrival
-from kvpaging.events import STORED, Announcer, Load
+from kvpaging.events import STORED, Announcer, LoadStats
 from kvpaging.pool import BlockPool, OutOfBlocks
 from kvpaging.table import BlockTable
 from worker import request as requests
@@ -41,7 +41,7 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class VirtualEngine:
     """Settings of every worker. With `jump`, stretches that only decode are taken at once."""
 
     blocks: int
@@ -77,14 +77,14 @@ class Task:
     pulled_tokens: int = 0
 
 
-class Worker:
+class VirtualWorker:
     """One engine. `due_s` is when it next does something; `advance` lets it do so.
 
     `announcer` reports the cached blocks, and `changes` collects (stored, block hash) until they
     are taken. `touched` is called with the worker's number when its load may have changed.
     """
 
-    def __init__(self, number: int, engine: Engine, touched: Callable[[int], None]):
+    def __init__(self, number: int, engine: VirtualEngine, touched: Callable[[int], None]):
         self.number, self.engine, self.touched = number, engine, touched
         self.name = f"worker-{number:07}"
         self.pool = BlockPool(engine.blocks)
@@ -153,7 +153,7 @@ class Worker:
         self.touched(self.number)
         self.wake(now_s)
 
-    def load(self) -> Load:
+    def load(self) -> LoadStats:
         """The load that a heartbeat reports now."""
         engine, scheduler = self.engine, self.scheduler
         used = self.pool.blocks - self.pool.available
@@ -169,7 +169,7 @@ class Worker:
             pulling += task.pulled_tokens
             used += -(-(task.lacking + task.pulled_tokens) // engine.block_size)
         lacking = (len(s.tokens) - s.computed for s in scheduler.running)
-        return Load(
+        return LoadStats(
             queued_tokens=queued,
             prefill_tokens=sum(tokens for tokens in lacking if tokens > 1),
             pulling_tokens=pulling,

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from cluster.routing.index import PrefixIndex
-from kvpaging.events import Announcer, Load, decode
+from kvpaging.events import Announcer, LoadStats, decode
 from tests.kvpaging.caching import findable
 from tests.worker.fake import VOCAB, check, make_engine, make_request
 
@@ -27,7 +27,9 @@ class Watched:
     def hosted(self) -> set[bytes | None]:
         host_cache = self.engine.scheduler.host_cache
         host = None if host_cache is None else host_cache.hosts[0]
-        return set() if host is None else {host.block_hash(slot) for slot in range(host.slots)}
+        return (
+            set() if host is None else {host.block_hash(slot) for slot in range(host.host_blocks)}
+        )
 
     def submit(self, request) -> None:
         self.requests.append(request)
@@ -35,7 +37,7 @@ class Watched:
 
     def report(self) -> int:
         """Send a batch and compare; returns how many events it had."""
-        batch = self.announcer.cut(Load())
+        batch = self.announcer.cut(LoadStats())
         self.index.apply(batch, 0.0)
         for request in self.requests:
             for sequence in request.sequences:

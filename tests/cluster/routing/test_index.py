@@ -11,12 +11,12 @@ from cluster.routing import index
 from cluster.routing.index import BLOCK_BYTES, Hub, Match, Mirror, PrefixIndex, Version
 from kvpaging.events import (
     Announcer,
-    Batch,
     Digest,
     Dump,
     Event,
+    EventBatch,
     EventError,
-    Load,
+    LoadStats,
     decode,
     encode,
     xor_of,
@@ -49,7 +49,7 @@ class Worker:
         return self.cut()
 
     def cut(self, **load: int) -> bytes:
-        return self.announcer.cut(Load(**load))
+        return self.announcer.cut(LoadStats(**load))
 
     def repair(self, index: PrefixIndex) -> None:
         version = index.wanted[self.announcer.gang]
@@ -210,7 +210,7 @@ def test_what_is_stored_twice_or_removed_unknown_counts_once() -> None:
         (3, Event("removed", C + D), {A, B}),
     ):
         digest = Digest(len(left), xor_of(b"".join(left)))
-        batch = Batch("m", "g", 0, seq, seq, 9, digest, Load(), (event,))
+        batch = EventBatch("m", "g", 0, seq, seq, 9, digest, LoadStats(), (event,))
         whole.apply(encode(batch), NOW)
         assert known(whole) == left
         assert whole.wanted == {}
@@ -333,7 +333,7 @@ def test_a_mirror_far_behind_gets_a_dump_with_the_newest_load() -> None:
     hub.apply(worker.cut(running=4), NOW)
     dump, batch = map(decode, hub.answer(mirror.have, NOW).messages)
     assert isinstance(dump, Dump)
-    assert isinstance(batch, Batch)
+    assert isinstance(batch, EventBatch)
     ask(hub, mirror)
     assert known(mirror) == set(CHAIN)
     assert mirror.gangs["g"].load.running == 4

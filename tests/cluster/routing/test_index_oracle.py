@@ -16,7 +16,7 @@ from random import Random
 import pytest
 
 from cluster.routing.index import Answer, Gang, Hub, Mirror, PrefixIndex, Version
-from kvpaging.events import Announcer, Batch, Digest, Load, decode
+from kvpaging.events import Announcer, Digest, EventBatch, LoadStats, decode
 from tests.kvpaging.caching import Cache, documents, findable, hosted, keeping, parents_of
 
 SILENT_S = 5.0
@@ -27,7 +27,7 @@ HARM = ("gang", "gang", "hub", "mirror", "truth")
 ALL_THAT_CAN_HAPPEN = {
     *HARM,
     *("restart", "stored", "removed", "cleared"),
-    *("gap", "digest", "repaired by Batch", "repaired by Dump"),
+    *("gap", "digest", "repaired by EventBatch", "repaired by Dump"),
 }
 
 
@@ -61,9 +61,9 @@ class Worker:
                 self.cache.act()
         if self.announcer.changed or world.now - self.reported_s >= 0.5:
             self.reported_s = world.now
-            message = self.announcer.cut(Load(running=self.announcer.number + 1))
+            message = self.announcer.cut(LoadStats(running=self.announcer.number + 1))
             batch = decode(message)
-            assert isinstance(batch, Batch)
+            assert isinstance(batch, EventBatch)
             world.events += sum(max(1, len(e.ids) // 16) for e in batch.events)
             world.seen.update(e.kind for e in batch.events)
             world.history[self.name, self.epoch, batch.seq] = batch.digest

@@ -8,9 +8,9 @@ import pytest
 
 from cluster.routing import policies
 from cluster.routing.policies import Factors, Policy, Rates, RoutingQuery, alike
-from kvpaging.events import Load
+from kvpaging.events import LoadStats
 
-LOAD = Load(
+LOAD = LoadStats(
     queued_tokens=0, prefill_tokens=0, pulling_tokens=0, waiting=0, running=0, committed_blocks=0,
     blocks=1000, step_tokens_max=8192, prompt_s=0.01, token_s=2e-5, step_s=0.005, block_s=1e-5,
     link_tokens_per_s=1e5,
@@ -20,7 +20,7 @@ LOAD = Load(
 @dataclass
 class FakeRow:
     name: str
-    load: Load
+    load: LoadStats
     rates: Rates
     sent_tokens: int = 0
     sent_blocks: int = 0

@@ -10,14 +10,14 @@ from cluster.routing.block_hashes import BlockHasher
 from cluster.routing.index import Mirror
 from cluster.routing.router import OPEN_ENDED, OUTPUT_TOKENS, UNREPORTED_S, Length, Route, Router
 from configs.schema import Config
-from kvpaging.events import Announcer, Load
+from kvpaging.events import Announcer, LoadStats
 from kvpaging.pool import BlockPool
 from tests.cluster.fakes import KEY, config, prefix
 from worker import messages
 from worker.params import SamplingParams
 
 SIZE = 16
-LOAD = Load(blocks=4096, step_tokens_max=512, prompt_s=0.01, token_s=0.001, step_s=0.02)
+LOAD = LoadStats(blocks=4096, step_tokens_max=512, prompt_s=0.01, token_s=0.001, step_s=0.02)
 
 
 class Watched:
@@ -65,7 +65,7 @@ class World:
             clock=lambda: self.now,
         )
 
-    def state(self, gang: str, load: Load = LOAD, tokens: list[int] | None = None) -> None:
+    def state(self, gang: str, load: LoadStats = LOAD, tokens: list[int] | None = None) -> None:
         """A gang reports its load, and that it has stored the blocks of a prompt."""
         if gang not in self.announcers:
             pool = self.pools[gang] = BlockPool(4096)
@@ -159,7 +159,7 @@ def test_gangs_to_be_avoided_are_and_none_is_none() -> None:
 def test_a_burst_on_gangs_that_have_measured_nothing_is_spread() -> None:
     world = World("a", "b")
     for gang in ("a", "b"):
-        world.state(gang, Load(blocks=4096, step_tokens_max=512))
+        world.state(gang, LoadStats(blocks=4096, step_tokens_max=512))
     chosen = [world.choose([*PROMPT[:40], n]).gang for n in range(16)]
     assert min(chosen.count(gang) for gang in ("a", "b")) >= 2
 

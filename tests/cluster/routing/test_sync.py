@@ -8,8 +8,8 @@ import pytest
 
 from cluster.routing import sync
 from cluster.routing.index import Hub, Mirror, Version
-from cluster.routing.sync import Follower, News, Reporter
-from kvpaging.events import Announcer, Load
+from cluster.routing.sync import IndexFollower, News, Reporter
+from kvpaging.events import Announcer, LoadStats
 from kvpaging.pool import BlockPool
 from tests.cluster.fakes import LocalHub
 
@@ -44,7 +44,7 @@ class Gang:
             )
 
     async def announce(self, force: bool) -> bytes | None:
-        return self.announcer.cut(Load()) if force or self.announcer.changed else None
+        return self.announcer.cut(LoadStats()) if force or self.announcer.changed else None
 
     async def repair(self, epoch: int, seq: int) -> list[bytes]:
         return self.announcer.repair(epoch, seq)
@@ -59,7 +59,7 @@ class Clock:
 
 async def test_what_a_worker_stores_is_known_to_the_mirror() -> None:
     gang, hub, mirror = Gang(), LocalHub(), Mirror()
-    reporter, follower = Reporter(gang, hub, Clock()), Follower("i", mirror, hub, Clock())
+    reporter, follower = Reporter(gang, hub, Clock()), IndexFollower("i", mirror, hub, Clock())
     gang.store(3)
     await reporter.turn()
     await follower.turn()
@@ -73,7 +73,7 @@ async def test_what_a_worker_stores_is_known_to_the_mirror() -> None:
 
 async def test_a_hub_that_was_made_anew_is_told_all() -> None:
     gang, hub, mirror = Gang(), LocalHub(), Mirror()
-    reporter, follower = Reporter(gang, hub, Clock()), Follower("i", mirror, hub, Clock())
+    reporter, follower = Reporter(gang, hub, Clock()), IndexFollower("i", mirror, hub, Clock())
     gang.store(3)
     await reporter.turn()
     await follower.turn()
@@ -118,7 +118,7 @@ async def test_a_hub_that_is_away_costs_one_line(caplog: pytest.LogCaptureFixtur
     lost, back = "no index for now: the actor died", "the index is back"
     assert [r.getMessage() for r in caplog.records] == [lost, back, lost]
     caplog.clear()
-    follower = Follower("i", Mirror(), hub, Clock())
+    follower = IndexFollower("i", Mirror(), hub, Clock())
     await follower.turn()
     await follower.turn()
     assert [r.getMessage() for r in caplog.records] == ["no index for now: TimeoutError"]
@@ -126,7 +126,7 @@ async def test_a_hub_that_is_away_costs_one_line(caplog: pytest.LogCaptureFixtur
 
 async def test_a_follower_waits_for_news() -> None:
     gang, hub, mirror = Gang(), LocalHub(), Mirror()
-    follower = Follower("i", mirror, hub, Clock())
+    follower = IndexFollower("i", mirror, hub, Clock())
     await follower.turn()
     waiting = asyncio.create_task(follower.turn())
     await asyncio.sleep(0)

@@ -239,14 +239,14 @@ class Gang(Working):
         super().__init__(settings, directory, key, fetch)
         self.gang, self.member = member.gang, member
 
-    class Follower:
+    class IndexFollower:
         def __init__(self, settings: Any, directory: str, replica: str, member: Any) -> None:
             self.gang, self.member = replica, member
 
         def stop(self) -> None:
             """Waits for rank 0."""
 
-    follower = Follower
+    follower = IndexFollower
 
 
 @pytest.mark.anyio

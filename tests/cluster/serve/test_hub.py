@@ -12,7 +12,7 @@ import pytest
 from cluster.routing.index import Mirror
 from cluster.serve import hub
 from cluster.serve.hub import HubActor
-from kvpaging.events import Announcer, Load
+from kvpaging.events import Announcer, LoadStats
 
 pytestmark = pytest.mark.anyio
 
@@ -32,7 +32,7 @@ async def test_who_asks_is_told_when_there_is_news(actor: HubActor) -> None:
     waiting = asyncio.create_task(actor.poll("i", mirror.have, first.changes, 1.0))
     await asyncio.sleep(0)
     assert not waiting.done()
-    assert await actor.report([gang.cut(Load(running=3))]) == {}
+    assert await actor.report([gang.cut(LoadStats(running=3))]) == {}
     mirror.take((await waiting).answer, 0.0)
     assert mirror.gangs["g"].load.running == 3
     same = await actor.poll("i", mirror.have, (await waiting).changes, 0.0)
@@ -61,7 +61,7 @@ async def test_bad_messages_and_too_many_blocks_leave_a_line(
     gang = Announcer("m", "huge")
     gang.capacity = 1 << 30
     for _ in range(2):
-        await actor.report([b"nonsense", gang.cut(Load())])
+        await actor.report([b"nonsense", gang.cut(LoadStats())])
     lines = [record.getMessage() for record in caplog.records]
     assert [line.startswith("a message was refused") for line in lines].count(True) == 2
     assert sum("served without its blocks being known" in line for line in lines) == 1

@@ -47,7 +47,7 @@ def assert_empty(engine: Engine) -> None:
     assert host_cache is not None
     for host in host_cache.arenas:
         assert host.counts().pinned == 0
-        assert sum(host.counts()) == host.slots
+        assert sum(host.counts()) == host.host_blocks
 
 
 def vars_of(counts) -> list[int]:  # type: ignore[no-untyped-def]
@@ -256,7 +256,8 @@ def test_rates_are_of_the_rank_whose_time_is_known() -> None:
 
 
 def test_what_a_window_has_passed_takes_no_slot_from_what_serves_more() -> None:
-    """Eight slots: one for an end, seven for what is free; then an end takes a passed one's."""
+    """Eight host blocks: one for an end, seven for what is free; then an end takes a passed
+    one's."""
     engine = make_engine(blocks=12, host_blocks=8, windows=(6,))
     (pool,), host_cache = engine.scheduler.pools, engine.scheduler.host_cache
     assert host_cache is not None
@@ -287,13 +288,13 @@ def test_a_copy_on_another_rank_gives_way_unless_it_is_held(held: bool, rank: in
         pool.register(block, name, None)
         pool.unref(block)
         pool.allocate(4, home)  # evicts it
-        slot = host.lookup(name)
-        assert slot is not None
+        host_block = host.lookup(name)
+        assert host_block is not None
         if home == 1:
-            assert host.rank_of(slot) == 1
+            assert host.rank_of(host_block) == 1
             if held:
-                host.pin(slot)
-    assert host.rank_of(slot) == rank
+                host.pin(host_block)
+    assert host.rank_of(host_block) == rank
     assert host.check() == []
     assert host_cache.stats.dropped_blocks == 0
 

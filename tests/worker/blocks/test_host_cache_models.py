@@ -139,7 +139,11 @@ def test_on_all_ranks_of_a_gang(models: Models, family: str, ranks: int, sharded
     with gang_engine(spec, model, ranks, sharded_from=sharded_from) as (engine, members):
         swapped(engine, alone(models, family, "auto"), family, 1 if wide else ranks)
         (host,) = tier_of(engine).arenas
-        used = {host.rank_of(slot) for slot in range(host.slots) if host.block_hash(slot)}
+        used = {
+            host.rank_of(host_block)
+            for host_block in range(host.host_blocks)
+            if host.block_hash(host_block)
+        }
         assert len(used) == ranks
         told = engine.runner.gang.copied.times
     assert told > 0

@@ -9,7 +9,7 @@ import pytest
 
 from tests.families import prompts
 from tests.worker.gangs import Ranks, gang_engine
-from worker.engine.where import Pages
+from worker.engine.where import AddressMap
 from worker.gang.member import RankInfo, arenas
 from worker.params import SamplingParams
 from worker.request import Request
@@ -67,10 +67,10 @@ def test_the_key_of_every_token_of_a_sharded_request_is_where_it_is_said_to_be(
     spec, model = models.load(family, 8)
     alone = models.engine(family, 8, chunk=64)
     run(alone)
-    single = Pages(alone, spec, "gang-1", 0, facts(alone, None))
+    single = AddressMap(alone, spec, "gang-1", 0, facts(alone, None))
     with gang_engine(spec, model, ranks, sharded_from=1) as (engine, members):
         run(engine)
-        pages = Pages(engine, spec, "gang-2", 7, facts(engine, members))
+        pages = AddressMap(engine, spec, "gang-2", 7, facts(engine, members))
         for choice in (0, 1):
             there: list[dict[str, Any]] = []
             for token in range(stored(engine, choice)):
@@ -112,7 +112,7 @@ def test_a_token_that_no_layer_sees_any_more_is_said_to_be_given_back(models: Mo
     spec, _ = models.load("mistral", 8)
     engine = models.engine("mistral", 8, chunk=64)
     run(engine)
-    pages = Pages(engine, spec, "gang-1", 0, facts(engine, None))
+    pages = AddressMap(engine, spec, "gang-1", 0, facts(engine, None))
     with pytest.raises(ValueError, match="freed, for no layer sees more than the last 20"):
         pages.locate(NAME, 0, 0)
     last = stored(engine, 0) - 1
@@ -123,7 +123,7 @@ def test_a_token_that_no_layer_sees_any_more_is_said_to_be_given_back(models: Mo
     assert pages.holders(0, found["physical_block"], 0)["holders"]
 
 
-def check_holders(pages: Pages, place: dict[str, Any], token: int, choice: int) -> None:
+def check_holders(pages: AddressMap, place: dict[str, Any], token: int, choice: int) -> None:
     """The inverse: whose tokens lie where this one is said to be."""
     block = pages.holders(place["rank"], place["physical_block"], place["group"])
     assert (block["host"], block["pid"]) == (place["host"], place["pid"])
@@ -150,7 +150,7 @@ def test_what_is_not_there_is_said(models: Models) -> None:
     spec, _ = models.load("llama", 8)
     engine = models.engine("llama", 8, chunk=64)
     run(engine)
-    pages = Pages(engine, spec, "gang-1", 0, facts(engine, None))
+    pages = AddressMap(engine, spec, "gang-1", 0, facts(engine, None))
     assert pages.locate("another", 0, 0) is None
     for token, choice, message in ((10_000, 0, "is not in its pages"), (0, 2, "has 2 choices")):
         with pytest.raises(ValueError, match=message):

@@ -269,7 +269,7 @@ def test_cold_sequences_are_even_within_a_block(ranks, chunk):
     while not engine.idle:
         engine.step(NOW)
         for table in tables_of(engine).values():
-            assert max(table.loads) - min(table.loads) <= 1
+            assert max(table.blocks_by_rank) - min(table.blocks_by_rank) <= 1
 
 
 def test_a_prefix_stored_on_one_rank_is_used_where_it_lies():
@@ -282,7 +282,7 @@ def test_a_prefix_stored_on_one_rank_is_used_where_it_lies():
     engine.step(NOW)
     (sequence,) = engine.scheduler.running
     assert sequence.cached_tokens == 20
-    assert sequence.table.loads[0] >= 5
+    assert sequence.table.blocks_by_rank[0] >= 5
     assert tokens_of(run(engine), "long") == expected(longer, 4)
     again = make_request("again", [*longer[:70], 5], 2, options=IGNORE)
     engine.submit(again)

@@ -6,11 +6,11 @@ import pytest
 
 from cluster.tools.replay.report import copies, ideal, percentile, summary
 from cluster.tools.replay.simulation import Replay, Settings
-from cluster.tools.replay.worker import Cost, Engine
+from cluster.tools.replay.worker import Cost, VirtualEngine
 from cluster.tools.traces import Arrival
 
 COST = Cost(prefill_ms=(10.0, 0.0, 0.0), decode_ms=(5.0, 0.0, 0.0))
-ENGINE = Engine(blocks=256, block_size=64, cost=COST)
+ENGINE = VirtualEngine(blocks=256, block_size=64, cost=COST)
 # Each prompt is one block of 512 tokens; the second and the last are repeats.
 ARRIVALS = [Arrival(n, float(n), 512, 3, (block,)) for n, block in enumerate([0, 0, 1, 2, 0])]
 

@@ -13,12 +13,12 @@ import pytest
 from cluster.tools import traces
 from cluster.tools.replay.report import ideal, summary
 from cluster.tools.replay.simulation import Copies, Outcome, Replay, Settings
-from cluster.tools.replay.worker import Engine
+from cluster.tools.replay.worker import VirtualEngine
 from cluster.tools.traces import Arrival
 from kvpaging import audit
 from tests.cluster import tracing
 
-ENGINE = Engine(blocks=2048, block_size=64)
+ENGINE = VirtualEngine(blocks=2048, block_size=64)
 SMALL = Settings("priced", ENGINE, workers=4)
 TRACE = Path(
     os.environ.get("KVATLAS_TRACE")
@@ -117,7 +117,7 @@ def test_ingresses_that_learn_late_stay_near_one_that_knows() -> None:
 
 def test_a_request_larger_than_a_pool_is_refused_and_counted() -> None:
     arrivals = [Arrival(0, 0.0, 700, 5, (0, 1)), Arrival(1, 0.0, 64 * 40, 5, (*range(5),))]
-    outcome = replay(arrivals, replace(SMALL, engine=Engine(blocks=40, block_size=64)))
+    outcome = replay(arrivals, replace(SMALL, engine=VirtualEngine(blocks=40, block_size=64)))
     assert (len(outcome.tasks), outcome.refused) == (1, 1)
 
 
@@ -127,7 +127,7 @@ def test_one_hot_prefix_is_served_by_all(rate: int, ingresses: int, delay_s: flo
     """At most 1.1 times round robin plus 15 ms, and balanced from 20 requests a second on."""
     arrivals = tracing.hot_prefix(5, rate, 15.0)
     settings = Settings(
-        "priced", Engine(16384, 64), workers=8, ingresses=ingresses, delay_s=delay_s
+        "priced", VirtualEngine(16384, 64), workers=8, ingresses=ingresses, delay_s=delay_s
     )
     turns = run(arrivals, settings, policy="round_robin")
     own = run(arrivals, settings)
@@ -136,7 +136,7 @@ def test_one_hot_prefix_is_served_by_all(rate: int, ingresses: int, delay_s: flo
 
 
 def test_a_thousand_workers_are_possible() -> None:
-    outcome = replay(talk()[:200], replace(SMALL, workers=1000, engine=Engine(256, 64)))
+    outcome = replay(talk()[:200], replace(SMALL, workers=1000, engine=VirtualEngine(256, 64)))
     assert len(Counter(task.worker for task in outcome.tasks)) > 50
 
 
@@ -149,7 +149,7 @@ def test_a_thousand_workers_are_possible() -> None:
 def test_the_conversation_trace(speed: float, reuse: float, mean: float, p99: float) -> None:
     """Shares of round robin's times; a minute or two for each speed."""
     arrivals = traces.read(TRACE)
-    settings = Settings("priced", Engine(16384, 64), workers=8, speed=speed)
+    settings = Settings("priced", VirtualEngine(16384, 64), workers=8, speed=speed)
     own = run(arrivals, settings)
     turns = run(arrivals, settings, policy="round_robin")
     fewer = run(arrivals, settings, policy="power_of_two")

@@ -6,21 +6,29 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.tools.replay.worker import Cost, Engine, Task, Worker, adopt, export, leading
+from cluster.tools.replay.worker import (
+    Cost,
+    Task,
+    VirtualEngine,
+    VirtualWorker,
+    adopt,
+    export,
+    leading,
+)
 from cluster.tools.traces import Arrival
 from kvpaging import audit
 from kvpaging.pool import BlockPool
 from tests.cluster import tracing
 
 COST = Cost(prefill_ms=(10.0, 0.01, 0.0), decode_ms=(5.0, 0.0, 0.0))
-ENGINE = Engine(blocks=256, block_size=64, max_batch_tokens=2048, max_num_seqs=16, cost=COST)
+ENGINE = VirtualEngine(blocks=256, block_size=64, max_batch_tokens=2048, max_num_seqs=16, cost=COST)
 
 
 def task(arrival: Arrival) -> Task:
     return Task(arrival, arrival.block_hashes(64), arrival.prompt_tokens, 0)
 
 
-def serve(worker: Worker, tasks: list[Task], step_s: float = math.inf) -> None:
+def serve(worker: VirtualWorker, tasks: list[Task], step_s: float = math.inf) -> None:
     """Submit at the times of arrival, stop to look in between, finish."""
     now_s = 0.0
     for one in tasks:
@@ -34,7 +42,7 @@ def serve(worker: Worker, tasks: list[Task], step_s: float = math.inf) -> None:
 
 
 def test_times_are_those_of_the_formulas() -> None:
-    worker = Worker(0, ENGINE, lambda number: None)
+    worker = VirtualWorker(0, ENGINE, lambda number: None)
     first, second = task(Arrival(0, 1.0, 3000, 3, (*range(6),))), task(Arrival(1, 1.0, 64, 1, (0,)))
     worker.submit(first, 1.0)
     worker.submit(second, 1.0)
@@ -49,7 +57,7 @@ def test_times_are_those_of_the_formulas() -> None:
 
 
 def test_a_load_says_what_waits_runs_and_is_promised() -> None:
-    worker = Worker(0, ENGINE, lambda number: None)
+    worker = VirtualWorker(0, ENGINE, lambda number: None)
     worker.submit(task(Arrival(0, 0.0, 6400, 50, (*range(13),))), 0.0)
     idle = worker.load()
     assert (idle.queued_tokens, idle.waiting, idle.committed_blocks) == (6400, 1, 100)
@@ -78,7 +86,7 @@ def test_jumping_over_quiet_stretches_equals_stepping(seed: int) -> None:
     arrivals = [one for one in arrivals if one.prompt_tokens + one.output_tokens < 64 * blocks]
     for jump, step_s in ((False, math.inf), (True, math.inf), (True, 0.07)):
         engine = replace(ENGINE, blocks=blocks, jump=jump, cost=Cost())
-        worker = Worker(0, engine, lambda number: None)
+        worker = VirtualWorker(0, engine, lambda number: None)
         tasks = [task(one) for one in arrivals]
         serve(worker, tasks, step_s)
         assert audit.check(worker.pool, []) == []
@@ -100,7 +108,7 @@ def test_jumping_over_quiet_stretches_equals_stepping(seed: int) -> None:
 def test_the_jump_is_taken_at_all() -> None:
     plans = []
     for jump in (False, True):
-        worker = Worker(0, replace(ENGINE, jump=jump), lambda number: None)
+        worker = VirtualWorker(0, replace(ENGINE, jump=jump), lambda number: None)
         real, count = worker.scheduler.plan, [0]
 
         def counted(real=real, count=count):  # type: ignore[no-untyped-def]
