@@ -114,7 +114,7 @@ def _measured(rank: int, ranks: int, store: str, context: int) -> dict[str, dict
             calls, sent = exchange.calls, exchange.bytes_sent
             times = []
             for _ in range(TURNS):
-                exchange.gather(torch.zeros(1, device=device))
+                exchange.all_gather(torch.zeros(1, device=device))
                 exchange.synchronize()
                 since = time.perf_counter()
                 run()

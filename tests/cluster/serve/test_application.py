@@ -257,7 +257,7 @@ async def test_the_first_of_a_gang_leads_and_the_others_have_names_of_their_own(
     for rank, name in enumerate(("gang-7", "r1", "r2", "r3")):
         member = SimpleNamespace(gang="gang-7", rank=rank)
         found = (member, ["r0", "r1", "r2", "r3"])
-        monkeypatch.setattr("cluster.serve.rendezvous.seat_here", lambda config, found=found: found)
+        monkeypatch.setattr("cluster.serve.rendezvous.join_gang", lambda config, found=found: found)
         made = application.Worker(f"{__name__}:Gang", there, there.pools[1], "/models/m", KEY)
         assert made.record_replica_metadata() == {"gang": name, "rank": rank}
         assert made._worker.member is member
