@@ -22,7 +22,7 @@ class BlockHasher:
 
     def block_hashes(self, info: dict[str, Any], tokens: Sequence[int], salt: bytes) -> list[bytes]:
         """The hashes of a prompt's full blocks in order; none without a prefix cache."""
-        parts = info["block_hash"]
+        parts = info["hash_inputs"]
         if parts is None:
             return []
         known, roots = self._roots

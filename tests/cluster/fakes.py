@@ -45,8 +45,8 @@ def ids_of(text: str) -> list[int]:
 
 def prefix(key: bytes) -> PrefixCache:
     """One that names blocks, and never holds any."""
-    block_hash = HashInputs(b"fake", "float32", key)
-    return PrefixCache([], 16, block_hash, enabled=True, cpu_clock=time.thread_time)
+    hash_inputs = HashInputs(b"fake", "float32", key)
+    return PrefixCache([], 16, hash_inputs, enabled=True, cpu_clock=time.thread_time)
 
 
 async def permitted(gate: asyncio.Semaphore) -> bool:

@@ -145,7 +145,7 @@ class PrefixCache:
         self,
         pools: Sequence[BlockPool],
         block_size: int,
-        block_hash: HashInputs,
+        hash_inputs: HashInputs,
         *,
         enabled: bool,
         cpu_clock: Callable[[], float],
@@ -155,7 +155,7 @@ class PrefixCache:
         self.pools, self.block_size = tuple(pools), block_size
         self.windows = tuple(windows) or (None,) * len(self.pools)
         self.here = Matcher(self.pools, self.windows, block_size)
-        self.block_hash, self.enabled, self.indexed = block_hash, enabled, indexed
+        self.hash_inputs, self.enabled, self.indexed = hash_inputs, enabled, indexed
         self.cpu_clock = cpu_clock
         self.stats = PrefixStats()
         self._computing: Counter[bytes] = Counter()
@@ -172,12 +172,12 @@ class PrefixCache:
         """The inputs to the block hashes of the indexed group, without key and salt, and the hashes
         of a probe: a peer that computes the same ones hashes all blocks alike."""
         if self.indexed is None or not self.enabled:
-            return {"block_hash": None, "probe": []}
+            return {"hash_inputs": None, "probe": []}
         parts = self._parts(self.indexed)
-        root = hashing.root(**parts, salt=PROBE_SALT, key=self.block_hash.key)
+        root = hashing.root(**parts, salt=PROBE_SALT, key=self.hash_inputs.key)
         tokens = range(PROBE_BLOCKS * self.block_size)
-        probe = hashing.block_hashes(root, tokens, self.block_size, key=self.block_hash.key)
-        return {"block_hash": parts, "probe": probe}
+        probe = hashing.block_hashes(root, tokens, self.block_size, key=self.hash_inputs.key)
+        return {"hash_inputs": parts, "probe": probe}
 
     def block_hashes(self, sequence: requests.Sequence) -> list[list[bytes]]:
         """The block hashes of the sequence's full blocks, one list per group."""
@@ -191,17 +191,17 @@ class PrefixCache:
         rest = sequence.tokens[known * self.block_size :]
         for group, hashes in enumerate(group_hashes):
             parent = hashes[-1] if hashes else self._root(group, sequence.request.salt)
-            hashes += hashing.block_hashes(parent, rest, self.block_size, key=self.block_hash.key)
+            hashes += hashing.block_hashes(parent, rest, self.block_size, key=self.hash_inputs.key)
         self.stats.hash_s += self.cpu_clock() - started
         return group_hashes
 
     def _root(self, group: int, salt: bytes) -> bytes:
-        return hashing.root(**self._parts(group), salt=salt, key=self.block_hash.key)
+        return hashing.root(**self._parts(group), salt=salt, key=self.hash_inputs.key)
 
     def _parts(self, group: int) -> dict[str, Any]:
         return {
-            "fingerprint": self.block_hash.fingerprint,
-            "kv_dtype": self.block_hash.kv_dtype,
+            "fingerprint": self.hash_inputs.fingerprint,
+            "kv_dtype": self.hash_inputs.kv_dtype,
             "block_size": self.block_size,
             "group": group,
         }

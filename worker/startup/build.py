@@ -50,7 +50,7 @@ def build_engine(
     clock: Callable[[], float],
     cpu_clock: Callable[[], float] | None = None,
     *,
-    block_hash: HashInputs = UNNAMED,
+    hash_inputs: HashInputs = UNNAMED,
     gang: GangComm | None = None,
     policy: ShardPolicy | None = None,
     draft: DraftModel | None = None,
@@ -65,7 +65,7 @@ def build_engine(
     prefix = PrefixCache(
         pools,
         spec.layout.block_size,
-        block_hash,
+        hash_inputs,
         enabled=spec.config.kv.prefix_cache,
         cpu_clock=cpu_clock,
         indexed=spec.layout.indexed,

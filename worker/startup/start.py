@@ -295,7 +295,7 @@ def start(
     """Load, check and build the engine, alone or on rank 0 of a gang. Raises UnsupportedModel where
     the check fails."""
     model, rotary = load(spec, clock, progress)
-    block_hash = HashInputs(
+    hash_inputs = HashInputs(
         fingerprint(spec.directory, rotary, spec.weights.format), spec.kv_dtype, key
     )
     draft = None
@@ -303,7 +303,7 @@ def start(
         small = spec.drafting()
         draft = build_draft(small, load(small, clock, progress)[0])
     return build_engine(
-        spec, model, clock, cpu_clock, block_hash=block_hash, gang=gang, draft=draft
+        spec, model, clock, cpu_clock, hash_inputs=hash_inputs, gang=gang, draft=draft
     )
 
 

@@ -49,6 +49,6 @@ def test_a_worker_that_finds_nothing_again_is_asked_for_nothing() -> None:
 def test_a_new_model_has_new_names() -> None:
     block_hashes = BlockHasher(KEY)
     first = info(worker())
-    second = {**first, "block_hash": {**first["block_hash"], "fingerprint": b"another"}}
+    second = {**first, "hash_inputs": {**first["hash_inputs"], "fingerprint": b"another"}}
     group_hashes = [block_hashes.block_hashes(i, range(8), b"") for i in (first, second, first)]
     assert group_hashes[0] == group_hashes[2] != group_hashes[1]
