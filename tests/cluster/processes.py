@@ -124,8 +124,9 @@ def below(pid: int) -> set[int]:
     """The processes under a process."""
     found: set[int] = set()
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, task.read_text().split()):
-            found |= {child} | below(child)
+        with contextlib.suppress(OSError):  # a thread that ended since
+            for child in map(int, task.read_text().split()):
+                found |= {child} | below(child)
     return found
 
 

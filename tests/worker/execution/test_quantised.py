@@ -158,13 +158,13 @@ def test_pages_and_their_name_follow_the_setting(models: Models) -> None:
 
 
 def test_a_block_in_8_bits_is_not_one_in_all_bits(models: Models) -> None:
-    block_hashes = {}
+    tables = {}
     for kind in ("auto", *quant.FORMATS):
         spec, _ = models.load("llama", 16, kv_dtype=kind)
         prefix = start(spec, clock=lambda: 0.0).scheduler.prefix
-        assert prefix.block_hash.kv_dtype == spec.kv_dtype
-        block_hashes[kind] = str(prefix.to_dict())
-    assert len(set(block_hashes.values())) == 3
+        assert prefix.hash_inputs.kv_dtype == spec.kv_dtype
+        tables[kind] = str(prefix.to_dict())
+    assert len(set(tables.values())) == 3
 
 
 def test_fp8_is_refused_by_name_where_the_gpu_lacks_it(
