@@ -4,7 +4,7 @@ two such gangs, for the tests of what happens to them."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from tests.cluster.deploying import STEP_S, SlowWorker
 from tests.cluster.processes import HEALTH
 from worker.engine.engine import Engine
 from worker.gang.follower import GPUFollower, Made
-from worker.gang.protocol import Change
+from worker.scheduling.step import StepPlan
 
 LOSE = "lose-an-entry"
 """While this file is there, ranks other than 0 lose what they are told next, and take it away."""
@@ -44,12 +44,12 @@ class ToldFollower(GPUFollower):
         builder: Any = made.runner.builder
         apply, flag = builder.apply, directory / LOSE
 
-        def losing(changes: Iterable[Change]) -> int:
-            told = list(changes)
+        def losing(plan: StepPlan) -> int:
+            told = [row for row in plan.rows if row.blocks and row.blocks[0]]
             if told and flag.exists():
                 flag.unlink()
-                told.pop()
-            found: int = apply(told)
+                plan = replace(plan, rows=tuple(row for row in plan.rows if row is not told[-1]))
+            found: int = apply(plan)
             return found
 
         builder.apply = losing

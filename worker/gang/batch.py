@@ -6,7 +6,7 @@ rows (`context_parallel.shard.tails`). Only a row's home rank computes its logit
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -19,7 +19,6 @@ from context_parallel.shard import SHORT_TOKENS, Geometry, Tail, tails
 from context_parallel.tables import LocalTables
 from kvpaging.store import Layout
 from worker.execution.batch import Batch, BatchBuilder, Ints, tokens_of
-from worker.gang.protocol import Change
 from worker.scheduling.step import Row, StepPlan
 
 
@@ -48,19 +47,19 @@ class GangBuilder(BatchBuilder):
         if self.device.type == "cpu":
             self.tables = torch.from_numpy(self.host)
 
-    def apply(self, changes: Iterable[Change]) -> int:
-        """Change the tables; returns their digest, which is the same on all ranks.
+    def apply(self, plan: StepPlan) -> int:
+        """Change the tables by a plan's entries; returns their digest, the same on all ranks.
 
-        Raises ValueError where a change does not fit the table.
+        Raises ValueError where an entry does not fit the table.
         """
-        changed: list[tuple[int, int, int]] = []
-        for slot, first, ids in changes:
-            self.local.change(slot, first, ids)
-            used = int(self.local.used[slot])
-            kept = int(np.searchsorted(self.local.logical[slot, :used], first))
-            changed.append((slot, kept, used))
-        if self.device.type != "cpu":
-            for slot, kept, used in changed:
+        for row in plan.rows:
+            if not row.blocks or not row.blocks[0]:
+                continue
+            slot, first = row.slot, row.changed_from
+            self.local.change(slot, first, row.blocks)
+            if self.device.type != "cpu":
+                used = int(self.local.used[slot])
+                kept = int(np.searchsorted(self.local.logical[slot, :used], first))
                 new = torch.from_numpy(self.host[:, slot, kept:used].copy())
                 self.tables[:, slot, kept:used] = new.to(self.device)
         return self.local.digest

@@ -8,17 +8,17 @@ same changes to the same tables, which the digest in a step verifies.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Annotated, Any, NamedTuple
 
 from kvpaging import codec
-from kvpaging.codec import ROW, Int32s, Refused
+from kvpaging.codec import ROW, Refused
 from kvpaging.host_pool import Moves
-from kvpaging.table import Copy
 from worker.execution.runner import StepResult
 from worker.params import SamplingParams
-from worker.scheduling.step import Row, StepPlan
+from worker.scheduling.step import StepPlan
 
-VERSION = 4
+VERSION = 5
 STEP, COLLECT, HEARTBEAT, STOP, RESULT, MOVE = KINDS = range(6)
 
 
@@ -26,59 +26,14 @@ class WrongMessage(RuntimeError):
     """A message of a rank that does not fit this version: that rank cannot take part."""
 
 
-class Change(NamedTuple):
-    """From logical block `first` on, the sequence in `slot` has the gang-wide blocks `ids[g]`."""
-
-    slot: int
-    first: int
-    ids: tuple[Int32s, ...]
-
-
-class Start(NamedTuple):
-    """Sent with the first row of a sequence in its slot."""
-
-    prompt_tokens: int
-    params: SamplingParams
-
-
-class RowMessage(NamedTuple):
-    """A row of a plan as it is sent; its table entries are among the changes of the step."""
-
-    slot: int
-    start: int
-    length: int
-    sampled: bool
-    stored: int
-    scored_from: int | None
-    candidates: int
-    home: int
-    sharded: bool
-    drafts: Int32s
-    tokens: Int32s
-    targets: Int32s
-    history: tuple[Int32s, Int32s] | None
-    first: Start | None
-
-
 class StepMessage(NamedTuple):
-    """A plan as it is sent, and the changes of the block tables before it."""
+    """The step that every rank does next. `digest` is of the tables with its entries, `params` are
+    those of its rows that are new to their slots."""
 
     epoch: int
-    step: int
     digest: int
-    changes: list[Change]
-    copies: tuple[Annotated[Copy, ROW], ...]
-    rows: list[RowMessage]
-
-
-class DecodedStep(NamedTuple):
-    """The step that every rank does next. `digest` is of the tables after the changes."""
-
-    epoch: int
-    step: int
-    digest: int
-    plan: StepPlan
-    changes: list[Change]
+    params: list[SamplingParams]
+    plan: Annotated[StepPlan, ROW]
 
 
 class Result(NamedTuple):
@@ -98,87 +53,28 @@ class Result(NamedTuple):
 _STEP, _RESULT, _MOVES = map(codec.plan, (StepMessage, Result, Moves))
 
 
-def changes_of(plan: StepPlan) -> list[Change]:
-    """The new table entries of a plan's rows."""
-    return [
-        Change(row.slot, row.changed_from, tuple(map(list, row.blocks)))
-        for row in plan.rows
-        if row.blocks and row.blocks[0]
-    ]
-
-
-class PlanEncoder:
-    """Rank 0's side of steps."""
-
-    def __init__(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def step(self, plan: StepPlan, changes: Iterable[Change], digest: int) -> bytes:
-        """The message for a plan; `digest` is of the tables after the changes."""
-        rows = [_row(row) for row in plan.rows]
-        message = StepMessage(self.epoch, plan.step, digest, [*changes], plan.copies, rows)
-        return _packed(STEP, _STEP.written(message))
-
-
-def _row(row: Row) -> RowMessage:
-    first = row.changed_from == 0
-    return RowMessage(
-        slot=row.slot,
-        start=row.start,
-        length=row.count,
-        sampled=row.sampled,
-        stored=row.stored,
-        scored_from=row.scored_from,
-        candidates=row.candidates,
-        home=row.home,
-        sharded=row.sharded,
-        drafts=[*row.drafts],
-        tokens=[*row.tokens],
-        targets=[*row.targets],
-        history=None if row.history is None else ([*row.history[0]], [*row.history[1]]),
-        first=Start(row.prompt_tokens, row.params) if first else None,
-    )
+def pack_step(epoch: int, digest: int, plan: StepPlan) -> bytes:
+    params = [row.params for row in plan.rows if row.changed_from == 0]
+    return _packed(STEP, _STEP.written(StepMessage(epoch, digest, params, plan)))
 
 
 class PlanDecoder:
-    """A follower's side of steps: knows the parameters of the sequence in each slot. Their tables
-    are in `LocalTables`."""
+    """A follower's side of steps: knows the parameters of the sequence in each slot."""
 
     def __init__(self) -> None:
-        self._known: dict[int, Start] = {}
+        self._known: dict[int, SamplingParams] = {}
 
-    def step(self, body: list[Any]) -> DecodedStep:
+    def step(self, body: list[Any]) -> StepMessage:
         """Decode the body of a step message (see `read`). Raises WrongMessage."""
-        message = _decoded(_STEP, body, "a step")
+        message: StepMessage = _decoded(_STEP, body, "a step")
+        plan, known = message.plan, self._known
+        new = [row.slot for row in plan.rows if row.changed_from == 0]
         try:
-            rows = tuple([self._row(row) for row in message.rows])
-        except KeyError as error:
+            known.update(zip(new, message.params, strict=True))
+            rows = tuple([row._replace(params=known[row.slot]) for row in plan.rows])
+        except (KeyError, ValueError) as error:
             raise WrongMessage(f"a step that cannot be read: {error}") from error
-        plan = StepPlan(message.step, rows, message.copies)
-        return DecodedStep(message.epoch, message.step, message.digest, plan, message.changes)
-
-    def _row(self, message: RowMessage) -> Row:
-        """Raises KeyError where a slot has no sequence yet."""
-        if message.first is not None:
-            self._known[message.slot] = message.first
-        prompt_tokens, params = self._known[message.slot]
-        return Row(
-            slot=message.slot,
-            start=message.start,
-            count=message.length,
-            tokens=message.tokens,
-            params=params,
-            prompt_tokens=prompt_tokens,
-            sampled=message.sampled,
-            stored=message.stored,
-            scored_from=message.scored_from,
-            targets=message.targets,
-            history=message.history,
-            candidates=message.candidates,
-            home=message.home,
-            sharded=message.sharded,
-            drafts=tuple(message.drafts),
-        )
+        return message._replace(plan=replace(plan, rows=rows))
 
 
 def pack_result(result: Result) -> bytes:

@@ -34,8 +34,8 @@ from worker.gang.protocol import (
     STEP,
     STOP,
     PlanDecoder,
-    PlanEncoder,
     Result,
+    StepMessage,
     WrongMessage,
 )
 from worker.scheduling.step import Row, StepPlan
@@ -181,7 +181,6 @@ class GangRunner(RankRunner):
         """`depth` steps may be in flight, as in the engine; the rest is for `RankRunner`."""
         super().__init__(gang, *parts, **clocks)
         self.depth = depth
-        self._encoder = PlanEncoder(gang.epoch)
         self._open: deque[int] = deque()  # steps that the others have not answered
         self._due = 0  # of those, how many they answer before they receive again
         self._answers: dict[int, list[Result]] = {}
@@ -191,9 +190,8 @@ class GangRunner(RankRunner):
         return super().move(moves)
 
     def launch(self, plan: StepPlan) -> InFlight:
-        changes = protocol.changes_of(plan)
-        digest = self.builder.apply(changes)
-        self._broadcast(self._encoder.step(plan, changes, digest))
+        digest = self.builder.apply(plan)
+        self._broadcast(protocol.pack_step(self.gang.epoch, digest, plan))
         self._open.append(plan.step)
         self._due = max(self._due, len(self._open) - (self.depth - 1))
         return super().launch(plan)
@@ -307,7 +305,7 @@ class Follower:
                 kind, body = protocol.read(self.gang.channel.broadcast(None))
                 if kind == STEP:
                     decoded = self._decoder.step(body)
-                    step = decoded.step
+                    step = decoded.plan.step
                     self._launch(decoded)
                     while len(self._in_flight) >= self.depth:
                         self._collect()
@@ -321,18 +319,20 @@ class Follower:
             self._end(step, error)
             raise EngineDead(f"the gang stopped: {error}") from error
 
-    def _launch(self, decoded: protocol.DecodedStep) -> None:
+    def _launch(self, decoded: StepMessage) -> None:
         self._check(decoded)
+        flight: InFlight | Exception
         try:
-            self._in_flight.append((decoded.step, self.runner.launch(decoded.plan)))
+            flight = self.runner.launch(decoded.plan)
         except FATAL:
             raise
         except Exception as error:
-            self._in_flight.append((decoded.step, error))
+            flight = error
+        self._in_flight.append((decoded.plan.step, flight))
 
-    def _check(self, decoded: protocol.DecodedStep) -> None:
+    def _check(self, decoded: StepMessage) -> None:
         """Raises GangBroken unless this rank has the state that rank 0 expects."""
-        rank, step = self.gang.rank, decoded.step
+        rank, step = self.gang.rank, decoded.plan.step
         if decoded.epoch != self.gang.epoch:
             raise GangBroken(
                 f"rank {rank} is in epoch {self.gang.epoch}, rank 0 in {decoded.epoch}"
@@ -341,7 +341,7 @@ class Follower:
             raise GangBroken(f"rank {rank} was sent step {step} after step {self._last}")
         self._last = step
         try:
-            digest = self.runner.builder.apply(decoded.changes)
+            digest = self.runner.builder.apply(decoded.plan)
         except ValueError as error:
             raise GangBroken(f"rank {rank} diverged at step {step}: {error}") from error
         if digest != decoded.digest:

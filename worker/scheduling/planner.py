@@ -144,6 +144,7 @@ class Step:
         sampled, history = last and not candidates, None
         if sampled and params.penalised and not sequence.slot_filled:
             history, sequence.slot_filled = (tokens[:prompt], tokens[prompt:]), True
+        scored = () if scored_from is None else tokens[scored_from + 1 : min(end + 1, prompt)]
         row = Row(
             slot=sequence.slot,
             start=start,
@@ -157,7 +158,7 @@ class Step:
             admitted=admitted,
             stored=sequence.stored,
             scored_from=scored_from,
-            targets=() if scored_from is None else tokens[scored_from + 1 : min(end + 1, prompt)],
+            targets=tuple(scored),
             history=history,
             copies=tuple(copies),
             candidates=candidates,

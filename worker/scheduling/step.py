@@ -7,13 +7,11 @@ else is needed to build, send, run or sample a step. Only the scheduler knows a 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kvpaging.table import Copy
-    from worker.params import SamplingParams
+from kvpaging.codec import ROW, Form, Int32s
+from kvpaging.table import Copy
+from worker.params import SamplingParams
 
 
 class BeamCandidates(NamedTuple):
@@ -21,6 +19,11 @@ class BeamCandidates(NamedTuple):
 
     tokens: list[int]
     logprobs: list[float]
+
+
+def _apart(default: Any) -> Form:
+    """A field that is not sent with its row to other ranks (see `worker.gang.protocol`)."""
+    return Form(lambda value: None, lambda none: default)
 
 
 class Row(NamedTuple):
@@ -47,18 +50,18 @@ class Row(NamedTuple):
     slot: int
     start: int
     count: int  # type: ignore[assignment]  # hides the method of tuples
-    tokens: Sequence[int]
-    params: SamplingParams
+    tokens: Int32s
+    params: Annotated[SamplingParams, _apart(SamplingParams())]
     prompt_tokens: int
-    blocks: tuple[Sequence[int], ...] = ()
+    blocks: tuple[Int32s, ...] = ()
     changed_from: int = 0
     sampled: bool = False
     admitted: bool = False
     stored: int = 0
     scored_from: int | None = None
-    targets: Sequence[int] = ()
-    history: tuple[Sequence[int], Sequence[int]] | None = None
-    copies: tuple[Copy, ...] = ()
+    targets: tuple[int, ...] = ()
+    history: tuple[Int32s, Int32s] | None = None
+    copies: Annotated[tuple[Copy, ...], _apart(())] = ()
     candidates: int = 0
     home: int = 0
     sharded: bool = False
@@ -85,7 +88,7 @@ class StepPlan:
 
     step: int
     rows: tuple[Row, ...]
-    copies: tuple[Copy, ...]
+    copies: tuple[Annotated[Copy, ROW], ...]
 
     @property
     def tokens(self) -> int:

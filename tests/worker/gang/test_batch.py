@@ -14,7 +14,6 @@ from kvpaging.store import LayerShape, layout
 from tests.worker.fake import make_request
 from worker.execution.batch import tokens_of
 from worker.gang.batch import GangBuilder
-from worker.gang.protocol import changes_of
 from worker.scheduling.prefix import HashInputs, PrefixCache
 from worker.scheduling.scheduler import Scheduler
 from worker.scheduling.state import Limits, SchedulerState
@@ -130,8 +129,7 @@ def test_batches_say_what_tables_say(ranks, groups, budget):
     while scheduler.running or scheduler.waiting or in_flight:
         plan = scheduler.plan()
         if plan.rows:
-            changes = changes_of(plan)
-            assert len({builder.apply(changes) for builder in builders}) == 1
+            assert len({builder.apply(plan) for builder in builders}) == 1
             tables = {s.slot: s.table for s in scheduler.running}
             for rank, builder in enumerate(builders):
                 assert_matches(rank, plan, builder.build(plan), groups, ranks, tables)

@@ -13,7 +13,7 @@ from kvpaging.table import BlockTable, Copy
 from worker import messages
 from worker.execution.runner import StepResult
 from worker.gang import protocol
-from worker.gang.protocol import STEP, PlanDecoder, PlanEncoder, Result, WrongMessage
+from worker.gang.protocol import STEP, PlanDecoder, Result, WrongMessage
 from worker.params import SamplingParams
 from worker.request import Request
 from worker.scheduling.step import BeamCandidates, Row, StepPlan
@@ -50,10 +50,8 @@ def row(sequence, start: int, count: int, changed_from: int = 0, **options) -> R
     )
 
 
-def sent(
-    teller: PlanEncoder, listener: PlanDecoder, plan: StepPlan, digest: int = 0
-) -> protocol.DecodedStep:
-    kind, body = protocol.read(teller.step(plan, protocol.changes_of(plan), digest))
+def sent(listener: PlanDecoder, plan: StepPlan, digest: int = 0) -> protocol.StepMessage:
+    kind, body = protocol.read(protocol.pack_step(5, digest, plan))
     assert kind == STEP
     return listener.step(body)
 
@@ -62,14 +60,15 @@ def test_a_follower_sees_the_rows_that_rank_0_sees():
     pools = [BlockPool(50), BlockPool(50)]
     sequence = slot_filled(list(range(20)), 2, pools)
     options = {"stored": 3, "scored_from": 1, "candidates": 4, "home": 1, "sharded": True}
-    options |= {"targets": [*range(2, 20)], "history": ([*range(20)], [])}
+    options |= {"targets": (*range(2, 20),), "history": ([*range(20)], [])}
     mine = row(sequence, 0, 20, sampled=True, **options)
     copy = Copy(1, 7, 9)
-    told = sent(PlanEncoder(5), PlanDecoder(), StepPlan(8, (mine,), (copy,)), (1 << 64) - 1)
-    assert (told.epoch, told.step, told.digest) == (5, 8, (1 << 64) - 1)
+    told = sent(PlanDecoder(), StepPlan(8, (mine,), (copy,)), (1 << 64) - 1)
+    assert (told.epoch, told.plan.step, told.digest) == (5, 8, (1 << 64) - 1)
     assert told.plan.copies == (copy,)
-    assert told.changes == [(2, 0, tuple(sequence.table.blocks))]
     (theirs,) = told.plan.rows
+    assert (theirs.slot, theirs.changed_from) == (2, 0)
+    assert theirs.blocks == tuple(sequence.table.blocks)
     for name in ("slot", "start", "count", "tokens", "sampled", *options):
         assert getattr(theirs, name) == getattr(mine, name)
     assert theirs.prompt_tokens == 20
@@ -81,13 +80,13 @@ def test_only_what_is_new_is_sent():
     """A step of a long sequence costs the bytes of one token, however long it is."""
     pools = [BlockPool(5000)]
     sequence = slot_filled(list(range(20_000)), 0, pools)
-    teller, listener = PlanEncoder(1), PlanDecoder()
+    listener = PlanDecoder()
     sizes = []
     for step in range(3):
         start = len(sequence.tokens) - 1 if step else 0
         mine = row(sequence, start, len(sequence.tokens) - start, 2501 * (step > 0))
         plan = StepPlan(step, (mine,), ())
-        message = teller.step(plan, protocol.changes_of(plan), 0)
+        message = protocol.pack_step(1, 0, plan)
         sizes.append(len(message))
         (theirs,) = listener.step(protocol.read(message)[1]).plan.rows
         assert theirs.tokens == sequence.tokens[start:]
@@ -99,17 +98,17 @@ def test_only_what_is_new_is_sent():
 
 def test_a_slot_that_changes_hands_or_starts_again_is_told_from_the_beginning():
     pools = [BlockPool(50)]
-    teller, listener = PlanEncoder(1), PlanDecoder()
+    listener = PlanDecoder()
     first, second = slot_filled([1, 2, 3], 0, pools), slot_filled([4, 5], 0, pools)
-    one = sent(teller, listener, StepPlan(0, (row(first, 0, 3),), ())).plan.rows[0]
+    one = sent(listener, StepPlan(0, (row(first, 0, 3),), ())).plan.rows[0]
     assert (one.tokens, one.prompt_tokens, one.params) == ([1, 2, 3], 3, PARAMS)
     second.params = replace(PARAMS, seed=8)
-    other = sent(teller, listener, StepPlan(1, (row(second, 0, 2),), ())).plan.rows[0]
+    other = sent(listener, StepPlan(1, (row(second, 0, 2),), ())).plan.rows[0]
     assert (other.tokens, other.prompt_tokens, other.params.seed) == ([4, 5], 2, 8)
     second.tokens.append(6)
-    more = sent(teller, listener, StepPlan(2, (row(second, 2, 1, 1),), ())).plan.rows[0]
+    more = sent(listener, StepPlan(2, (row(second, 2, 1, 1),), ())).plan.rows[0]
     assert (more.tokens, more.prompt_tokens, more.params) == ([6], 2, other.params)
-    again = sent(teller, listener, StepPlan(3, (row(second, 0, 3),), ())).plan.rows[0]
+    again = sent(listener, StepPlan(3, (row(second, 0, 3),), ())).plan.rows[0]
     assert (again.tokens, again.prompt_tokens, again.params) == ([4, 5, 6], 2, other.params)
 
 
@@ -152,6 +151,6 @@ def test_copies_come_back_as_they_were_or_are_refused():
 
 
 def test_a_step_that_cannot_be_read_is_refused():
-    for body in ([], [1, 2, 3, [[0]], [], []], [1, 2, 3, [], [], [[0] * 13]]):
+    for body in ([], [1, 2, [], [0, [[0]], []]], [1, 2, [], [0, [[0] * 19], []]]):
         with pytest.raises(WrongMessage, match="cannot be read"):
             PlanDecoder().step(body)

@@ -290,7 +290,7 @@ def test_a_rank_of_another_epoch_is_refused(models):
         engine,
         members,
     ):
-        engine.runner._encoder.epoch = 7
+        engine.runner.gang = replace(engine.runner.gang, epoch=7)
         submit(engine, 1)
         with pytest.raises(EngineDead, match="rank 1 is in epoch 1, rank 0 in 7"):
             run_out(engine)
