@@ -107,7 +107,9 @@ def _serve(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     config = _config(options)
     directory = _model(config)
-    from worker.startup.start import DoesNotFit, UnsupportedModel, resolve
+    from worker.execution.model import UnsupportedModel
+    from worker.startup.memory import DoesNotFit
+    from worker.startup.start import resolve
 
     for pool in config.pools:
         try:

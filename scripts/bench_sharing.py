@@ -43,7 +43,9 @@ from worker.scheduling.prefix import HashInputs, PrefixCache
 from worker.scheduling.scheduler import Scheduler
 from worker.scheduling.state import Limits, SchedulerState
 from worker.scheduling.step import BeamCandidates, StepPlan
-from worker.startup.start import EngineSpec, build_engine, resolve, start
+from worker.startup.build import build_engine
+from worker.startup.spec import EngineSpec
+from worker.startup.start import resolve, start
 
 Prompt = list[int]
 Bank = Sequence[Sequence[float]]

@@ -25,7 +25,8 @@ from kvpaging.store import Layout, layout
 from worker.engine.engine import Engine
 from worker.params import SamplingParams
 from worker.request import Request
-from worker.startup.start import EngineSpec, resolve, start
+from worker.startup.spec import EngineSpec
+from worker.startup.start import resolve, start
 
 NEW = 12  # tokens that are generated up to the full length
 BLOCK, CHUNK = 16, 1024

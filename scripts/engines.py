@@ -13,7 +13,8 @@ from cluster.quickstart import resolve as find
 from configs.loading import load
 from worker.engine.engine import Engine
 from worker.startup.device import keep_freed_memory
-from worker.startup.start import EngineSpec, resolve, start
+from worker.startup.spec import EngineSpec
+from worker.startup.start import resolve, start
 
 
 def spec_of(overrides: Sequence[str], threads: int) -> tuple[EngineSpec, Path]:

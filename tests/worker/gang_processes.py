@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from context_parallel.group import Address
     from worker.engine.engine import Engine
     from worker.execution.model import PagedModel
-    from worker.startup.start import EngineSpec
+    from worker.startup.spec import EngineSpec
 
 TIMEOUT_S = 60.0
 EPOCH = 7

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from worker.engine.engine import Engine
     from worker.gang.runner import Follower
-    from worker.startup.start import EngineSpec
+    from worker.startup.spec import EngineSpec
 
 TIMEOUT_S = 60.0
 

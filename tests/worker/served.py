@@ -15,7 +15,9 @@ from worker.execution.model import PagedModel
 from worker.messages import Delta, Finish
 from worker.params import SamplingParams
 from worker.request import Request
-from worker.startup.start import EngineSpec, build_engine, resolve, start
+from worker.startup.build import build_engine
+from worker.startup.spec import EngineSpec
+from worker.startup.start import resolve, start
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -13,7 +13,7 @@ from kvpaging.table import BlockTable
 from kvpaging.windows import NULL_BLOCK
 from worker.engine.engine import Engine
 from worker.gang.member import RankInfo, arenas
-from worker.startup.start import EngineSpec
+from worker.startup.spec import EngineSpec
 
 
 class AddressMap:

@@ -26,7 +26,8 @@ from kvpaging.store import BlockStore
 from worker.execution.runner import Runner
 from worker.gang.runner import GangComm
 from worker.startup.memory import DoesNotFit
-from worker.startup.start import EngineSpec, agreed, resolve
+from worker.startup.spec import EngineSpec
+from worker.startup.start import agreed, resolve
 
 log = logging.getLogger("kvatlas.worker")
 

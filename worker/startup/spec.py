@@ -8,45 +8,65 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from configs.schema import Config, SpeculationConfig
+from configs.schema import Config
 from kvpaging import quant
 from kvpaging.store import Layout
 from worker.execution.model import ModelShape
 from worker.params import ParamLimits
 from worker.scheduling.state import Limits
 from worker.startup.memory import MemoryPlan
-from worker.startup.weights import Weights
+
+INT8 = "int8"
+UNPLANNED = MemoryPlan(0, 0, 0, 0, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
-    """A draft model before its weights are loaded."""
+class Weights:
+    """How the weights are stored. `format` is part of the model's fingerprint; `loading_bytes` is
+    the most they take while they are loaded; `packed`: they stay as in the checkpoint."""
 
-    directory: Path
-    hf_config: PretrainedConfig
-    shape: ModelShape
-    layout: Layout
-    weights: Weights
-    workspace_bytes: int
+    format: str
+    size_bytes: int
+    loading_bytes: int
+    packed: bool = False
+
+    @property
+    def int8(self) -> bool:
+        return self.format.startswith(INT8) and not self.packed
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """Everything decided before the weights are loaded."""
+    """Everything decided before the weights are loaded: `memory` and `weights` last, by the other
+    fields. A `draft` model has the memory that `drafting` gives it."""
 
     config: Config
     directory: Path
     hf_config: PretrainedConfig
     shape: ModelShape
     layout: Layout
-    memory: MemoryPlan
     limits: Limits
     params: ParamLimits
     dtype: torch.dtype
     device: torch.device
-    weights: Weights
-    draft: Draft | None = None
+    weights: Weights = Weights("", 0, 0)
+    memory: MemoryPlan = UNPLANNED
+    draft: EngineSpec | None = None
     host_slices: int = 0  # slices of the host cache
+
+    @property
+    def text(self) -> PretrainedConfig:
+        """The config of the language model proper."""
+        found: PretrainedConfig = self.hf_config.get_text_config(decoder=True)
+        return found
+
+    @property
+    def positions(self) -> int:
+        """How many positions the model is made for; dynamic rotary multiplies them by its
+        factor."""
+        limit = int(getattr(self.text, "max_position_embeddings", 0) or 1 << 20)
+        rope = getattr(self.text, "rope_parameters", None) or {}
+        return int(limit * rope["factor"]) if rope.get("rope_type") == "dynamic" else limit
 
     @property
     def page_dtype(self) -> torch.dtype:
@@ -64,7 +84,13 @@ class EngineSpec:
 
     def table(self) -> dict[str, int | str]:
         """The rows of the start-up table, in order."""
-        memory = self.memory
+        memory, extra = self.memory, dict[str, int | str]()
+        if self.host_slices:
+            extra["host_bytes"] = self.host_slices * self.layout.slice_bytes
+            extra["host_tokens"] = self.host_slices * self.layout.block_size
+        if self.draft is not None:
+            extra["draft_model"] = self.draft.directory.name
+            extra["draft_kv_bytes"] = self.draft_kv_bytes
         return {
             "model": self.name,
             "family": self.shape.family,
@@ -75,8 +101,7 @@ class EngineSpec:
             "weights_bytes": memory.weight_bytes,
             "workspace_bytes": memory.workspace_bytes,
             "kv_bytes": memory.kv_bytes,
-            **self._host_rows(),
-            **self._draft_rows(),
+            **extra,
             "kv_bytes_per_token": self.layout.bytes_per_token,
             "layer_groups": len(self.layout.groups),
             "block_size": self.layout.block_size,
@@ -85,21 +110,6 @@ class EngineSpec:
             "max_model_len": memory.max_model_len,
             "max_num_seqs": self.limits.max_num_seqs,
         }
-
-    def _host_rows(self) -> dict[str, int | str]:
-        """Rows of the start-up table for the host cache."""
-        if not self.host_slices:
-            return {}
-        return {
-            "host_bytes": self.host_slices * self.layout.slice_bytes,
-            "host_tokens": self.host_slices * self.layout.block_size,
-        }
-
-    def _draft_rows(self) -> dict[str, int | str]:
-        """Rows of the start-up table for a draft model."""
-        if self.draft is None:
-            return {}
-        return {"draft_model": self.draft.directory.name, "draft_kv_bytes": self.draft_kv_bytes}
 
     @property
     def draft_kv_bytes(self) -> int:
@@ -111,34 +121,12 @@ class EngineSpec:
     def drafting(self) -> EngineSpec:
         """The spec of the draft model. Its pages store as many tokens; on rank 0 of a gang, those
         of all ranks."""
-        draft = self.draft
+        draft, memory = self.draft, self.memory
         assert draft is not None
-        limit = positions(draft.hf_config.get_text_config(decoder=True))
-        return replace(
-            self,
-            config=replace(
-                self.config,
-                model=replace(self.config.model, name=draft.directory.name),
-                speculation=SpeculationConfig(),
-            ),
-            directory=draft.directory,
-            hf_config=draft.hf_config,
-            shape=draft.shape,
-            layout=draft.layout,
-            weights=draft.weights,
-            memory=replace(
-                self.memory,
-                slices=self.memory.slices * self.memory.ranks,
-                max_model_len=min(self.memory.max_model_len, limit),
-                ranks=1,
-            ),
-            draft=None,
-            host_slices=0,
+        own = replace(
+            memory,
+            slices=memory.slices * memory.ranks,
+            max_model_len=min(memory.max_model_len, draft.positions),
+            ranks=1,
         )
-
-
-def positions(text: PretrainedConfig) -> int:
-    """How many positions the model is made for; dynamic rotary multiplies them by its factor."""
-    limit = int(getattr(text, "max_position_embeddings", 0) or 1 << 20)
-    rope = getattr(text, "rope_parameters", None) or {}
-    return int(limit * rope["factor"]) if rope.get("rope_type") == "dynamic" else limit
+        return replace(draft, memory=own)

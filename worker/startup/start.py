@@ -14,17 +14,16 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
-from configs.schema import Config
+from configs.schema import Config, SpeculationConfig
 from context_parallel import attention as sharded_attention
 from kvpaging import quant
 from kvpaging.attention import ops
 from kvpaging.attention.inputs import AttentionOptions
 from kvpaging.store import BlockStore, Layout, layout
 from worker.engine.engine import Engine
-from worker.execution import int8
+from worker.execution import int8, sampler
 from worker.execution.batch import BatchBuilder
 from worker.execution.model import ModelShape, PagedModel, UnsupportedModel, fix_rotary, probe
-from worker.execution.sampler import workspace_bytes
 from worker.gang.runner import Follower, GangComm
 from worker.params import MAX_BEAM_WIDTH, MAX_GUESSES, ParamLimits, SamplingParams
 from worker.request import Request
@@ -34,20 +33,8 @@ from worker.startup.build import build_draft, build_engine, build_follower, geom
 from worker.startup.device import choose_device, free_memory_bytes, has_fast_bfloat16, has_fp8
 from worker.startup.memory import DoesNotFit, plan_host, plan_memory, with_slices
 from worker.startup.selfcheck import check_plain, checked_model
-from worker.startup.spec import Draft, EngineSpec, positions
+from worker.startup.spec import EngineSpec
 from worker.startup.weights import check_size, load_weights, plan_weights, refusing
-
-__all__ = [
-    "DoesNotFit",
-    "EngineSpec",
-    "UnsupportedModel",
-    "agreed",
-    "build_engine",
-    "build_follower",
-    "resolve",
-    "start",
-    "start_follower",
-]
 
 
 def resolve(
@@ -59,65 +46,54 @@ def resolve(
     """
     setting = f"model.path={config.model.path}"
     hf_config = _read(directory, setting)
-    text = hf_config.get_text_config(decoder=True)
     device = choose_device(config.model.device)
-    dtype = _dtype(config, text, device)
+    dtype = _dtype(config, hf_config.get_text_config(decoder=True), device)
     on_cpu = device.type == "cpu"
     shape = probe(hf_config)
     pages = _layout(config, shape, dtype, device)
     limits, params = _limits(config, shape.vocab_size, on_cpu)
-    model_limit = positions(text)
-    asked = config.model.max_model_len
-    if asked is not None and asked > model_limit:
-        raise DoesNotFit(
-            f"model.max_model_len={asked} is more than the {model_limit} positions that "
-            f"{shape.family} model {config.model.path} was made for; lower it or leave it out"
-        )
-    weights = plan_weights(
-        config.model.weights, setting, directory, hf_config, shape=shape, dtype=dtype, device=device
-    )
-    workspace = _workspace_bytes(
-        pages,
-        shape,
-        text,
-        limits,
-        params=params,
-        longest=asked or model_limit,
-        dtype=dtype,
-        device=device,
-        ranks=ranks,
-    )
-    draft = _draft(config, shape, limits, params, dtype=dtype, device=device)
-    memory = plan_memory(
-        pages,
-        free_bytes=free_memory_bytes(device) if free_bytes is None else free_bytes,
-        weight_bytes=weights.size_bytes + (0 if draft is None else draft.weights.loading_bytes),
-        workspace_bytes=workspace + (0 if draft is None else draft.workspace_bytes),
-        model_limit=model_limit,
-        max_model_len=asked,
-        chunk=limits.max_batch_tokens,
-        memory=None if config.kv.memory == "auto" else config.kv.memory,
-        memory_fraction=config.kv.memory_fraction,
-        blocks=config.kv.blocks,
-        on_cpu=on_cpu,
-        ranks=ranks,
-        draft_bytes=0 if draft is None else ranks * draft.layout.slice_bytes,
-        loading_bytes=weights.loading_bytes,
-    )
     spec = EngineSpec(
         config=config,
         directory=directory,
         hf_config=hf_config,
         shape=shape,
         layout=pages,
-        memory=memory,
         limits=limits,
         params=params,
         dtype=dtype,
         device=device,
-        weights=weights,
-        draft=draft,
     )
+    asked, kv = config.model.max_model_len, config.kv
+    if asked is not None and asked > spec.positions:
+        raise DoesNotFit(
+            f"model.max_model_len={asked} is more than the {spec.positions} positions that "
+            f"{shape.family} model {config.model.path} was made for; lower it or leave it out"
+        )
+    spec = replace(spec, weights=plan_weights(spec, setting))
+    spec = replace(spec, draft=_draft(spec))
+    weight_bytes, draft_bytes = spec.weights.size_bytes, 0
+    workspace_bytes = _workspace_bytes(spec, asked or spec.positions, ranks)
+    if spec.draft is not None:
+        weight_bytes += spec.draft.weights.loading_bytes
+        workspace_bytes += _workspace_bytes(spec.draft, spec.draft.positions, 1)
+        draft_bytes = ranks * spec.draft.layout.slice_bytes
+    memory = plan_memory(
+        pages,
+        free_bytes=free_memory_bytes(device) if free_bytes is None else free_bytes,
+        weight_bytes=weight_bytes,
+        workspace_bytes=workspace_bytes,
+        model_limit=spec.positions,
+        max_model_len=asked,
+        chunk=limits.max_batch_tokens,
+        memory=None if kv.memory == "auto" else kv.memory,
+        memory_fraction=kv.memory_fraction,
+        blocks=kv.blocks,
+        on_cpu=on_cpu,
+        ranks=ranks,
+        draft_bytes=draft_bytes,
+        loading_bytes=spec.weights.loading_bytes,
+    )
+    spec = replace(spec, memory=memory)
     return replace(spec, host_slices=_host_slices(spec))
 
 
@@ -165,15 +141,9 @@ def _read(directory: Path, setting: str) -> PretrainedConfig:
     return found
 
 
-def _draft(
-    config: Config,
-    shape: ModelShape,
-    limits: Limits,
-    params: ParamLimits,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Draft | None:
-    """The draft model for a model of this shape, where one is configured."""
+def _draft(spec: EngineSpec) -> EngineSpec | None:
+    """The draft model of `spec`, where one is configured, still without memory."""
+    config = spec.config
     if config.speculation.draft_model is None:
         return None
     directory = Path(config.speculation.draft_model).expanduser()
@@ -181,35 +151,25 @@ def _draft(
     if not (directory / "config.json").is_file():
         raise UnsupportedModel(f"{setting} is no directory of a model on this machine")
     hf_config = _read(directory, setting)
-    text, small = hf_config.get_text_config(decoder=True), probe(hf_config)
-    if small.vocab_size != shape.vocab_size:
+    shape = probe(hf_config)
+    if shape.vocab_size != spec.shape.vocab_size:
         raise UnsupportedModel(
-            f"{setting} has a vocabulary of {small.vocab_size} tokens, {config.model.path} one of "
-            f"{shape.vocab_size}: a draft model needs the same"
+            f"{setting} has a vocabulary of {shape.vocab_size} tokens, {config.model.path} one of "
+            f"{spec.shape.vocab_size}: a draft model needs the same"
         )
-    small_pages = _layout(config, small, dtype, device)
-    workspace = _workspace_bytes(
-        small_pages,
-        small,
-        text,
-        limits,
-        params=params,
-        longest=positions(text),
-        dtype=dtype,
-        device=device,
-        ranks=1,
-    )
-    weights = plan_weights(
-        config.model.weights, setting, directory, hf_config, shape=small, dtype=dtype, device=device
-    )
-    return Draft(
+    draft = replace(
+        spec,
+        config=replace(
+            config,
+            model=replace(config.model, name=directory.name),
+            speculation=SpeculationConfig(),
+        ),
         directory=directory,
         hf_config=hf_config,
-        shape=small,
-        layout=small_pages,
-        weights=weights,
-        workspace_bytes=workspace,
+        shape=shape,
+        layout=_layout(config, shape, spec.dtype, spec.device),
     )
+    return replace(draft, weights=plan_weights(draft, setting))
 
 
 def agreed(spec: EngineSpec, slices: Sequence[int]) -> EngineSpec:
@@ -243,18 +203,9 @@ def _dtype(config: Config, text: PretrainedConfig, device: torch.device) -> torc
     return dtype
 
 
-def _workspace_bytes(
-    pages: Layout,
-    shape: ModelShape,
-    text: PretrainedConfig,
-    limits: Limits,
-    params: ParamLimits,
-    longest: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    ranks: int,
-) -> int:
+def _workspace_bytes(spec: EngineSpec, longest: int, ranks: int) -> int:
     """Most bytes that a step allocates beside weights and pages."""
+    pages, shape, text, limits = spec.layout, spec.shape, spec.text, spec.limits
     hidden = int(text.hidden_size)
     inner = int(getattr(text, "intermediate_size", None) or 4 * hidden)
     widest = max(layer.v_dim for layer in shape.layers)
@@ -265,22 +216,22 @@ def _workspace_bytes(
     tables = BatchBuilder.workspace_bytes(
         pages, limits.max_num_seqs, longest, limits.max_batch_tokens
     )
-    sampler = workspace_bytes(
+    sampling = sampler.workspace_bytes(
         limits.max_num_seqs,
         shape.vocab_size,
-        params.max_logprobs,
-        dtype,
-        max_logit_bias=params.max_logit_bias,
-        device=device,
+        spec.params.max_logprobs,
+        spec.dtype,
+        max_logit_bias=spec.params.max_logit_bias,
+        device=spec.device,
         samples=limits.max_logit_rows,
     )
     exchange = 0
     if ranks > 1:
         exchange = max(
             sharded_attention.workspace_bytes(one, ranks, limits.max_batch_tokens, pages.block_size)
-            for one in geometries(pages, shape, dtype)
+            for one in geometries(pages, shape, spec.dtype)
         )
-    return partials + activations + logits + tables + sampler + exchange
+    return partials + activations + logits + tables + sampling + exchange
 
 
 def start(
@@ -327,7 +278,7 @@ def load(
 ) -> tuple[PagedModel, str]:
     """The model, checked and warm, with its pages; and the result of `fix_rotary`."""
     progress(f"loading {spec.name} weights")
-    hf = load_weights(spec.directory, spec.hf_config, spec.weights, spec.dtype, device=spec.device)
+    hf = load_weights(spec)
     if spec.dtype == torch.float64:
         hf.set_experts_implementation("batched_mm")  # grouped_mm, the default, has no float64
     rotary = fix_rotary(hf, spec.memory.max_model_len)

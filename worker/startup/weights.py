@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,49 +19,26 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from worker.execution import int8
-from worker.execution.model import ModelShape, UnsupportedModel
+from worker.execution.model import UnsupportedModel
 from worker.startup.memory import DoesNotFit, gib
+from worker.startup.spec import INT8, EngineSpec, Weights
 
-INT8 = "int8"
 ON_GPUS_ONLY = ("fp8", "mxfp8")  # unpacked where the model computes on a CPU
 MARGIN = 1.1  # over the planned bytes; a few small layers are kept in float32
 
 
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """How the weights are stored. `format` is part of the model's fingerprint; `loading_bytes` is
-    the most they take while they are loaded; `packed`: they stay as in the checkpoint."""
-
-    format: str
-    size_bytes: int
-    loading_bytes: int
-    packed: bool = False
-
-    @property
-    def int8(self) -> bool:
-        return self.format.startswith(INT8) and not self.packed
-
-
-def plan_weights(
-    asked: str,
-    setting: str,
-    directory: Path,
-    hf_config: PretrainedConfig,
-    shape: ModelShape,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Weights:
+def plan_weights(spec: EngineSpec, setting: str) -> Weights:
     """The weights that `model.weights` asks for, or that the checkpoint's own quantisation allows.
 
     Raises UnsupportedModel, which names the method, what is missing and what is possible.
     """
-    name = str(dtype).removeprefix("torch.")
+    asked, shape, dtype, device = spec.config.model.weights, spec.shape, spec.dtype, spec.device
     plain_bytes = shape.weight_count * dtype.itemsize
-    own = own_quantisation(hf_config)
+    own = own_quantisation(spec.hf_config)
     if own is not None:
-        return _own(own, asked, setting, directory, hf_config, plain_bytes, dtype, device)
+        return _own(own, spec, setting, plain_bytes)
     if asked != INT8:
-        return Weights(name, plain_bytes, plain_bytes)
+        return Weights(str(dtype).removeprefix("torch."), plain_bytes, plain_bytes)
     if device.type != "cpu":
         raise UnsupportedModel(
             f"model.weights=int8 is for models on a CPU, and this one is on {device.type}; use "
@@ -101,25 +77,16 @@ def own_quantisation(hf_config: PretrainedConfig) -> dict[str, Any] | None:
     return own | {"quant_method": own.get("quant_method") or "no method that it names"}
 
 
-def _own(
-    own: dict[str, Any],
-    asked: str,
-    setting: str,
-    directory: Path,
-    hf_config: PretrainedConfig,
-    plain_bytes: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Weights:
-    method = str(own["quant_method"])
-    if asked == INT8:
+def _own(own: dict[str, Any], spec: EngineSpec, setting: str, plain_bytes: int) -> Weights:
+    method, dtype, device = str(own["quant_method"]), spec.dtype, spec.device
+    if spec.config.model.weights == INT8:
         raise UnsupportedModel(
             f"model.weights=int8: {setting} is quantised already, by {method}; use "
             "model.weights=auto, or a copy of the model that is not quantised"
         )
     if device.type == "cpu" and method in ON_GPUS_ONLY:
         own = own | {"dequantize": True}
-        hf_config.quantization_config = own  # or it is not unpacked where there is a GPU too
+        spec.hf_config.quantization_config = own  # or it is not unpacked where there is a GPU too
     try:
         if method == "gguf":
             raise ValueError("GGUF blocks are not read, convert them to safetensors first")
@@ -137,7 +104,7 @@ def _own(
             f"{setting}: its weights are quantised by {method}, which does not compute in "
             f"model.dtype={names[0]} here; use model.dtype={possible}"
         )
-    size_bytes = tensor_bytes(directory)
+    size_bytes = tensor_bytes(spec.directory)
     return Weights(method, size_bytes, size_bytes, packed=True)
 
 
@@ -170,22 +137,17 @@ def tensor_bytes(directory: Path) -> int:
     return total
 
 
-def load_weights(
-    directory: Path,
-    hf_config: PretrainedConfig,
-    weights: Weights,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Any:
+def load_weights(spec: EngineSpec) -> Any:
     """The model on its device, its weights as stored or as its quantizer unpacks them."""
     # Packed weights are placed by their quantizer; some forbid to move them.
-    where = {"device_map": {"": str(device)}} if weights.packed else {}
-    with refusing(weights, device):
+    weights = spec.weights
+    where = {"device_map": {"": str(spec.device)}} if weights.packed else {}
+    with refusing(weights, spec.device):
         hf: Any = AutoModelForCausalLM.from_pretrained(
-            directory, config=hf_config, dtype=dtype, **where
+            spec.directory, config=spec.hf_config, dtype=spec.dtype, **where
         ).eval()
     if not weights.packed:
-        hf = hf.to(device)
+        hf = hf.to(spec.device)
     return hf
 
 

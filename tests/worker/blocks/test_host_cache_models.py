@@ -15,12 +15,12 @@ from tests.worker.gangs import gang_engine
 from tests.worker.served import GREEDY, answer, fill, generate
 from worker.blocks.host_cache import HostCache
 from worker.request import Request
-from worker.startup.start import build_engine
+from worker.startup.build import build_engine
 
 if TYPE_CHECKING:
     from tests.worker.served import Models
     from worker.engine.engine import Engine
-    from worker.startup.start import EngineSpec
+    from worker.startup.spec import EngineSpec
 
 ALL = range(len(PROMPT_LENGTHS))
 TIGHT = 104

@@ -16,7 +16,7 @@ from tests.worker.served import PREEMPTIONS, prove_sound
 from worker import messages
 from worker.params import SamplingParams
 from worker.request import Request
-from worker.startup.start import build_engine
+from worker.startup.build import build_engine
 
 if TYPE_CHECKING:
     from tests.worker.served import Models

@@ -17,7 +17,7 @@ from worker.request import Request
 if TYPE_CHECKING:
     from tests.worker.served import Models
     from worker.engine.engine import Engine
-    from worker.startup.start import EngineSpec
+    from worker.startup.spec import EngineSpec
 
 INDEX = 3
 NAME = "long"

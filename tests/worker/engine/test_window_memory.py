@@ -9,7 +9,7 @@ import pytest
 from scripts.bench_windows import BLOCK, CHUNK, KINDS, Kind, full_bytes, measure, prepare
 from tests.worker.served import fill
 from worker.scheduling.scheduler import Scheduler
-from worker.startup.start import build_engine
+from worker.startup.build import build_engine
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,7 +14,9 @@ from worker.execution import batch
 from worker.messages import Event
 from worker.params import SamplingParams
 from worker.request import Request
-from worker.startup.start import EngineSpec, build_engine, resolve, start
+from worker.startup.build import build_engine
+from worker.startup.spec import EngineSpec
+from worker.startup.start import resolve, start
 
 if TYPE_CHECKING:
     from worker.execution.model import PagedModel

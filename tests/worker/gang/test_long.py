@@ -23,7 +23,8 @@ from tests.worker.gangs import gang_engine
 from worker.params import SamplingParams
 from worker.request import Request
 from worker.startup.build import build_engine
-from worker.startup.start import EngineSpec, load, resolve
+from worker.startup.spec import EngineSpec
+from worker.startup.start import load, resolve
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -21,8 +21,9 @@ from worker.execution.fused import Part, fuse
 from worker.execution.int8 import Int8Linear
 from worker.execution.model import UnsupportedModel
 from worker.startup import start as startup
+from worker.startup.build import build_engine
 from worker.startup.memory import DoesNotFit
-from worker.startup.start import build_engine, fingerprint, resolve, start
+from worker.startup.start import fingerprint, resolve, start
 from worker.startup.weights import (
     Weights,
     check_size,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from tests.worker.served import Models
     from worker.engine.engine import Engine
     from worker.execution.model import PagedModel
-    from worker.startup.start import EngineSpec
+    from worker.startup.spec import EngineSpec
 
 ALL = range(4)
 NAMED = {"bitsandbytes_4bit": {"load_in_4bit": True}, "bitsandbytes_8bit": {"load_in_8bit": True}}
@@ -296,7 +297,7 @@ def test_fp8_is_unpacked_on_a_cpu_and_planned_so(models: Models, tmp_path: Path)
 
 def test_weights_that_turn_out_larger_than_planned_are_refused(models: Models) -> None:
     spec = launch_for(models, "llama", "model.weights=auto")
-    hf = load_weights(spec.directory, spec.hf_config, spec.weights, spec.dtype, spec.device)
+    hf = load_weights(spec)
     check_size(nn.ModuleList([hf]), spec.weights)
     larger = nn.Linear(1024, 1024)
     with pytest.raises(DoesNotFit, match="were planned"):
