@@ -42,7 +42,7 @@ from worker.request import Request
 from worker.scheduling.prefix import HashInputs, PrefixCache
 from worker.scheduling.scheduler import Scheduler
 from worker.scheduling.state import Limits, SchedulerState
-from worker.scheduling.step import BeamCandidates, StepPlan
+from worker.scheduling.step import BeamCandidates, SampledToken, StepPlan
 from worker.startup.build import build_engine
 from worker.startup.spec import EngineSpec
 from worker.startup.start import resolve, start
@@ -82,11 +82,13 @@ class NoDevice:
 
     def collect(self, flight: InFlight) -> StepResult:
         rows = flight.plan.rows
-        tokens = [self.rng.randrange(VOCAB) for row in rows if row.sampled]
+        samples = [
+            SampledToken(self.rng.randrange(VOCAB), False, None) for row in rows if row.sampled
+        ]
         beam_candidates: list[BeamCandidates | None] = [
             self._candidates(row.candidates) for row in rows if row.candidates
         ]
-        return StepResult(tokens, [False] * len(tokens), [None] * len(tokens), [], beam_candidates)
+        return StepResult(samples, [], beam_candidates)
 
     def _candidates(self, count: int) -> BeamCandidates:
         first = self.rng.randrange(VOCAB - count)

@@ -33,7 +33,7 @@ from worker.request import Arrival, Request, Sequence
 from worker.scheduling.prefix import HashInputs, PrefixCache
 from worker.scheduling.scheduler import Scheduler
 from worker.scheduling.state import Limits, SchedulerState
-from worker.scheduling.step import BeamCandidates, Row, StepPlan
+from worker.scheduling.step import BeamCandidates, Row, SampledToken, StepPlan
 
 VOCAB = 97
 UNLIKELY = messages.PromptLogprob(-9.0, 9, [])
@@ -181,11 +181,9 @@ class FakeRunner:
                 ids = sorted(range(VOCAB), key=lambda t: -values[t])[: row.candidates]
                 beam_candidates.append(BeamCandidates(ids, [values[t] for t in ids]))
         self.fault("sample", plan)
-        none = [None] * len(tokens)
+        samples = [SampledToken(token, False, None) for token in tokens]
         scores = [[UNLIKELY] * len(r.targets) for r in plan.rows if r.scored_from is not None]
-        self._results[plan.step] = StepResult(
-            tokens, [False] * len(tokens), none, scores, beam_candidates
-        )
+        self._results[plan.step] = StepResult(samples, scores, beam_candidates)
         return InFlight(plan, None, None)
 
     def _hear(self, plan: StepPlan) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from worker.execution.philox import Purpose, uniform
-from worker.execution.sample_plan import FEW
-from worker.execution.sampler import Sampled, Sampler, SampleRow
+from worker.execution.sample_plan import FEW, SampleRow
+from worker.execution.sampler import Sampled, Sampler
 from worker.params import SamplingParams
 
 CPU = torch.device("cpu")

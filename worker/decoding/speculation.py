@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from worker import messages
     from worker.request import Request, Sequence
+    from worker.scheduling.step import SampledToken
 
 SIZES = (5, 3)
 """Sizes of n-grams that must recur for their continuation to be drafted, the first found counts."""
@@ -240,10 +241,7 @@ class VerifiedTokens(NamedTuple):
     bad: bool
 
 
-Sample = tuple[int, bool, "messages.TokenLogprob | None"]
-
-
-def verify(drafts: Seq[int], samples: Seq[Sample], ends: Container[int]) -> VerifiedTokens:
+def verify(drafts: Seq[int], samples: Seq[SampledToken], ends: Container[int]) -> VerifiedTokens:
     """The samples after a row's last token and after each of its `drafts`, up to the first that is
     not as drafted, or that ends the sequence."""
     verified = VerifiedTokens([], [], False)

@@ -226,7 +226,7 @@ class Engine:
         stats.saved_reads = self.runner.saved_reads
         out: list[Output] = []
         ends = self.end_tokens
-        samples = zip(result.tokens, result.bad, result.logprobs, strict=True)
+        samples = iter(result.samples)
         verified = {
             row.slot: verify(row.drafts, [*islice(samples, row.samples)], row.params.ends(ends))
             for row in plan.rows

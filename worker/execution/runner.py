@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import groupby, islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,8 +29,9 @@ from worker.execution.logits import (
     widen,
 )
 from worker.execution.model import PagedModel
-from worker.execution.sampler import Sampled, Sampler, SampleRow
-from worker.scheduling.step import BeamCandidates, Row, StepPlan
+from worker.execution.sample_plan import SampleRow
+from worker.execution.sampler import Sampled, Sampler
+from worker.scheduling.step import BeamCandidates, Row, SampledToken, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +48,10 @@ class InFlight:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Results of a step on the host: one entry per sampled token, one list per row that scores its
-    prompt, candidates per row of a beam (None where its logits are not finite)."""
+    """Results of a step on the host: one list per row that scores its prompt, candidates per row of
+    a beam (None where its logits are not finite)."""
 
-    tokens: list[int]
-    bad: list[bool]
-    logprobs: list[messages.TokenLogprob | None]
+    samples: list[SampledToken]
     scores: list[list[messages.PromptLogprob]]
     beam_candidates: list[BeamCandidates | None] = field(default_factory=list)
 
@@ -139,18 +139,12 @@ class Runner:
     def collect(self, flight: InFlight) -> StepResult:
         """Wait for the step and copy its results to the host."""
         started = self.clock()
-        scores = _host_scores(flight)
-        tokens: list[int] = []
-        bad: list[bool] = []
-        logprobs: list[messages.TokenLogprob | None] = []
-        if flight.sampled is not None:
-            tokens, bad = flight.sampled.tokens.tolist(), flight.sampled.bad.tolist()
-            logprobs = _host_logprobs(flight)
+        scores, samples = _host_scores(flight), _host_samples(flight)
         beam_candidates = [
             candidates for part in flight.beam_candidates for candidates in _host_candidates(part)
         ]
         self.execute_s += self.clock() - started
-        return StepResult(tokens, bad, logprobs, scores, beam_candidates)
+        return StepResult(samples, scores, beam_candidates)
 
     def exchanged(self) -> dict[str, int]:
         """Calls and bytes that the ranks of a gang have sent each other inside steps, summed over
@@ -221,23 +215,24 @@ def _host_candidates(part: tuple[Tensor, Tensor, Tensor]) -> list[BeamCandidates
     return [None if bad else BeamCandidates(ids, logprobs) for ids, logprobs, bad in rows]
 
 
-def _host_logprobs(flight: InFlight) -> list[messages.TokenLogprob | None]:
-    sampled = flight.sampled
-    assert sampled is not None
-    rows = [row for row in flight.rows for _ in range(row.samples)]
-    if sampled.logprobs is None or sampled.top_ids is None or sampled.top_logprobs is None:
-        return [None] * len(rows)
-    chosen, ids = sampled.logprobs.tolist(), sampled.top_ids.tolist()
-    values = sampled.top_logprobs.tolist()
-    out: list[messages.TokenLogprob | None] = []
-    for i, row in enumerate(rows):
-        most = row.params.logprobs
-        if most is None:
-            out.append(None)
-        else:
-            top = list(zip(ids[i][:most], values[i][:most], strict=True))
-            out.append(messages.TokenLogprob(chosen[i], top))
-    return out
+def _host_samples(flight: InFlight) -> list[SampledToken]:
+    if flight.sampled is None:
+        return []
+    columns: list[Any] = [c if c is None else c.tolist() for c in flight.sampled]
+    tokens, bad, *report = columns
+    tops = [row.params.logprobs for row in flight.rows for _ in range(row.samples)]
+    if None in report:
+        return [SampledToken(*one, None) for one in zip(tokens, bad, strict=True)]
+    return [
+        SampledToken(
+            token,
+            wrong,
+            None
+            if most is None
+            else messages.TokenLogprob(chosen, [*zip(ids[:most], values[:most], strict=True)]),
+        )
+        for token, wrong, most, chosen, ids, values in zip(tokens, bad, tops, *report, strict=True)
+    ]
 
 
 def _host_scores(flight: InFlight) -> list[list[messages.PromptLogprob]]:

@@ -39,7 +39,7 @@ class SampleRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class Picked:
     """Rows of a tensor; None for all of them, which costs no copy."""
 
     index: Tensor | None  # int64 [n]
@@ -54,33 +54,31 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Rows with penalties. Columns are float64 [P, 1], None when they change nothing."""
+    """Rows with penalties. Columns are float64 [P, 1]."""
 
-    rows: Rows
+    rows: Picked
     slots: Tensor  # int64 [P]
     positions: Tensor  # int64 [P]
-    repetition: Tensor | None
-    presence: Tensor | None
-    frequency: Tensor | None
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Edits:
     """Changes to logits before the choice. `at` is row * V + token: int64 [n]."""
 
-    bias_at: Tensor | None
-    bias: Tensor | None  # float64 [n]
+    bias: tuple[Tensor, Tensor] | None  # `at`, and what is added: float64 [n]
     penalties: Penalties | None
     masked_at: Tensor | None
-    constrained: Rows | None
-    allow: Tensor | None  # int64, rows of the allow-mask that belong to `constrained`
+    constrained: tuple[Picked, Tensor] | None  # with their rows of the allow-mask: int64 [n]
 
 
 @dataclass(frozen=True, slots=True)
 class Few:
     """Rows with a small top_k, and their top_p (2 where off, a sum that is never reached)."""
 
-    rows: Rows
+    rows: Picked
     most: int
     k: Tensor  # int64 [n, 1]
     p: Tensor  # float64 [n, 1]
@@ -90,15 +88,13 @@ class Few:
 class Draws:
     """Rows that use a random number. Columns are float64 [N, 1]."""
 
-    rows: Rows
+    rows: Picked
     temperature: Tensor | None  # None when all are 1
     uniforms: Tensor
     min_p: Tensor | None  # -log(min_p), infinite where off; None when no row filters anything
     few: Few | None
-    many: Rows | None  # a top_k above FEW
-    many_k: Tensor | None
-    nucleus: Rows | None  # a top_p that is not in `few`
-    nucleus_p: Tensor | None
+    many: tuple[Picked, Tensor] | None  # a top_k above FEW
+    nucleus: tuple[Picked, Tensor] | None  # a top_p that is not in `few`
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +103,10 @@ class SlicePlan:
 
     start: int
     stop: int
-    work: Rows | None = None
+    work: Picked | None = None
     edits: Edits | None = None
     draws: Draws | None = None
-    report: Rows | None = None  # rows that report log-probabilities
+    report: Picked | None = None  # rows that report log-probabilities
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,12 +183,14 @@ class Planner:
                 masked_at.append(fixed.end_ids + i * self._vocab)
         constrained = [i for i, row in edited if row.constrained]
         return Edits(
-            bias_at=self._move(torch.cat(bias_at)) if bias_at else None,
-            bias=self._move(torch.cat(bias)) if bias else None,
+            bias=(self._move(torch.cat(bias_at)), self._move(torch.cat(bias))) if bias else None,
             penalties=self._penalties(edited, len(work)),
             masked_at=self._move(torch.cat(masked_at)) if masked_at else None,
-            constrained=self._rows(constrained, len(work)) if constrained else None,
-            allow=self._ints([sources[i] for i in constrained]) if constrained else None,
+            constrained=(
+                (self._rows(constrained, len(work)), self._ints([sources[i] for i in constrained]))
+                if constrained
+                else None
+            ),
         )
 
     def _fixed_of(self, row: SampleRow) -> _Fixed:
@@ -216,9 +214,9 @@ class Planner:
             rows=self._rows([i for i, _ in penalised], count),
             slots=self._ints([row.slot for _, row in penalised]),
             positions=self._ints([row.position for _, row in penalised]),
-            repetition=self._active([row.params.repetition_penalty for _, row in penalised], 1.0),
-            presence=self._active([row.params.presence_penalty for _, row in penalised], 0.0),
-            frequency=self._active([row.params.frequency_penalty for _, row in penalised], 0.0),
+            repetition=self._column([row.params.repetition_penalty for _, row in penalised]),
+            presence=self._column([row.params.presence_penalty for _, row in penalised]),
+            frequency=self._column([row.params.frequency_penalty for _, row in penalised]),
         )
 
     def _draws(self, work: Sequence[SampleRow], numbers: Tensor) -> Draws | None:
@@ -232,16 +230,15 @@ class Planner:
         nucleus = [i for i, p in enumerate(params) if p.top_p < 1.0 and not 0 < ks[i] <= FEW]
         filtered = few or many or nucleus or any(p.min_p > 0.0 for p in params)
         near = [-math.log(p.min_p) if p.min_p > 0.0 else math.inf for p in params]
+        temperatures = [p.temperature for p in params]
         return Draws(
             rows=self._rows(drawn, len(work)),
-            temperature=self._active([p.temperature for p in params], 1.0),
+            temperature=None if {*temperatures} == {1.0} else self._column(temperatures),
             uniforms=self._move(numbers.unsqueeze(1)),
             min_p=self._column(near) if filtered else None,
             few=self._few(few, ks, params) if few else None,
-            many=self._rows(many, len(params)) if many else None,
-            many_k=self._column([float(ks[i]) for i in many]) if many else None,
-            nucleus=self._rows(nucleus, len(params)) if nucleus else None,
-            nucleus_p=self._column([params[i].top_p for i in nucleus]) if nucleus else None,
+            many=self._cut(many, [float(ks[i]) for i in many], len(params)),
+            nucleus=self._cut(nucleus, [params[i].top_p for i in nucleus], len(params)),
         )
 
     def _few(self, few: list[int], ks: list[int], params: Sequence[SamplingParams]) -> Few:
@@ -250,8 +247,8 @@ class Planner:
         rows = self._rows(few, len(params))
         return Few(rows, max(k), self._ints(k).unsqueeze(1), self._column(p))
 
-    def _rows(self, index: list[int], count: int) -> Rows:
-        return Rows(None if len(index) == count else self._ints(index))
+    def _rows(self, index: list[int], count: int) -> Picked:
+        return Picked(None if len(index) == count else self._ints(index))
 
     def _ints(self, values: list[int]) -> Tensor:
         return self._move(torch.tensor(values, dtype=torch.int64))
@@ -259,8 +256,10 @@ class Planner:
     def _column(self, values: list[float]) -> Tensor:
         return self._move(torch.tensor(values, dtype=torch.float64).unsqueeze(1))
 
-    def _active(self, values: list[float], off: float) -> Tensor | None:
-        return None if all(value == off for value in values) else self._column(values)
+    def _cut(
+        self, index: list[int], values: list[float], count: int
+    ) -> tuple[Picked, Tensor] | None:
+        return (self._rows(index, count), self._column(values)) if index else None
 
     def _move(self, x: Tensor) -> Tensor:
         # Pinned memory of this kind returns to torch's allocator only after the copy has ended.

@@ -23,7 +23,7 @@ this.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,8 +50,6 @@ from worker.execution.sample_plan import (
 )
 from worker.params import ParamLimits, row_bytes
 
-__all__ = ["SampleRow", "Sampled", "Sampler", "SamplerState", "slice_rows", "workspace_bytes"]
-
 SLICE_BYTES = 128 * 2**20
 CACHE_BYTES = 16 * 2**20
 """Workspace that a slice of rows may take, on a CPU CACHE_BYTES; a slice has at least one row."""
@@ -59,8 +57,7 @@ CACHE_BYTES = 16 * 2**20
 _FILL_TOKENS = 65536
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     """Results of R rows, on the device. Where `bad` is true the row's other values mean nothing.
 
     bad: a logit of the row is not finite, or no token may be chosen. The last three are None when
@@ -70,9 +67,9 @@ class Sampled:
 
     tokens: Tensor  # int64 [R]
     bad: Tensor  # bool [R]
-    logprobs: Tensor | None  # [R], of the chosen token, float32 or float64
-    top_ids: Tensor | None  # int64 [R, K]
-    top_logprobs: Tensor | None  # [R, K]
+    logprobs: Tensor | None = None  # [R], of the chosen token, float32 or float64
+    top_ids: Tensor | None = None  # int64 [R, K]
+    top_logprobs: Tensor | None = None  # [R, K]
 
 
 class SamplerState:
@@ -145,15 +142,7 @@ class Sampler:
         """
         assert logits.shape == (plan.slices[-1].stop, self._vocab), "logits are not of this plan"
         parts = [self._slice(logits[s.start : s.stop], s, plan.top, allow) for s in plan.slices]
-        if len(parts) == 1:
-            return parts[0]
-        return Sampled(
-            tokens=torch.cat([part.tokens for part in parts]),
-            bad=torch.cat([part.bad for part in parts]),
-            logprobs=_cat([part.logprobs for part in parts]),
-            top_ids=_cat([part.top_ids for part in parts]),
-            top_logprobs=_cat([part.top_logprobs for part in parts]),
-        )
+        return Sampled(*map(_cat, zip(*parts, strict=True)))  # type: ignore[arg-type]
 
     def _slice(
         self, raw: Tensor, plan: SlicePlan, top: int | None, allow: Tensor | None
@@ -176,7 +165,7 @@ class Sampler:
             tokens = plan.work.put(tokens, chosen)
         tokens, bad = tokens.squeeze(1), bad.squeeze(1)
         if top is None:
-            return Sampled(tokens=tokens, bad=bad, logprobs=None, top_ids=None, top_logprobs=None)
+            return Sampled(tokens, bad)
         return Sampled(tokens, bad, *self._report(raw, greatest, tokens, plan, top=top))
 
     def _report(
@@ -205,32 +194,28 @@ class Sampler:
 
     def _edit(self, x: Tensor, edits: Edits, allow: Tensor | None) -> Tensor:
         """Steps 1 and 2 on rows that may be changed in place."""
-        if edits.bias_at is not None and edits.bias is not None:
-            x.view(-1).index_add_(0, edits.bias_at, edits.bias.to(x.dtype))
+        if edits.bias is not None:
+            at, bias = edits.bias
+            x.view(-1).index_add_(0, at, bias.to(x.dtype))
         if edits.penalties is not None:
             x = self._penalise(x, edits.penalties)
         if edits.masked_at is not None:
             x.view(-1).index_fill_(0, edits.masked_at, -math.inf)
-        if edits.constrained is not None and edits.allow is not None:
+        if edits.constrained is not None:
             assert allow is not None, "a constrained row comes without its mask"
-            words = allow.view(torch.int32).index_select(0, edits.allow)
-            refused = ~unpack(words, self._vocab)
-            rows = edits.constrained.take(x).masked_fill(refused, -math.inf)
-            x = edits.constrained.put(x, rows)
+            rows, masks = edits.constrained
+            refused = ~unpack(allow.view(torch.int32).index_select(0, masks), self._vocab)
+            x = rows.put(x, rows.take(x).masked_fill(refused, -math.inf))
         return x
 
     def _penalise(self, x: Tensor, penalties: Penalties) -> Tensor:
         seen = self.state.count(penalties.slots, penalties.positions)
-        rows = penalties.rows.take(x)
-        if penalties.repetition is not None:
-            repetition = penalties.repetition.to(x.dtype)
-            repeated = torch.where(rows > 0, rows / repetition, rows * repetition)
-            rows = torch.where(seen > 0, repeated, rows)
+        rows, repetition = penalties.rows.take(x), penalties.repetition.to(x.dtype)
+        repeated = torch.where(rows > 0, rows / repetition, rows * repetition)
+        rows = torch.where(seen > 0, repeated, rows)
         counts = (seen >> 1).to(x.dtype)
-        if penalties.frequency is not None:
-            rows = rows - penalties.frequency.to(x.dtype) * counts
-        if penalties.presence is not None:
-            rows = rows - penalties.presence.to(x.dtype) * counts.clamp_(max=1)
+        rows = rows - penalties.frequency.to(x.dtype) * counts
+        rows = rows - penalties.presence.to(x.dtype) * counts.clamp_(max=1)
         return penalties.rows.put(x, rows)
 
 
@@ -254,17 +239,16 @@ def _floor(distances: Tensor, weights: Tensor, draws: Draws) -> Tensor:
     floor = torch.full_like(distances[:, :1], math.inf)
     if draws.few is not None:
         floor = draws.few.rows.put(floor, _few(draws.few.rows.take(distances), draws.few))
-    if draws.many is not None and draws.many_k is not None:
-        d = draws.many.take(distances)
-        floor = draws.many.put(
-            floor, reach(d, torch.ones_like(d, dtype=torch.float64), draws.many_k)
-        )
-    if draws.nucleus is not None and draws.nucleus_p is not None:
-        rows = draws.nucleus
+    if draws.many is not None:
+        rows, k = draws.many
+        d = rows.take(distances)
+        floor = rows.put(floor, reach(d, torch.ones_like(d, dtype=torch.float64), k))
+    if draws.nucleus is not None:
+        rows, p = draws.nucleus
         d, kept = rows.take(distances), rows.take(weights).double()
         if draws.many is not None:
             kept = kept.masked_fill(d > rows.take(floor), 0.0)
-        cut = reach(d, kept, draws.nucleus_p * total(kept))
+        cut = reach(d, kept, p * total(kept))
         floor = rows.put(floor, torch.minimum(cut, rows.take(floor)))
     return floor
 
@@ -280,7 +264,7 @@ def _few(distances: Tensor, few: Few) -> Tensor:
 
 def _cat(parts: Sequence[Tensor | None]) -> Tensor | None:
     present = [part for part in parts if part is not None]
-    return torch.cat(present) if present else None
+    return torch.cat(present) if len(present) > 1 else parts[0]
 
 
 def slice_rows(vocab: int, dtype: torch.dtype, device: torch.device) -> int:

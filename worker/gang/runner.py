@@ -40,7 +40,7 @@ from worker.gang.protocol import (
 )
 from worker.scheduling.step import Row, StepPlan
 
-NOTHING = StepResult([], [], [], [])
+NOTHING = StepResult([], [])
 
 CAUSE_S = 1.0
 """How long rank 0 waits for another rank to report why an exchange failed."""
@@ -381,17 +381,14 @@ class Follower:
 
 def _joined(plan: StepPlan, results: Sequence[StepResult]) -> StepResult:
     """The ranks' results in the order of the plan's rows; a row's is at its home."""
-    sampled = [zip(r.tokens, r.bad, r.logprobs, strict=True) for r in results]
+    samples = [iter(r.samples) for r in results]
     scores = [iter(r.scores) for r in results]
     beam_candidates = [iter(r.beam_candidates) for r in results]
-    joined = StepResult([], [], [], [], [])
+    joined = StepResult([], [], [])
     for row in plan.rows:
         if row.scored_from is not None:
             joined.scores.append(next(scores[row.home]))
-        for token, bad, logprob in islice(sampled[row.home], row.samples):
-            joined.tokens.append(token)
-            joined.bad.append(bad)
-            joined.logprobs.append(logprob)
+        joined.samples.extend(islice(samples[row.home], row.samples))
         if row.candidates:
             joined.beam_candidates.append(next(beam_candidates[row.home]))
     return joined

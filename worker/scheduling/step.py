@@ -11,7 +11,16 @@ from typing import Annotated, Any, NamedTuple
 
 from kvpaging.codec import ROW, Form, Int32s
 from kvpaging.table import Copy
+from worker.messages import TokenLogprob
 from worker.params import SamplingParams
+
+
+class SampledToken(NamedTuple):
+    """A sampled token. `bad`: a logit of its row is not finite, and the rest means nothing."""
+
+    token: int
+    bad: bool
+    logprob: TokenLogprob | None
 
 
 class BeamCandidates(NamedTuple):

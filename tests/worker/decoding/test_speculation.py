@@ -24,7 +24,7 @@ from tests.worker.sampling import make
 from worker import messages
 from worker.decoding import speculation
 from worker.decoding.speculation import PromptLookup, Speculation, Speculator, verify
-from worker.execution.sampler import SampleRow
+from worker.execution.sample_plan import SampleRow
 from worker.params import SamplingParams
 from worker.request import Request
 

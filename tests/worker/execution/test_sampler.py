@@ -24,7 +24,8 @@ from tests.worker.sampling import (
     slot_filled,
 )
 from worker.execution import sampler as sampler_module
-from worker.execution.sampler import Sampler, SampleRow, slice_rows, workspace_bytes
+from worker.execution.sample_plan import SampleRow
+from worker.execution.sampler import Sampler, slice_rows, workspace_bytes
 from worker.params import SamplingParams
 
 

@@ -16,7 +16,7 @@ from worker.gang import protocol
 from worker.gang.protocol import STEP, PlanDecoder, Result, WrongMessage
 from worker.params import SamplingParams
 from worker.request import Request
-from worker.scheduling.step import BeamCandidates, Row, StepPlan
+from worker.scheduling.step import BeamCandidates, Row, SampledToken, StepPlan
 
 SIZE = 8
 PARAMS = SamplingParams(
@@ -115,9 +115,7 @@ def test_a_slot_that_changes_hands_or_starts_again_is_told_from_the_beginning():
 def test_results_come_back_as_they_were():
     top = [(5, -0.5), (6, float("-inf"))]
     done = StepResult(
-        [1, 2],
-        [False, True],
-        [None, messages.TokenLogprob(-0.25, top)],
+        [SampledToken(1, False, None), SampledToken(2, True, messages.TokenLogprob(-0.25, top))],
         [[messages.PromptLogprob(-1.0, 3, top)], []],
         [BeamCandidates([7, 8], [-0.1, -0.2]), None],
     )
