@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import InitVar, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence as Seq
-
-    from kvpaging.table import BlockTable
-    from worker.params import SamplingParams
-    from worker.scheduling.step import BeamCandidates
+from kvpaging.table import BlockTable
+from worker.params import SamplingParams
+from worker.scheduling.step import BeamCandidates
 
 NO_SLOT = -1
 

@@ -22,16 +22,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kvpaging.host_pool import HostPool, Move, Moves, Union, below
 from kvpaging.pool import CACHED, STATES
+from kvpaging.table import BlockTable
 from kvpaging.windows import NULL_BLOCK
 from worker.blocks.incoming import Chunk, Incoming, IncomingBlocks
 from worker.engine.stats import Rate
+from worker.request import Sequence as Served
 from worker.scheduling.prefix import Matcher
+from worker.scheduling.state import SchedulerState
 
 if TYPE_CHECKING:
     from kvpaging.host_store import Copying
-    from kvpaging.table import BlockTable
-    from worker.request import Sequence as Served
-    from worker.scheduling.state import SchedulerState
 
 log = logging.getLogger("kvatlas.worker")
 

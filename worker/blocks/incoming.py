@@ -17,14 +17,12 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
+from kvpaging.pool import BlockPool
 from kvpaging.windows import NULL_BLOCK
 from worker.request import Arrival
-
-if TYPE_CHECKING:
-    from kvpaging.pool import BlockPool
-    from worker.scheduling.prefix import PrefixCache
+from worker.scheduling.prefix import PrefixCache
 
 
 @dataclass(slots=True, eq=False)

@@ -11,13 +11,12 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from kvpaging.host_pool import HostPool
-    from worker.blocks.host_cache import HostCache, Place
-    from worker.engine.stats import Rates
-    from worker.request import Sequence as Served
+from kvpaging.host_pool import HostPool
+from worker.blocks.host_cache import HostCache, Place
+from worker.engine.stats import Rates
+from worker.request import Sequence as Served
 
 log = logging.getLogger("kvatlas.worker")
 

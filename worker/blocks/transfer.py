@@ -10,19 +10,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvpaging.pool import BlockPool, OutOfBlocks
 from kvpaging.table import BlockTable
 from kvpaging.windows import NULL_BLOCK
+from worker.blocks.host_cache import HostCache
 from worker.blocks.incoming import Chunk, Incoming, IncomingBlocks, counted
 from worker.engine.stats import Rate
+from worker.request import Request
 from worker.scheduling.prefix import UNWANTED
-
-if TYPE_CHECKING:
-    from worker.blocks.host_cache import HostCache
-    from worker.request import Request
-    from worker.scheduling.state import SchedulerState
+from worker.scheduling.state import SchedulerState
 
 LINKS_MAX = 64
 

@@ -14,15 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from worker import request as requests
 from worker.params import ParamError
-
-if TYPE_CHECKING:
-    from worker.scheduling.scheduler import Scheduler
-    from worker.scheduling.state import SchedulerState
-    from worker.scheduling.step import BeamCandidates
+from worker.scheduling.scheduler import Scheduler
+from worker.scheduling.state import SchedulerState
+from worker.scheduling.step import BeamCandidates
 
 
 class Child(NamedTuple):

@@ -6,21 +6,17 @@ at a time, between two steps. Rejected draft tokens are cut off its table.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence as Seq
 
 import torch
 
 from kvpaging.pool import BlockPool, OutOfBlocks
 from kvpaging.table import BlockTable
+from worker.execution.batch import BatchBuilder
 from worker.execution.logits import best
+from worker.execution.model import PagedModel
 from worker.params import SamplingParams
 from worker.scheduling.step import Row, StepPlan
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence as Seq
-
-    from worker.execution.batch import BatchBuilder
-    from worker.execution.model import PagedModel
 
 ANY = SamplingParams()
 """Parameters of rows that the sampler never sees."""

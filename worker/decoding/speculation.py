@@ -11,18 +11,15 @@ under a seed too, whatever was drafted. No torch, no clock.
 from __future__ import annotations
 
 from collections.abc import Callable, Container
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from kvpaging.pool import OutOfBlocks
+from worker import messages
 from worker.params import DRAFT_MODEL, NO_SPECULATION, PROMPT_LOOKUP, ParamError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence as Seq
-
-    from worker import messages
-    from worker.request import Request, Sequence
-    from worker.scheduling.step import SampledToken
+from worker.request import Request, Sequence
+from worker.scheduling.step import SampledToken
 
 SIZES = (5, 3)
 """Sizes of n-grams that must recur for their continuation to be drafted, the first found counts."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from kvpaging.events import LoadStats
-
-if TYPE_CHECKING:
-    from worker.engine.stats import Rates
-    from worker.scheduling.scheduler import Scheduler
+from worker.engine.stats import Rates
+from worker.scheduling.scheduler import Scheduler
 
 
 class Pressure(NamedTuple):

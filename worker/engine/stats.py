@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from worker.scheduling.step import StepPlan
+from worker.scheduling.step import StepPlan
 
 RATE_WEIGHT = 0.2
 PREFILL_TOKENS = 32

@@ -8,16 +8,13 @@ table that it does not use. No torch, no clock.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from context_parallel.policy import Start
 from kvpaging.table import BlockTable
-
-if TYPE_CHECKING:
-    from worker.blocks.host_cache import HostCache
-    from worker.request import Sequence
-    from worker.scheduling.state import SchedulerState
-    from worker.scheduling.step import Row
+from worker.blocks.host_cache import HostCache
+from worker.request import Sequence
+from worker.scheduling.state import SchedulerState
+from worker.scheduling.step import Row
 
 
 def start(

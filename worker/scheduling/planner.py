@@ -9,21 +9,17 @@ No torch, no clock.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 
 from kvpaging.pool import OutOfBlocks
+from kvpaging.table import BlockTable, Copy
+from worker.blocks.host_cache import HostCache
+from worker.decoding.speculation import Speculation
 from worker.request import NO_SLOT, Sequence
 from worker.scheduling import admission
+from worker.scheduling.state import SchedulerState
 from worker.scheduling.step import Row
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from collections.abc import Sequence as Seq
-
-    from kvpaging.table import BlockTable, Copy
-    from worker.blocks.host_cache import HostCache
-    from worker.decoding.speculation import Speculation
-    from worker.scheduling.state import SchedulerState
 
 SKIPPED_MAX = 8
 """Waiting sequences that one step passes over because their ranks are full or there is no time to

@@ -20,20 +20,17 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
+from kvpaging.events import Announcer
 from kvpaging.report import PageMap, page_map
+from kvpaging.table import BlockTable
+from worker.blocks.swap import Swaps
 from worker.decoding.speculation import Speculation
 from worker.request import NO_SLOT, Request, Sequence
 from worker.scheduling.fair_queue import FairQueue
 from worker.scheduling.planner import Step
+from worker.scheduling.state import SchedulerState
 from worker.scheduling.step import Row, StepPlan
-
-if TYPE_CHECKING:
-    from kvpaging.events import Announcer
-    from kvpaging.table import BlockTable
-    from worker.blocks.swap import Swaps
-    from worker.scheduling.state import SchedulerState
 
 NOTHING: Mapping[int, list[int]] = {}
 

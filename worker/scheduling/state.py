@@ -7,19 +7,15 @@ at its present length plus one token. No torch, no clock.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from context_parallel.policy import ShardPolicy
+from kvpaging.pool import BlockPool
+from kvpaging.table import BlockTable, Copy
 from kvpaging.windows import NULL_BLOCK, Needs
 from worker.request import NO_SLOT, Sequence
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence as Seq
-
-    from kvpaging.pool import BlockPool
-    from kvpaging.table import BlockTable, Copy
-    from worker.scheduling.prefix import PrefixCache
+from worker.scheduling.prefix import PrefixCache
 
 
 @dataclass(frozen=True, slots=True)

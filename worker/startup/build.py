@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig
@@ -37,9 +37,7 @@ from worker.scheduling.prefix import HashInputs, PrefixCache
 from worker.scheduling.scheduler import Scheduler
 from worker.scheduling.state import SchedulerState
 from worker.startup.memory import GIB, DoesNotFit
-
-if TYPE_CHECKING:
-    from worker.startup.spec import EngineSpec
+from worker.startup.spec import EngineSpec
 
 UNNAMED = HashInputs(b"", "")  # for an engine that shares no blocks with others
 
