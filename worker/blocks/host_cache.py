@@ -18,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpaging.host_pool import HostPool, Move, Moves, Union, below
 from kvpaging.pool import CACHED, STATES
@@ -32,16 +32,9 @@ from worker.scheduling.state import SchedulerState
 
 if TYPE_CHECKING:
     from kvpaging.host_store import Copying
+    from worker.execution.runner import Runner
 
 log = logging.getLogger("kvatlas.worker")
-
-
-class Mover(Protocol):
-    """The part of a runner that copies."""
-
-    def move(self, moves: Moves) -> Copying: ...
-
-    def raise_if_dead(self, error: Exception) -> None: ...
 
 
 @dataclass(slots=True)
@@ -88,7 +81,7 @@ class HostCache:
         self,
         state: SchedulerState,
         hosts: Sequence[HostPool],
-        mover: Mover,
+        mover: Runner,
         *,
         arena_bytes: Sequence[int],
         step_bytes: int,

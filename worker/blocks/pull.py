@@ -11,16 +11,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvpaging.hashing import BLOCK_HASH_BYTES
 from worker import messages
 from worker.blocks.incoming import Chunk, counted
-from worker.blocks.transfer import ExportPin, Pull, PullFailed, Transfers, TransferStats
+from worker.blocks.transfer import Pull, PullFailed, Transfers
 from worker.request import Request
 
 if TYPE_CHECKING:
+    from kvpaging.store import BlockStore
     from worker.engine.loop import EngineLoop
+    from worker.gang.pages import GangPages
 
 log = logging.getLogger("kvatlas.worker")
 
@@ -42,16 +44,6 @@ async def no_peers(gang: str, group_hashes: list[bytes], timeout_s: float) -> An
     raise PullFailed("unknown", f"{gang} is not known here")
 
 
-class PageStore(Protocol):
-    """The part of `BlockStore` that is used here."""
-
-    def bytes_of(self, blocks: Sequence[Sequence[int]]) -> int: ...
-
-    def export(self, blocks: Sequence[Sequence[int]]) -> Any: ...
-
-    def import_(self, blocks: Sequence[Sequence[int]], data: Any) -> None: ...
-
-
 class Puller:
     """Both sides of one worker's transfers. Lives on its event loop.
 
@@ -63,7 +55,7 @@ class Puller:
     def __init__(
         self,
         transfers: Transfers,
-        pages: PageStore,
+        pages: BlockStore | GangPages,
         engine: EngineLoop,
         fetch: Fetch,
         *,
@@ -74,16 +66,12 @@ class Puller:
         now: Callable[[], float],
     ) -> None:
         self.transfers, self.pages, self.engine, self.fetch = transfers, pages, engine, fetch
-        self.slice_bytes, self.timeout_s = slice_bytes, timeout_s
+        self.stats, self.timeout_s = transfers.stats, timeout_s
         self.in_thread, self.now = in_thread, now
         self.chunk_blocks = max(1, min(CALL_BYTES_MAX, bytes_max // 2) // slice_bytes)
         calls = bytes_max // (self.chunk_blocks * slice_bytes)
         self.possible = calls > 0
         self._incoming, self._outgoing = (asyncio.Semaphore(max(1, calls)) for _ in "io")
-
-    @property
-    def stats(self) -> TransferStats:
-        return self.transfers.stats
 
     async def export(self, group_hashes: Sequence[bytes]) -> Answer:
         """Serve a peer's `Fetch`. Raises ValueError for more blocks than one call may carry."""
@@ -93,14 +81,14 @@ class Puller:
         if len(hashes) != groups or not all(len(c) == len(hashes[0]) <= most for c in hashes):
             raise ValueError(f"{groups} lists of up to {most} block hashes can be asked for")
         async with self._outgoing:
-            export_pin, copying = ExportPin(), None
+            blocks: list[list[int]] = []
+            copying = None
             try:
-                await self._in_engine(lambda: self.transfers.begin_export(export_pin, hashes))
-                blocks = export_pin.blocks
+                await self._in_engine(lambda: self.transfers.begin_export(blocks, hashes))
                 copying = self.in_thread(lambda: self.pages.export(blocks))
                 data = await asyncio.shield(copying)
             finally:
-                self._after(copying, lambda: self.transfers.end_export(export_pin))
+                self._after(copying, lambda: self.transfers.end_export(blocks))
         self.stats.exports += 1
         self.stats.exported_blocks += counted(blocks)
         self.stats.exported_bytes += memoryview(data).nbytes

@@ -69,13 +69,6 @@ class TransferStats:
 
 
 @dataclass(slots=True, eq=False)
-class ExportPin:
-    """Blocks of each group that are pinned while they are exported."""
-
-    blocks: list[list[int]] = field(default_factory=list)
-
-
-@dataclass(slots=True, eq=False)
 class Pull(Incoming):
     """One request's pull of blocks that are not here. Blocks that no window reaches are UNWANTED,
     and NULL_BLOCK; `names` are the hashes of a group without a window, where there is one."""
@@ -106,15 +99,15 @@ class Transfers:
         self.prefix, self.pools = state.prefix, state.pools
         self.incoming = IncomingBlocks[Pull](self.prefix)
 
-    def begin_export(self, export_pin: ExportPin, group_hashes: Seq[Seq[bytes]]) -> None:
-        """Pin the longest run of leading blocks that all groups have, each on one rank."""
-        export_pin.blocks = self.prefix.here.find(group_hashes)
-        self.incoming.pin(export_pin.blocks)
+    def begin_export(self, blocks: list[list[int]], group_hashes: Seq[Seq[bytes]]) -> None:
+        """Pin the longest run of leading blocks that all groups have, each on one rank, and append
+        them to `blocks`, a list per group: what is to be unpinned, whoever waits no more."""
+        blocks += self.prefix.here.find(group_hashes)
+        self.incoming.pin(blocks)
 
-    def end_export(self, export_pin: ExportPin) -> None:
+    def end_export(self, blocks: Seq[Seq[int]]) -> None:
         """Unpin the blocks of an export, which nobody reads any more."""
-        self.incoming.unpin(export_pin.blocks)
-        export_pin.blocks = []
+        self.incoming.unpin(blocks)
 
     def begin(self, pull: Pull, most: int) -> Pull | None:
         """Find which of the request's first `most` blocks are not here, and pin those that are.

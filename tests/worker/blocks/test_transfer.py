@@ -21,7 +21,7 @@ from tests.worker.fake import (
 )
 from worker import messages
 from worker.blocks.incoming import Chunk
-from worker.blocks.transfer import LINKS_MAX, ExportPin, Pull, PullFailed, TransferStats
+from worker.blocks.transfer import LINKS_MAX, Pull, PullFailed, TransferStats
 from worker.engine.stats import EngineStats, PrefillRate, Rate
 from worker.scheduling.prefix import UNWANTED
 
@@ -84,7 +84,7 @@ class Books:
         self.pulls: list[Pull] = []
         self.late: list[Chunk] = []  # of pulls that have ended
         self.writers: dict[Chunk, list[list[int]]] = {}
-        self.export_pins: list[ExportPin] = []
+        self.export_pins: list[list[list[int]]] = []
         self.made = self.landed = self.finished = self.refused = self.quarantines = 0
 
     def submit(self) -> None:
@@ -171,7 +171,7 @@ class Books:
     def lend(self) -> None:
         request = make_request("asks", self.prompt(), 1)
         group_hashes = self.engine.scheduler.prefix.block_hashes(request.sequences[0])
-        self.export_pins.append(ExportPin())
+        self.export_pins.append([])
         self.transfers.begin_export(self.export_pins[-1], group_hashes)
 
     def give_back(self) -> None:
@@ -263,10 +263,10 @@ def scattered(engine, count: int) -> tuple[list[list[bytes]], list[BlockTable]]:
 
 def test_what_is_lent_of_each_block_lies_on_one_rank() -> None:
     engine = make_engine(blocks=20, groups=2, policy=ShardPolicy(2))
-    transfers, export_pin = transfers_of(engine.scheduler), ExportPin()
+    transfers, export_pin = transfers_of(engine.scheduler), []
     group_hashes, tables = scattered(engine, 3)
     transfers.begin_export(export_pin, group_hashes)
-    assert export_pin.blocks == [column[:2] for column in tables[0].blocks]
+    assert export_pin == [column[:2] for column in tables[0].blocks]
     transfers.end_export(export_pin)
     for table in tables:
         table.release()
