@@ -155,7 +155,7 @@ class GPUWorker:
         self.tracker.began(message.id, message.ingress, time.monotonic())
         try:
             async for event in self.loop.stream(request):
-                if isinstance(event, messages.Accepted) and message.pull and request.pulling:
+                if isinstance(event, messages.Accepted) and message.pull and request.arrival:
                     pulling = asyncio.create_task(self.puller.pull(request, message.pull))
                 yield messages.encode(event)
         finally:

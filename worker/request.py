@@ -141,11 +141,6 @@ class Request:
             self.sequences[choice].finish_reason = "earlier"
 
     @property
-    def pulling(self) -> bool:
-        """Whether blocks are being pulled for it from another worker."""
-        return self.arrival is not None and not self.arrival.ended
-
-    @property
     def choices(self) -> int:
         """How many choices it returns."""
         return self.params.n if self.params.beam_width else len(self.sequences)

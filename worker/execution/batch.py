@@ -63,11 +63,6 @@ class _Part:
     ends: Ints  # [R], of the tokens
 
 
-def _bucket(n: int) -> int:
-    """Table widths in powers of two: few shapes, so that grids and graphs are reused."""
-    return 1 << max(0, n - 1).bit_length()
-
-
 class BatchBuilder:
     """Host mirror and device copy of all block tables, and the buffers that steps are written to.
 
@@ -160,7 +155,8 @@ class BatchBuilder:
         if len(blocks):
             first, blocks_ = first.int(), blocks_.int()
             query_start = torch.nn.functional.pad(ends_, (1, 0)).int()
-            width = min(_bucket(int(blocks.max())), self.max_blocks)
+            # In powers of two: few shapes, so that grids and graphs are reused.
+            width = min(1 << (int(blocks.max()) - 1).bit_length(), self.max_blocks)
             lens, firsts = tuple(part.counts.tolist()), tuple(part.starts.tolist())
             row_sets = tuple(
                 Rows(

@@ -45,7 +45,6 @@ from worker.execution.sample_plan import (
     Penalties,
     Planner,
     SamplePlan,
-    SampleRow,
     SlicePlan,
 )
 from worker.params import ParamLimits, row_bytes
@@ -126,13 +125,9 @@ class Sampler:
     ) -> None:
         self.slice_rows = slice_rows(vocab, dtype, device)
         self.state = SamplerState(max_num_seqs, vocab, device)
-        self._planner = Planner(vocab, end_token_ids, self.slice_rows, device)
+        self.plan = Planner(vocab, end_token_ids, self.slice_rows, device).plan
         self._vocab = vocab
         self._max_logprobs = max_logprobs
-
-    def plan(self, rows: Sequence[SampleRow]) -> SamplePlan:
-        """Sort rows by what they need. Uses the host only."""
-        return self._planner.plan(rows)
 
     def sample(self, logits: Tensor, plan: SamplePlan, allow: Tensor | None = None) -> Sampled:
         """Sample the planned rows, on the device and without waiting for it.

@@ -43,10 +43,8 @@ class Step:
         self.state, self.speculation, self.host_cache = state, speculation, host_cache
         self.run, self.preempt, self.only = run, preempt, only
         self.policy = state.policy
-        ranks = self.policy.ranks
-        self.gang = ranks > 1
-        self.tokens_left = [state.limits.max_batch_tokens] * ranks
-        self.logits_left = [state.limits.max_logit_rows] * ranks
+        self.tokens_left = [state.limits.max_batch_tokens] * self.policy.ranks
+        self.logits_left = [state.limits.max_logit_rows] * self.policy.ranks
         self.rows: dict[Sequence, Row] = {}
         self.reshards = 0  # sequences that go on, on all ranks
         self.spare = 0  # further tokens that may be drafted
@@ -111,9 +109,7 @@ class Step:
 
     def _left(self, table: BlockTable) -> int:
         """Tokens left on the fullest of a table's ranks."""
-        if len(table.ranks) == 1:
-            return self.tokens_left[table.ranks[0]]
-        return min(self.tokens_left)
+        return min([self.tokens_left[rank] for rank in table.ranks])
 
     def _take(
         self, sequence: Sequence, most: int, admitted: bool = False, drafts: tuple[int, ...] = ()
@@ -124,7 +120,7 @@ class Step:
             return  # preempted a moment ago by an older one
         table, start = sequence.table, sequence.computed + sequence.planned
         assert table is not None
-        if self.gang and not self._at_degree(sequence, table):
+        if self.policy.sharded(len(sequence.tokens)) and not self._shard(sequence, table):
             return
         before = len(table.blocks[0])
         grown = self._grow(sequence, table, start, most, drafts)
@@ -165,11 +161,7 @@ class Step:
         sequence.synced = len(table.blocks[0])
         self.rows[sequence] = row
         self.state.prefix.begin(self.state.step, sequence, start, end)
-        if self.gang:
-            self._charge(row, 1)
-        else:
-            self.tokens_left[0] -= row.count
-            self.logits_left[0] -= row.logit_rows
+        self._charge(row, 1)
 
     def _grow(
         self, sequence: Sequence, table: BlockTable, start: int, most: int, drafts: tuple[int, ...]
@@ -228,14 +220,9 @@ class Step:
             self.tokens_left[row.home] -= sign * row.count
         self.logits_left[row.home] -= sign * row.logit_rows
 
-    def _at_degree(self, sequence: Sequence, table: BlockTable) -> bool:
-        """Whether it may go on: a sequence that has become long enough waits to be sharded."""
-        long_enough = self.policy.sharded(len(sequence.tokens))
-        return not long_enough or self._shard(sequence, table)
-
     def _shard(self, sequence: Sequence, table: BlockTable) -> bool:
-        """Let a sequence go on, on all ranks. False while a token of it is pending: only its home
-        rank knows that token."""
+        """Let a sequence go on, on all ranks. False while a token of it is pending, which only its
+        home rank knows: it waits."""
         if len(table.ranks) == 1:
             if sequence.pending:
                 return False
@@ -264,7 +251,9 @@ class Step:
             return oldest and local and self._shard(sequence, table)
         row = self.rows.pop(victim, None)
         if row is not None:
-            self._undo(row)
+            self._charge(row, -1)
+            for copy in row.copies:
+                state.pools[copy.group].unpin(copy.src)
         self.preempt(victim)
         self.preempted = True
         return True
@@ -284,11 +273,6 @@ class Step:
             if not loads or any(loads[rank] for rank in ranks):
                 return other
         return None
-
-    def _undo(self, row: Row) -> None:
-        self._charge(row, -1)
-        for copy in row.copies:
-            self.state.pools[copy.group].unpin(copy.src)
 
     def _admit(self) -> None:
         """Admit while a whole sequence fits beside the blocks promised to running ones.

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpaging import hashing
-from kvpaging.events import Announcer
-from kvpaging.host_pool import HostPool, Union
+from kvpaging.host_pool import Union
 from kvpaging.pool import BlockPool
 from kvpaging.windows import NULL_BLOCK, first_seen
 from worker import request as requests
@@ -160,13 +159,6 @@ class PrefixCache:
         self.stats = PrefixStats()
         self._computing: Counter[bytes] = Counter()
         self._by_step: dict[int, list[bytes]] = {}
-
-    def announce_to(self, announcer: Announcer, hosts: Sequence[HostPool] = ()) -> None:
-        """Announce to the cluster the blocks cached here and in `hosts[g]` below each group's pool;
-        none where all layers have windows."""
-        if self.enabled and self.indexed is not None:
-            host = hosts[self.indexed] if hosts else None
-            announcer.listen(self.pools[self.indexed], host)
 
     def to_dict(self) -> dict[str, Any]:
         """The inputs to the block hashes of the indexed group, without key and salt, and the hashes

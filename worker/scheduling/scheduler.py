@@ -93,8 +93,12 @@ class Scheduler:
         bisect.insort(self.running, sequence, key=_order)
 
     def announce_to(self, announcer: Announcer) -> None:
-        """Announce to the cluster the blocks cached here."""
-        self.prefix.announce_to(announcer, () if self.host_cache is None else self.host_cache.hosts)
+        """Announce to the cluster the blocks of the indexed group cached here and on the host; none
+        where all layers have windows."""
+        group, host_cache = self.prefix.indexed, self.host_cache
+        if self.prefix.enabled and group is not None:
+            host = None if host_cache is None else host_cache.hosts[group]
+            announcer.listen(self.pools[group], host)
 
     def flush(self) -> int:
         """Forget the cached blocks that nobody uses; returns how many."""

@@ -77,7 +77,9 @@ def build_engine(
         if gang is None
         else GangRunner(gang, model, _gang_builder(spec, gang), sampler, depth=depth, **clocks)
     )
-    state = SchedulerState(prefix, limits, policy or _policy(spec, ranks))
+    # Without a threshold, sequences that do not fit on one rank are sharded.
+    threshold = spec.config.pool.shard_from_tokens or spec.memory.rank_tokens(spec.layout)
+    state = SchedulerState(prefix, limits, policy or ShardPolicy(ranks, threshold))
     rates, swaps = Rates(), None
     if spec.host_slices:
         host_cache = _host_cache(spec, state, arenas, runner, clock)
@@ -122,12 +124,6 @@ def _host_store(spec: EngineSpec, store: BlockStore, clock: Callable[[], float])
         return HostStore(store, spec.host_slices, clock)
     except HostMemoryRefused as error:
         raise DoesNotFit(str(error)) from error
-
-
-def _policy(spec: EngineSpec, ranks: int) -> ShardPolicy:
-    """As configured; without a threshold, sequences that do not fit on one rank are sharded."""
-    threshold = spec.config.pool.shard_from_tokens or spec.memory.rank_tokens(spec.layout)
-    return ShardPolicy(ranks, shard_from_tokens=threshold)
 
 
 def build_draft(spec: EngineSpec, model: PagedModel) -> DraftModel:

@@ -115,7 +115,7 @@ def test_nothing_is_announced_without_a_cache_or_where_all_layers_are_windowed(o
         watched = Watched()
         watched.prefix.pools[0].on_change = None
         watched.announcer, watched.prefix.indexed = Announcer("m", "g"), None
-        watched.prefix.announce_to(watched.announcer)
+        watched.engine.scheduler.announce_to(watched.announcer)
     watched.engine.submit(make_request("r", range(20), 5))
     while not watched.engine.idle:
         watched.engine.step(0.0)

@@ -50,7 +50,7 @@ async def pull(side: Side, prompt: list[int] = PROMPT, blocks: int = BLOCKS, **f
     """A request that pulls, from its submission to its end."""
     request = side.wait_for(prompt, COUNT, **fields)
     await side.puller.pull(request, messages.Pull("owner", blocks))
-    assert not request.pulling
+    assert request.arrival.ended
 
 
 def finish(side: Side, prompt: list[int] = PROMPT) -> int:
