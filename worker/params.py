@@ -26,7 +26,7 @@ MAX_BEAM_WIDTH = 128
 
 NO_SPECULATION, PROMPT_LOOKUP, DRAFT_MODEL = "none", "prompt_lookup", "draft_model"
 SPECULATIONS = (NO_SPECULATION, PROMPT_LOOKUP, DRAFT_MODEL)
-MAX_GUESSES = 31
+MAX_DRAFT_TOKENS = 31
 """Draft tokens of a row: with the token before them they are a short row in a gang."""
 
 MAX_COUNT = 2**31 - 1
@@ -145,7 +145,7 @@ def check(params: SamplingParams, limits: ParamLimits) -> None:
     if params.speculation not in ("", *SPECULATIONS):
         allowed = f"one of {', '.join(SPECULATIONS)}"
         raise ParamError("speculation.method", params.speculation, allowed)
-    _whole("speculation.k", params.speculation_k, 0, MAX_GUESSES)
+    _whole("speculation.k", params.speculation_k, 0, MAX_DRAFT_TOKENS)
     _stop_token_ids(params.stop_token_ids, limits)
     _logit_bias(params.logit_bias, limits)
 

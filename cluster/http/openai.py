@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from cluster.errors import ApiError, invalid
 from configs.schema import LimitsConfig
-from worker.params import MAX_GUESSES, ParamError, ParamLimits, SamplingParams, check
+from worker.params import MAX_DRAFT_TOKENS, ParamError, ParamLimits, SamplingParams, check
 
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_SALT = 256  # characters
@@ -96,7 +96,7 @@ class SpeculationOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     method: Literal["none", "prompt_lookup", "draft_model"] | None = None
-    k: int | None = Field(default=None, ge=1, le=MAX_GUESSES)
+    k: int | None = Field(default=None, ge=1, le=MAX_DRAFT_TOKENS)
 
 
 class Common(BaseModel):

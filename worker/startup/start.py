@@ -25,7 +25,7 @@ from worker.execution import int8, sampler
 from worker.execution.batch import BatchBuilder
 from worker.execution.model import ModelShape, PagedModel, UnsupportedModel, fix_rotary, probe
 from worker.gang.runner import Follower, GangComm
-from worker.params import MAX_BEAM_WIDTH, MAX_GUESSES, ParamLimits, SamplingParams
+from worker.params import MAX_BEAM_WIDTH, MAX_DRAFT_TOKENS, ParamLimits, SamplingParams
 from worker.request import Request
 from worker.scheduling.prefix import HashInputs
 from worker.scheduling.state import Limits
@@ -98,12 +98,11 @@ def resolve(
 
 
 def _limits(config: Config, vocab_size: int, on_cpu: bool) -> tuple[Limits, ParamLimits]:
-    """Limits of steps and of requests."""
     seqs = config.scheduler.max_num_seqs or (64 if on_cpu else 256)
     limits = Limits(
         max_num_seqs=seqs,
         max_batch_tokens=config.scheduler.max_batch_tokens or (512 if on_cpu else 8192),
-        max_logit_rows=seqs + max(seqs, MAX_GUESSES + 1),
+        max_logit_rows=seqs + max(seqs, MAX_DRAFT_TOKENS + 1),
         max_waiting=config.scheduler.max_waiting,
     )
     params = ParamLimits(
@@ -204,7 +203,6 @@ def _dtype(config: Config, text: PretrainedConfig, device: torch.device) -> torc
 
 
 def _workspace_bytes(spec: EngineSpec, longest: int, ranks: int) -> int:
-    """Most bytes that a step allocates beside weights and pages."""
     pages, shape, text, limits = spec.layout, spec.shape, spec.text, spec.limits
     hidden = int(text.hidden_size)
     inner = int(getattr(text, "intermediate_size", None) or 4 * hidden)
@@ -266,7 +264,6 @@ def start_follower(
     cpu_clock: Callable[[], float] | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Follower:
-    """Load, check and build the follower of another rank of a gang."""
     model, _ = load(spec, clock, progress)
     return build_follower(spec, model, gang, clock, cpu_clock=cpu_clock)
 
