@@ -179,7 +179,6 @@ encode, decode = _CODEC.encode, _CODEC.decode
 
 
 def decode_as(cls: type[_M], data: bytes) -> _M:
-    """Unpack a message that must be of class `cls`."""
     message = decode(data)
     if not isinstance(message, cls):
         kind_of = _CODEC.kind_of

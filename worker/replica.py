@@ -316,12 +316,10 @@ class GPUWorker:
                 await asyncio.sleep(period_s)
 
     async def flush(self) -> int:
-        """Forget all cached blocks that no request uses; returns how many."""
         self._start()
         return await self.loop.call(self.loop.engine.scheduler.flush)
 
     async def debug_kv(self) -> dict[str, Any]:
-        """This gang's entry of `/debug/kv`."""
         scheduler = self.loop.engine.scheduler
 
         def look(rank: int) -> dict[str, Any]:
@@ -346,13 +344,11 @@ class GPUWorker:
         return {**shown, "ranks": await self.loop.call(lambda: list(map(look, ranks)))}
 
     async def debug_map(self, first: int) -> dict[str, Any]:
-        """This gang's entry of `/debug/map`."""
         self._start()
         pages = await self.loop.call(lambda: self.loop.engine.scheduler.page_maps(first))
         return {"gang": self.gang, "pools": [page.to_dict() for page in pages]}
 
     async def debug_requests(self) -> list[dict[str, Any]]:
-        """One entry per sequence that waits or runs."""
         self._start()
         return await self.loop.call(self._look_at_requests)
 
@@ -361,7 +357,6 @@ class GPUWorker:
         return [{"gang": self.gang, **one} for request in found for one in request.to_dict(now)]
 
     async def where(self, request_id: str, token: int, choice: int = 0) -> dict[str, Any] | None:
-        """Where the keys of a request's token lie, see `Pages.locate`."""
         self._start()
         return await self.loop.call(lambda: self.pages.locate(request_id, token, choice))
 

@@ -142,7 +142,6 @@ class Request:
 
     @property
     def choices(self) -> int:
-        """How many choices it returns."""
         return self.params.n if self.params.beam_width else len(self.sequences)
 
     @property

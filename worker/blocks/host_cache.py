@@ -106,7 +106,6 @@ class HostCache:
 
     @property
     def busy(self) -> bool:
-        """Whether blocks are being loaded."""
         return bool(self._loads)
 
     @property
@@ -131,7 +130,6 @@ class HostCache:
         }
 
     def flush(self) -> int:
-        """Forget the blocks that nobody uses; returns how many."""
         return sum(host.flush() for host in self.arenas)
 
     def _evicts(self, host: HostPool) -> Callable[[int], None]:

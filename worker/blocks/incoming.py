@@ -142,5 +142,4 @@ class IncomingBlocks(Generic[Coming]):
 
 
 def counted(blocks: Seq[Seq[int]]) -> int:
-    """How many blocks there are, of all groups."""
     return sum(block != NULL_BLOCK for column in blocks for block in column)

@@ -43,7 +43,6 @@ class Swaps:
         self._pinned: dict[Served, list[tuple[HostPool, int]]] = {}
 
     def to_dict(self) -> dict[str, Any]:
-        """The counters of swaps and of the host cache."""
         self.stats.swapped_sequences = len(self._pinned)
         return {**self.host_cache.to_dict(), **asdict(self.stats)}
 

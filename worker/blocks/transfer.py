@@ -57,7 +57,6 @@ class TransferStats:
         return rate
 
     def to_dict(self, bytes_per_token: int) -> dict[str, Any]:
-        """All counters, rates of links in tokens too."""
         links = {
             gang: {"bytes_per_s": rate.per_s, "tokens_per_s": rate.per_s / bytes_per_token}
             for gang, rate in self.links.copy().items()
@@ -85,7 +84,6 @@ class Pull(Incoming):
 
     @property
     def count(self) -> int:
-        """Logical blocks wanted."""
         return len(self.names)
 
 

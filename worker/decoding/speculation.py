@@ -101,7 +101,6 @@ class Speculator:
         self._misses = self._resumes_at = 0
 
     def ready(self, length: int) -> bool:
-        """Whether to draft for the sequence at `length` tokens."""
         return length >= self._resumes_at
 
     def propose(self, tokens: Seq[int], k: int) -> tuple[int, ...]:

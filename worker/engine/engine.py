@@ -390,7 +390,6 @@ UNSAMPLED = VerifiedTokens([], [], False)
 def ending(
     sequence: Sequence, tokens: list[int], logprobs: list[messages.TokenLogprob] | None
 ) -> messages.Finish:
-    """The finish event of a choice, with the tokens not yet sent."""
     assert sequence.finish_reason is not None
     return messages.Finish(
         choice=sequence.choice,

@@ -26,7 +26,6 @@ def blocks_in_use(scheduler: Scheduler) -> int:
 
 
 def load_of(scheduler: Scheduler, rates: Rates, *, link_tokens_per_s: float = 0.0) -> LoadStats:
-    """The work of an engine, taken between two of its steps."""
     size = scheduler.block_size
     host_cache = scheduler.host_cache
     queued = [len(sequence.tokens) for sequence in scheduler.waiting]

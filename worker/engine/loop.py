@@ -40,7 +40,6 @@ class Outbox:
         self.urgent = asyncio.Event()
 
     def put(self, event: messages.Event) -> None:
-        """Add an event; tokens are joined to the delta of their choice."""
         if isinstance(event, messages.Delta | messages.Finish):
             first = self._events.get(event.choice)
             self._events[event.choice] = event if first is None else _joined(first, event)

@@ -39,12 +39,10 @@ class OrphanTracker:
                 self._listeners[ingress] -= 1
 
     def began(self, request: str, ingress: str, now_s: float) -> None:
-        """A request has come from an ingress."""
         self._requests[request] = ingress
         self._seen_s[ingress] = now_s
 
     def ended(self, request: str) -> None:
-        """A request is over."""
         ingress = self._requests.pop(request, "")
         self._missing.get(ingress, set()).discard(request)
 
@@ -57,7 +55,6 @@ class OrphanTracker:
         return sorted(forgotten)
 
     def orphans(self, now_s: float) -> list[str]:
-        """The requests of ingresses that are gone."""
         busy = set(self._requests.values())
         for ingress, seen_s in list(self._seen_s.items()):
             removed = self._listeners.get(ingress) == 0 and ingress in busy

@@ -38,7 +38,6 @@ class EngineStats:
     finished: dict[str, int] = field(default_factory=dict)
 
     def note_ranks(self, plan: StepPlan, took_s: float) -> None:
-        """A step was computed in that time."""
         sharded = sum(row.sharded for row in plan.rows)
         if sharded == len(plan.rows):
             self.sharded_steps += 1

@@ -17,8 +17,6 @@ from worker.startup.spec import EngineSpec
 
 
 class AddressMap:
-    """The pages of a gang, or of one worker."""
-
     def __init__(
         self, engine: Engine, spec: EngineSpec, gang: str, epoch: int, ranks: list[RankInfo]
     ) -> None:

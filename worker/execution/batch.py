@@ -97,7 +97,6 @@ class BatchBuilder:
     def workspace_bytes(
         layout: Layout, max_num_seqs: int, max_model_len: int, max_batch_tokens: int
     ) -> int:
-        """Device bytes of tables and step buffers, for the memory plan."""
         tables = len(layout.groups) * max_num_seqs * -(-max_model_len // layout.block_size) * 4
         return 2 * tables + RING * 8 * max_batch_tokens * (3 + len(layout.groups))
 
@@ -185,7 +184,6 @@ class BatchBuilder:
         )
 
     def _shared(self, part: _Part, group: int) -> tuple[SharedPrefix, ...]:
-        """The prefixes that rows of a part share in a layer group."""
         window, full = self.layout.groups[group].shape.window, self.layout.indexed
         searched = None if window is None or full is None else self.host[full]
         where = (part.slots, part.counts, part.starts, self.layout.block_size)

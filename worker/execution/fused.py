@@ -52,8 +52,6 @@ class Shared(nn.Module):
 
 
 class Part(nn.Module):
-    """Replaces one of the joined layers."""
-
     def __init__(self, shared: Shared, index: int) -> None:
         super().__init__()
         self.shared, self.index = shared, index

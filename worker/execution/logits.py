@@ -182,5 +182,4 @@ def _prompt_slice(raw: Tensor, targets: Tensor, top: int) -> tuple[Tensor, ...]:
 
 
 def widen(x: Tensor) -> Tensor:
-    """Float64 stays, everything else becomes float32."""
     return x if x.dtype == torch.float64 else x.float()

@@ -96,7 +96,6 @@ class Runner:
         return flight
 
     def _prepare(self, plan: StepPlan) -> Batch:
-        """Build the index tensors, then do the copies-on-write."""
         cpu_started = self.cpu_clock()
         batch = self.builder.build(plan)
         self.saved_reads += sum(run.saved_keys for rows in batch.rows for run in rows.groups)
@@ -137,7 +136,6 @@ class Runner:
         return InFlight(plan, sampled, scores, beam_candidates, plan.rows)
 
     def collect(self, flight: InFlight) -> StepResult:
-        """Wait for the step and copy its results to the host."""
         started = self.clock()
         scores, samples = _host_scores(flight), _host_samples(flight)
         beam_candidates = [

@@ -126,8 +126,6 @@ class _Fixed:
 
 
 class Planner:
-    """Makes a SamplePlan of slices of at most `slice_rows` rows, on `device`."""
-
     def __init__(
         self, vocab: int, end_token_ids: Sequence[int], slice_rows: int, device: torch.device
     ) -> None:

@@ -106,7 +106,6 @@ class GangMember:
 
 
 def arenas(store: BlockStore) -> tuple[int, ...]:
-    """The address of each of a rank's arenas."""
     return tuple(arena.data_ptr() for arena in store.arenas)
 
 
@@ -158,7 +157,6 @@ def start_heartbeats(send: Callable[[], None], every_s: float) -> None:
 
 
 def rank_info(replica: str, spec: EngineSpec, runner: Runner) -> RankInfo:
-    """The info of this process."""
     pages = arenas(runner.model.store)
     return RankInfo(replica, socket.gethostname(), os.getpid(), str(spec.device), pages)
 

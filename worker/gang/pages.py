@@ -94,7 +94,6 @@ class GangPages:
         share.import_(0, combined)
 
     def bytes_of(self, blocks: Sequence[Sequence[int]]) -> int:
-        """As `BlockStore.bytes_of`."""
         return _Share(self.store, blocks).bytes
 
     def heartbeat(self) -> None:
@@ -197,7 +196,6 @@ class _Share:
 
     @property
     def bytes(self) -> int:
-        """The bytes of all blocks."""
         return int(self._ends[-1])
 
     def export(self, rank: int) -> Bytes:

@@ -78,7 +78,6 @@ class PlanDecoder:
 
 
 def pack_result(result: Result) -> bytes:
-    """A follower's answer."""
     return _packed(RESULT, _RESULT.written(result))
 
 
@@ -103,7 +102,6 @@ def moved(body: list[Any]) -> Moves:
 
 
 def note(kind: int) -> bytes:
-    """A message that is only a kind."""
     return _packed(kind)
 
 

@@ -76,7 +76,6 @@ class GangComm:
         return self.exchange.ranks
 
     def abort(self, reason: str) -> None:
-        """End the gang for all ranks."""
         self.exchange.abort(reason)
         self.channel.abort(reason)
 
@@ -222,7 +221,6 @@ class GangRunner(RankRunner):
             self.raise_if_dead(error)
 
     def stop(self) -> None:
-        """Let the other ranks leave."""
         self._broadcast(protocol.note(STOP))
 
     def raise_if_dead(self, error: Exception) -> None:

@@ -294,5 +294,4 @@ class PrefixCache:
         return kept
 
     def flush(self) -> int:
-        """Forget the cached blocks that nobody uses; returns how many."""
         return sum(pool.flush() for pool in dict.fromkeys(self.pools))

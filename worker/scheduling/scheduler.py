@@ -85,7 +85,6 @@ class Scheduler:
         bisect.insort(self.waiting, sequence, key=_order)
 
     def run(self, sequence: Sequence, table: BlockTable) -> None:
-        """Give a sequence a slot and its first table."""
         sequence.table, sequence.slot = table, self.state.slots.pop()
         if self.swaps is not None:
             self.swaps.release(sequence)

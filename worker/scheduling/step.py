@@ -78,7 +78,6 @@ class Row(NamedTuple):
 
     @property
     def samples(self) -> int:
-        """How many tokens are sampled."""
         return 1 + len(self.drafts) if self.sampled else 0
 
     @property
@@ -93,8 +92,6 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: what to copy first, then which rows to compute."""
-
     step: int
     rows: tuple[Row, ...]
     copies: tuple[Annotated[Copy, ROW], ...]

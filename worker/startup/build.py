@@ -156,7 +156,6 @@ def build_follower(
     clock: Callable[[], float],
     cpu_clock: Callable[[], float] | None = None,
 ) -> Follower:
-    """The loop of a rank other than 0, around a loaded model."""
     ends = end_token_ids(spec.directory, spec.hf_config)
     builder, sampler = _gang_builder(spec, gang), _sampler(spec, ends)
     runner = RankRunner(gang, model, builder, sampler, clock=clock, cpu_clock=cpu_clock or clock)
@@ -166,7 +165,6 @@ def build_follower(
 
 
 def _sizes(spec: EngineSpec) -> dict[str, Any]:
-    """Arguments of batch builders."""
     return {
         "max_num_seqs": spec.limits.max_num_seqs,
         "max_model_len": spec.memory.max_model_len,

@@ -70,7 +70,6 @@ class EngineSpec:
 
     @property
     def page_dtype(self) -> torch.dtype:
-        """The dtype of the numbers in pages."""
         return quant.FORMATS.get(self.config.kv.dtype, self.dtype)
 
     @property
@@ -83,7 +82,6 @@ class EngineSpec:
         return self.config.model.name or Path(self.config.model.path).name
 
     def table(self) -> dict[str, int | str]:
-        """The rows of the start-up table, in order."""
         memory, extra = self.memory, dict[str, int | str]()
         if self.host_slices:
             extra["host_bytes"] = self.host_slices * self.layout.slice_bytes
@@ -113,7 +111,6 @@ class EngineSpec:
 
     @property
     def draft_kv_bytes(self) -> int:
-        """Bytes of the draft model's pages."""
         if self.draft is None:
             return 0
         return self.drafting().memory.slices * self.draft.layout.slice_bytes
