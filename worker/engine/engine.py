@@ -283,11 +283,23 @@ class Engine:
     def _finish_search(self, request: Request, reason: str | None = None) -> list[Output]:
         """End a beam search with its `n` best, in order of score; with a `reason`, without any."""
         search, first = self.searches[request.id], request.sequences[0]
-        best: list[beam.Ended | None] = [*search.ended[: request.choices]]
+        best = search.ended[: request.choices]
         if reason is not None:
-            best = [None] * request.choices
+            best = [NOT_ENDED] * request.choices
         assert len(best) == request.choices
-        events = [ending_of_beam(first, i, ended, reason) for i, ended in enumerate(best)]
+        events = [
+            messages.Finish(
+                choice=choice,
+                reason=reason or ("length" if ended.stop_token is None else "stop"),
+                prompt_tokens=first.prompt_tokens,
+                cached_tokens=first.cached_tokens,
+                generated_tokens=len(ended.tokens),
+                stop_token=ended.stop_token,
+                tokens=ended.tokens,
+                score=ended.score if reason is None else None,
+            )
+            for choice, ended in enumerate(best)
+        ]
         if reason is None:
             events[0] = replace(events[0], started=started(first))
         self.stats.generated_tokens += sum(event.generated_tokens for event in events)
@@ -384,6 +396,7 @@ class Engine:
 
 
 BAD_LOGITS = "its logits are not finite numbers; model.dtype=float32 has the widest range"
+NOT_ENDED = beam.Ended([], 0.0, None)
 UNSAMPLED = VerifiedTokens([], [], False)
 
 
@@ -408,22 +421,4 @@ def started(sequence: Sequence) -> messages.Started:
     assert request.admitted_s is not None
     return messages.Started(
         queue_s=request.admitted_s - request.arrival_s, cached_tokens=sequence.cached_tokens
-    )
-
-
-def ending_of_beam(
-    first: Sequence, choice: int, ended: beam.Ended | None, reason: str | None
-) -> messages.Finish:
-    """The finish event of a beam search's choice; with a `reason`, `ended` is None."""
-    stop_token = None if ended is None else ended.stop_token
-    tokens = [] if ended is None else ended.tokens
-    return messages.Finish(
-        choice=choice,
-        reason=reason or ("length" if stop_token is None else "stop"),
-        prompt_tokens=first.prompt_tokens,
-        cached_tokens=first.cached_tokens,
-        generated_tokens=len(tokens),
-        stop_token=stop_token,
-        tokens=tokens,
-        score=None if ended is None else ended.score,
     )
