@@ -119,7 +119,6 @@ class Request:
     priority: int = 0
     attempt: int = 0
     stream: bool = True
-    label: str = ""
     salt: bytes = b""
     tenant: str = ""
     generated: tuple[tuple[int, ...], ...] = ((),)

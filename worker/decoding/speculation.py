@@ -13,10 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from kvpaging.pool import OutOfBlocks
-from worker import messages
 from worker.params import DRAFT_MODEL, NO_SPECULATION, PROMPT_LOOKUP, ParamError
 from worker.request import Request, Sequence
 from worker.scheduling.step import SampledToken
@@ -229,23 +228,15 @@ class Speculation:
         self.speculators[sequence].learn(drafted, accepted, len(sequence.tokens))
 
 
-class VerifiedTokens(NamedTuple):
-    """A row's new tokens and their log-probabilities. `bad`: a logit was not finite."""
-
-    tokens: list[int]
-    logprobs: list[messages.TokenLogprob | None]
-    bad: bool
-
-
-def verify(drafts: Seq[int], samples: Seq[SampledToken], ends: Container[int]) -> VerifiedTokens:
+def verify(
+    drafts: Seq[int], samples: Seq[SampledToken], ends: Container[int]
+) -> list[SampledToken]:
     """The samples after a row's last token and after each of its `drafts`, up to the first that is
-    not as drafted, or that ends the sequence."""
-    verified = VerifiedTokens([], [], False)
-    for place, (token, bad, logprob) in enumerate(samples):
-        if bad:
-            return verified._replace(bad=True)
-        verified.tokens.append(token)
-        verified.logprobs.append(logprob)
-        if token in ends or place == len(drafts) or token != drafts[place]:
+    bad, or not as drafted, or that ends the sequence."""
+    kept = []
+    for place, sample in enumerate(samples):
+        kept.append(sample)
+        at_end = sample.bad or sample.token in ends or place == len(drafts)
+        if at_end or sample.token != drafts[place]:
             break
-    return verified
+    return kept

@@ -15,7 +15,7 @@ from itertools import islice
 
 from worker import messages
 from worker.decoding import beam
-from worker.decoding.speculation import VerifiedTokens, verify
+from worker.decoding.speculation import verify
 from worker.engine.load import blocks_in_use
 from worker.engine.stats import EngineStats, Rates
 from worker.execution.philox import derive
@@ -23,7 +23,7 @@ from worker.execution.runner import InFlight, Runner, StepResult
 from worker.params import ParamError
 from worker.request import Request, Sequence
 from worker.scheduling.scheduler import QueueFull, Scheduler
-from worker.scheduling.step import StepPlan
+from worker.scheduling.step import SampledToken, StepPlan
 
 Output = tuple[Request, messages.Event]
 
@@ -232,7 +232,11 @@ class Engine:
             for row in plan.rows
             if row.sampled
         }
-        drafted = {row.slot: verified[row.slot].tokens for row in plan.rows if row.drafts}
+        drafted = {
+            row.slot: [sample.token for sample in verified[row.slot] if not sample.bad]
+            for row in plan.rows
+            if row.drafts
+        }
         scores, beam_candidates = iter(result.scores), iter(result.beam_candidates)
         for row, sequence in zip(plan.rows, self.scheduler.commit(plan, drafted), strict=True):
             scored = next(scores) if row.scored_from is not None else None
@@ -242,11 +246,11 @@ class Engine:
             request = sequence.request
             if row.scored_from is not None and scored is not None:
                 out += self._report_scores(sequence, row.scored_from, scored)
-            tokens, logprobs, bad = verified.get(row.slot, UNSAMPLED)
-            if bad or (row.candidates and candidates is None):
+            new = verified.get(row.slot, [])
+            if any(sample.bad for sample in new) or (row.candidates and candidates is None):
                 out += self._fail(request, ArithmeticError(BAD_LOGITS))
-            elif tokens:
-                event = self._append(sequence, tokens, logprobs)
+            elif new:
+                event = self._append(sequence, new)
                 if self._mark_first_token(request, now):
                     event = replace(event, started=started(sequence))
                 out.append((request, event))
@@ -307,13 +311,15 @@ class Engine:
         return [(request, event) for event in events]
 
     def _append(
-        self, sequence: Sequence, tokens: list[int], entries: list[messages.TokenLogprob | None]
+        self, sequence: Sequence, samples: list[SampledToken]
     ) -> messages.Delta | messages.Finish:
-        """Append the last of `tokens`; those before it are accepted drafts, appended already."""
-        request, params, token = sequence.request, sequence.request.params, tokens[-1]
+        """Append the last of `samples`; those before it are accepted drafts, appended already."""
+        request, params = sequence.request, sequence.request.params
+        tokens = [sample.token for sample in samples]
+        token = tokens[-1]
         sequence.tokens.append(token)
         self.stats.generated_tokens += len(tokens)
-        known = [entry for entry in entries if entry is not None]
+        known = [sample.logprob for sample in samples if sample.logprob is not None]
         logprobs = None if params.logprobs is None else known
         if token in params.ends(self.end_tokens):
             reason, sequence.stop_token = "stop", token
@@ -397,7 +403,6 @@ class Engine:
 
 BAD_LOGITS = "its logits are not finite numbers; model.dtype=float32 has the widest range"
 NOT_ENDED = beam.Ended([], 0.0, None)
-UNSAMPLED = VerifiedTokens([], [], False)
 
 
 def ending(

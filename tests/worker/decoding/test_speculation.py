@@ -27,6 +27,7 @@ from worker.decoding.speculation import PromptLookup, Speculation, Speculator, v
 from worker.execution.sample_plan import SampleRow
 from worker.params import SamplingParams
 from worker.request import Request
+from worker.scheduling.step import SampledToken
 
 
 def knowing(wrong=0.0):
@@ -120,7 +121,7 @@ class Silent:
 
 
 def samples(*tokens, bad=()):
-    return [(token, place in bad, None) for place, token in enumerate(tokens)]
+    return [SampledToken(token, place in bad, None) for place, token in enumerate(tokens)]
 
 
 @pytest.mark.parametrize(
@@ -135,12 +136,12 @@ def samples(*tokens, bad=()):
     ],
 )
 def test_the_output_goes_on_to_the_first_that_is_not_as_guessed(drafts, sampled, ends, said):
-    assert verify(drafts, samples(*sampled), ends).tokens == said
+    assert verify(drafts, samples(*sampled), ends) == samples(*said)
 
 
 def test_a_logit_that_is_not_finite_counts_only_where_the_output_gets():
-    assert verify((5, 6), samples(5, 6, 9, bad=(1,)), ()).bad
-    assert not verify((5, 6), samples(4, 6, 9, bad=(1,)), ()).bad
+    assert verify((5, 6), samples(5, 6, 9, bad=(1,)), ())[-1].bad
+    assert not verify((5, 6), samples(4, 6, 9, bad=(1,)), ())[-1].bad
 
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 4}, {"top_p": 0.8}, {"logit_bias": {3: 1.5}}])
@@ -164,7 +165,7 @@ def test_the_distribution_is_unchanged_under_temperature(options):
     rows = [SampleRow(0, p, place) for p in params for place in range(3)]
     tokens = sample([t for first, second in drafts for t in (0, first, second)], rows)
     said = [
-        verify(guess, samples(*tokens[3 * i : 3 * i + 3]), ()).tokens
+        [sample.token for sample in verify(guess, samples(*tokens[3 * i : 3 * i + 3]), ())]
         for i, guess in enumerate(drafts)
     ]
     later = sample([s[0] for s in said], [SampleRow(0, p, 1) for p in params])

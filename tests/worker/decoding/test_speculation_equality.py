@@ -19,9 +19,10 @@ from tests.worker.gang.test_equality import PARAMS, alone, prompt, request, thre
 from tests.worker.gang_processes import Job
 from tests.worker.guessing import Told
 from tests.worker.served import answer
-from worker.decoding.speculation import PromptLookup, Speculation, VerifiedTokens
+from worker.decoding.speculation import PromptLookup, Speculation
 from worker.engine import engine as engine_module
 from worker.params import SamplingParams
+from worker.scheduling.step import SampledToken
 
 if TYPE_CHECKING:
     from tests.covering import Case
@@ -91,8 +92,8 @@ def test_a_wrong_guess_that_is_taken_is_seen(
     run(models, case)
     true = engine_module.verify
 
-    def trusting(drafts: Any, samples: Any, ends: Any) -> VerifiedTokens:
-        seen = [(drafts[0], False, None), *samples[1:]] if drafts else samples
+    def trusting(drafts: Any, samples: Any, ends: Any) -> list[SampledToken]:
+        seen = [SampledToken(drafts[0], False, None), *samples[1:]] if drafts else samples
         return true(drafts, seen, ends)
 
     monkeypatch.setattr(engine_module, "verify", trusting)

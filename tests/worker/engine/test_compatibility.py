@@ -10,6 +10,7 @@ import pytest
 from tests.worker import compatibility
 from tests.worker.compatibility import FEATURES, NEVER, PAGE, PAIRS, PROMPTS, Lab, Setup
 from worker.engine import engine as engine_module
+from worker.scheduling.step import SampledToken
 
 if TYPE_CHECKING:
     from tests.worker.compatibility import Feature
@@ -54,7 +55,7 @@ def test_a_wrong_guess_that_is_taken_is_seen(lab: Lab, monkeypatch: Any) -> None
     true = engine_module.verify
 
     def trusting(drafts: Any, samples: Any, ends: Any) -> Any:
-        seen = [(drafts[0], False, None), *samples[1:]] if drafts else samples
+        seen = [SampledToken(drafts[0], False, None), *samples[1:]] if drafts else samples
         return true(drafts, seen, ends)
 
     monkeypatch.setattr(engine_module, "verify", trusting)
