@@ -6,9 +6,8 @@ The ingress sends one `GenerateRequest` for a prompt. The worker answers with a 
 one bytes object. `encode` takes any message of this module, `decode` reverses it or raises
 `WireError` naming the field: a peer of another version fails at its first message.
 
-Words: a *choice* is one of the answers to a prompt; an *attempt* is one worker's try at a request,
-the next of which starts with what the choices had `generated`. Times are in seconds,
-log-probabilities are natural logarithms.
+An *attempt* is one worker's try at a request, the next of which starts with what the choices had
+`generated`. Times are in seconds, log-probabilities are natural logarithms.
 """
 
 from __future__ import annotations

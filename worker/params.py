@@ -5,11 +5,7 @@
 with what is allowed and the setting that changes it. `row_bytes` is the memory that the limits
 cost. No torch: the ingress checks before the first byte of an answer, the worker at admission.
 
-Words: *greedy* takes the likeliest token, without a random number. *Penalties* lower the logits of
-tokens that occurred before; *logit bias* is added to those of chosen tokens. *Logprobs* are natural
-logarithms of the probabilities of generated tokens, *prompt logprobs* those of prompt tokens.
-*Beam search* keeps the `beam_width` likeliest continuations. *Speculation* drafts tokens, which one
-step of the model then verifies.
+Log-probabilities are natural logarithms.
 """
 
 from collections.abc import Mapping, Sequence

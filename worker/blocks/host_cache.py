@@ -1,14 +1,12 @@
 """The host cache: evicted blocks are offloaded to host memory, and loaded while others compute.
 
-It takes a scheduler's state and one `HostPool` below each pool, which keeps the books of the host
-blocks; a mover, the runner, moves the bytes. A block that a plan evicts is kept in a host block: it
-is copied out between planning and launching the step that overwrites it (`keep`, `issue`). A
-waiting sequence whose next blocks are only on the host waits for a load (`begin_load`, see
+A `HostPool` below each pool keeps the books of the host blocks, the runner moves the bytes. A block
+that a plan evicts is offloaded between planning and launching the step that overwrites it (`keep`,
+`issue`). A waiting sequence whose next blocks are only on the host waits for a load (`begin_load`,
 `worker.blocks.incoming`); others pass it meanwhile, and `land` registers the blocks. A copy that
 fails costs nothing but the time to compute its blocks again.
 
-Words: *offload* is a copy to the host, *load* one from it; an *arena* is the memory of one pool of
-pages, a *host block* a place for one of its blocks in host memory. Runs in the engine's thread.
+Runs in the engine's thread.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The books of block transfers between engines: exports to others and pulls from them.
 
-Everything here runs in the engine's thread, between steps; `worker.blocks.pull` moves the bytes
-meanwhile. Exported blocks are pinned until they are copied; pulled ones arrive as described in
-`worker.blocks.incoming`.
+In the engine's thread, between steps; `worker.blocks.pull` moves the bytes meanwhile. Exported
+blocks are pinned until they are copied.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ the others those that the first token to be computed sees. Blocks that a step in
 known too (`begin`, `end`), so that a request waits a step and hits them instead of computing them
 again.
 
-Words: a *block hash* is the hash of a block's tokens and all before them, one for each layer group;
-a block that no query will see has the hash UNWANTED and the number NULL_BLOCK. A `Matcher` only
+A block that no query will see has the hash UNWANTED and the number NULL_BLOCK. A `Matcher` only
 looks: over the pools here, over pools and host memory in the host cache.
 """
 

@@ -9,11 +9,7 @@ rows in flight are void, its blocks are freed after the last step that may touch
 It promises: the oldest request always goes on; a sequence is admitted only if it fits beside the
 blocks promised to running ones; a block is registered only by the commit of the step that fills it.
 
-Words: a *sequence* is one choice of a request; it waits, or runs in a *slot* of the batch with a
-*block table* (its pages in the pools). A *preempted* sequence has lost its blocks and waits to
-compute them again. The parts: `state` (who runs and waits, what room that leaves), `planner` (one
-round), `admission` (what a waiting sequence starts with), `prefix` (blocks found again), `step` (a
-plan as data). No torch, no clock.
+No torch, no clock.
 """
 
 from __future__ import annotations

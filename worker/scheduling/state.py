@@ -1,8 +1,7 @@
 """Which sequences run and wait, and the room they leave: what planning and admission read.
 
-Words: a *slot* is a place in the batch that a running sequence keeps; *ranks* are the processes of
-a gang, each with its part of every pool; a running sequence is *promised* the blocks that it needs
-at its present length plus one token. No torch, no clock.
+A running sequence is *promised* the blocks that it needs at its present length plus one token. No
+torch, no clock.
 """
 
 from __future__ import annotations
