@@ -21,6 +21,7 @@ from context_parallel.attention import ShardedBatch
 from kvpaging.attention.inputs import Rows, SharedPrefix
 from kvpaging.attention.shared_prefix import find
 from kvpaging.store import Layout
+from worker.scheduling.state import Limits
 from worker.scheduling.step import Row, StepPlan
 
 RING = 3
@@ -70,23 +71,18 @@ class BatchBuilder:
     """
 
     def __init__(
-        self,
-        layout: Layout,
-        *,
-        max_num_seqs: int,
-        max_model_len: int,
-        max_batch_tokens: int,
-        max_logit_rows: int,
-        device: torch.device,
+        self, layout: Layout, limits: Limits, max_model_len: int, device: torch.device
     ) -> None:
         self.layout, self.device = layout, device
         groups, size = len(layout.groups), layout.block_size
         self.max_blocks = -(-max_model_len // size)
-        self.host: NDArray[np.int32] = np.zeros((groups, max_num_seqs, self.max_blocks), np.int32)
+        shape = (groups, limits.max_num_seqs, self.max_blocks)
+        self.host: NDArray[np.int32] = np.zeros(shape, np.int32)
         self.tables = torch.from_numpy(self.host)
         if device.type != "cpu":
             self.tables = self.tables.to(device)
-        tokens = max_batch_tokens * (2 + groups) + 2 * max_logit_rows + 5 * max_num_seqs + 1
+        tokens = limits.max_batch_tokens * (2 + groups) + 2 * limits.max_logit_rows
+        tokens += 5 * limits.max_num_seqs + 1
         pinned = device.type == "cuda"
         self._ring = [
             torch.zeros(tokens, dtype=torch.int64, pin_memory=pinned) for _ in range(RING)
@@ -94,11 +90,10 @@ class BatchBuilder:
         self._events: list[torch.cuda.Event | None] = [None] * RING
 
     @staticmethod
-    def workspace_bytes(
-        layout: Layout, max_num_seqs: int, max_model_len: int, max_batch_tokens: int
-    ) -> int:
-        tables = len(layout.groups) * max_num_seqs * -(-max_model_len // layout.block_size) * 4
-        return 2 * tables + RING * 8 * max_batch_tokens * (3 + len(layout.groups))
+    def workspace_bytes(layout: Layout, limits: Limits, max_model_len: int) -> int:
+        groups, most = len(layout.groups), -(-max_model_len // layout.block_size)
+        tables = groups * limits.max_num_seqs * most * 4
+        return 2 * tables + RING * 8 * limits.max_batch_tokens * (3 + groups)
 
     def build(self, plan: StepPlan) -> Batch:
         self._apply_changes(plan)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from context_parallel.shard import SHORT_TOKENS, Geometry, Tail, tails
 from context_parallel.tables import LocalTables
 from kvpaging.store import Layout
 from worker.execution.batch import Batch, BatchBuilder, Ints, tokens_of
+from worker.scheduling.state import Limits
 from worker.scheduling.step import Row, StepPlan
 
 
@@ -29,19 +29,21 @@ class GangBuilder(BatchBuilder):
     def __init__(
         self,
         layout: Layout,
+        limits: Limits,
+        max_model_len: int,
+        device: torch.device,
         *,
         rank: int,
         ranks: int,
         per_rank: Sequence[int],
         geometries: Sequence[Geometry],
-        **sizes: Any,
     ) -> None:
-        """One of `geometries` for each layer group; `sizes` are those of `BatchBuilder`."""
-        super().__init__(layout, **sizes)
+        """One of `geometries` for each layer group."""
+        super().__init__(layout, limits, max_model_len, device)
         self.rank, self.ranks, self.per_rank = rank, ranks, tuple(per_rank)
         self.geometries = tuple(geometries)
         self.local = LocalTables(
-            per_rank, rank, max_num_seqs=self.host.shape[1], max_blocks=self.max_blocks
+            per_rank, rank, max_num_seqs=limits.max_num_seqs, max_blocks=self.max_blocks
         )
         self.host = self.local.host
         if self.device.type == "cpu":

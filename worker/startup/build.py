@@ -1,7 +1,6 @@
 """Builds the engine around a loaded model, or the part of it that another rank runs.
 
-Takes an `EngineSpec` and a `PagedModel`; makes pools, prefix cache, scheduler, runner and host
-cache. Raises DoesNotFit where the host cache cannot be allocated.
+Raises DoesNotFit where the host cache cannot be allocated.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def build_engine(
     ends = end_token_ids(spec.directory, spec.hf_config)
     sampler, clocks = _sampler(spec, ends), {"clock": clock, "cpu_clock": cpu_clock}
     runner = (
-        Runner(model, BatchBuilder(spec.layout, **_sizes(spec)), sampler, **clocks)
+        Runner(model, _builder(spec), sampler, **clocks)
         if gang is None
         else GangRunner(gang, model, _gang_builder(spec, gang), sampler, depth=depth, **clocks)
     )
@@ -130,7 +129,7 @@ def build_draft(spec: EngineSpec, model: PagedModel) -> DraftModel:
     """The loaded draft model of `spec`, which is its own (`EngineSpec.drafting`)."""
     return DraftModel(
         model,
-        BatchBuilder(spec.layout, **_sizes(spec)),
+        _builder(spec),
         max_model_len=spec.memory.max_model_len,
         chunk=spec.limits.max_batch_tokens,
     )
@@ -164,25 +163,21 @@ def build_follower(
     return Follower(runner, depth=1 if spec.device.type == "cpu" else 2)
 
 
-def _sizes(spec: EngineSpec) -> dict[str, Any]:
-    return {
-        "max_num_seqs": spec.limits.max_num_seqs,
-        "max_model_len": spec.memory.max_model_len,
-        "max_batch_tokens": spec.limits.max_batch_tokens,
-        "max_logit_rows": spec.limits.max_logit_rows,
-        "device": spec.device,
-    }
+def _builder(spec: EngineSpec) -> BatchBuilder:
+    return BatchBuilder(spec.layout, spec.limits, spec.memory.max_model_len, spec.device)
 
 
 def _gang_builder(spec: EngineSpec, gang: GangComm) -> GangBuilder:
     pages = spec.layout
     return GangBuilder(
         pages,
+        spec.limits,
+        spec.memory.max_model_len,
+        spec.device,
         rank=gang.rank,
         ranks=gang.ranks,
         per_rank=[spec.memory.slices * pages.groups_in(group.arena) for group in pages.groups],
         geometries=geometries(pages, spec.shape, spec.dtype),
-        **_sizes(spec),
     )
 
 

@@ -211,9 +211,7 @@ def _workspace_bytes(spec: EngineSpec, longest: int, ranks: int) -> int:
     partials = limits.max_batch_tokens * heads * (widest + 2) * 4 * 2
     activations = limits.max_batch_tokens * (6 * hidden + 3 * inner) * 4
     logits = limits.max_logit_rows * shape.vocab_size * 4
-    tables = BatchBuilder.workspace_bytes(
-        pages, limits.max_num_seqs, longest, limits.max_batch_tokens
-    )
+    tables = BatchBuilder.workspace_bytes(pages, limits, longest)
     sampling = sampler.workspace_bytes(
         limits.max_num_seqs,
         shape.vocab_size,

@@ -33,14 +33,7 @@ def make(groups: int, *, batch_tokens: int = 64, seqs: int = 4):
         windows=windows,
     )
     scheduler = Scheduler(SchedulerState(prefix, limits))
-    builder = BatchBuilder(
-        pages,
-        max_num_seqs=seqs,
-        max_model_len=160,
-        max_batch_tokens=batch_tokens,
-        max_logit_rows=4 * seqs,
-        device=torch.device("cpu"),
-    )
+    builder = BatchBuilder(pages, limits, 160, torch.device("cpu"))
     return scheduler, builder
 
 

@@ -35,15 +35,13 @@ def make(groups: int, ranks: int, batch_tokens: int):
     builders = [
         GangBuilder(
             pages,
+            limits,
+            400,
+            torch.device("cpu"),
             rank=rank,
             ranks=ranks,
             per_rank=[PER_RANK] * groups,
             geometries=[Geometry(1, 1, 8, 8, 4, 4)] * groups,
-            max_num_seqs=4,
-            max_model_len=400,
-            max_batch_tokens=batch_tokens,
-            max_logit_rows=16,
-            device=torch.device("cpu"),
         )
         for rank in range(ranks)
     ]
