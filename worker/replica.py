@@ -305,7 +305,7 @@ class GPUWorker:
 
     def _transfers(self) -> dict[str, Any]:
         shown = self.puller.stats.to_dict(self.spec.layout.bytes_per_token)
-        return {**shown, "prefill_tokens_per_s": self.loop.prefill.rate.per_s}
+        return {**shown, "prefill_tokens_per_s": self.loop.engine.prefill.per_s}
 
     async def heartbeats(self, period_s: float, ingress: str) -> AsyncIterator[dict[str, Any]]:
         """`stats` every `period_s`, for as long as an ingress listens; the stream breaks when this

@@ -17,7 +17,7 @@ from worker import messages
 from worker.decoding import beam
 from worker.decoding.speculation import verify
 from worker.engine.load import blocks_in_use
-from worker.engine.stats import EngineStats, Rates
+from worker.engine.stats import EngineStats, PrefillRate, Rates
 from worker.execution.philox import derive
 from worker.execution.runner import InFlight, Runner, StepResult
 from worker.params import ParamError
@@ -52,7 +52,7 @@ class Engine:
         self.cpu_clock = cpu_clock
         self.requests: dict[str, Request] = {}
         self.stats = EngineStats()
-        self.rates = rates or Rates()
+        self.rates, self.prefill = rates or Rates(), PrefillRate()
         self.searches: dict[str, beam.BeamSearch] = {}  # by request
         self.on_step_error: Callable[[BaseException, bool], None] = lambda error, retried: None
         self._in_flight: deque[InFlight] = deque()
@@ -221,6 +221,7 @@ class Engine:
         stats.batch_tokens += plan.tokens
         took_s = self.runner.execute_s - stats.execute_s
         stats.note_ranks(plan, took_s)
+        self.prefill.note(plan.tokens, len(plan.rows), took_s)
         self.rates.note(plan, took_s, blocks_in_use(self.scheduler))
         stats.build_s, stats.execute_s = self.runner.build_s, self.runner.execute_s
         stats.saved_reads = self.runner.saved_reads

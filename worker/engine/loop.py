@@ -19,7 +19,6 @@ from typing import TypeVar
 from kvpaging import audit
 from worker import messages
 from worker.engine.engine import Engine, Output
-from worker.engine.stats import PrefillRate
 from worker.execution.runner import EngineDead
 from worker.request import Request
 
@@ -101,7 +100,6 @@ class EngineLoop:
         self.failure: BaseException | None = None
         self.busy_since_s: float | None = None
         self.violations = 0
-        self.prefill = PrefillRate()
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -278,7 +276,6 @@ class EngineLoop:
             item()
         before = self.engine.stats.steps
         self._send(self.engine.step(self.now()))
-        self.prefill.note(self.engine.stats)
         steps = self.engine.stats.steps
         if steps > before:
             self._sent_s = self.now()

@@ -59,20 +59,13 @@ class Rate:
             self.per_s += (value - self.per_s) * (RATE_WEIGHT if self.per_s else 1.0)
 
 
-class PrefillRate:
-    """The engine's speed of prefill in tokens per second, from its counters."""
+class PrefillRate(Rate):
+    """The engine's speed of prefill in tokens per second."""
 
-    def __init__(self) -> None:
-        self.rate = Rate()
-        self._seen = (0, 0, 0.0)
-
-    def note(self, stats: EngineStats) -> None:
-        """Note the steps since the last call, where most of their tokens were of prompts."""
-        seen = (stats.batch_tokens, stats.rows, stats.execute_s)
-        tokens, rows, seconds = (now - was for now, was in zip(seen, self._seen, strict=True))
-        self._seen = seen
+    def note(self, tokens: int, rows: int, seconds: float) -> None:
+        """A step was computed in that time; it counts where most of its tokens were of prompts."""
         if tokens >= max(PREFILL_TOKENS, 2 * rows):
-            self.rate.add(tokens, seconds)
+            self.add(tokens, seconds)
 
 
 @dataclass(slots=True)

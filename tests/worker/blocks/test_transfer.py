@@ -22,7 +22,7 @@ from tests.worker.fake import (
 from worker import messages
 from worker.blocks.incoming import Chunk
 from worker.blocks.transfer import LINKS_MAX, Pull, PullFailed, TransferStats
-from worker.engine.stats import EngineStats, PrefillRate, Rate
+from worker.engine.stats import PrefillRate, Rate
 from worker.scheduling.prefix import UNWANTED
 
 
@@ -40,18 +40,15 @@ def test_a_rate_follows_what_is_measured() -> None:
 
 
 def test_only_steps_of_chunks_say_how_fast_prompts_are_computed() -> None:
-    stats, rate = EngineStats(), PrefillRate()
+    rate = PrefillRate()
     for rows, tokens, seconds, wanted in (
         (64, 64, 1.0, 0.0),  # single tokens
         (1, 20, 1.0, 0.0),  # hardly any
         (2, 100, 0.5, 200.0),
         (0, 0, 0.0, 200.0),  # a turn without a step
     ):
-        stats.rows += rows
-        stats.batch_tokens += tokens
-        stats.execute_s += seconds
-        rate.note(stats)
-        assert rate.rate.per_s == wanted
+        rate.note(tokens, rows, seconds)
+        assert rate.per_s == wanted
 
 
 def test_links_are_bounded_and_those_in_use_stay() -> None:
