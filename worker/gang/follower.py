@@ -12,8 +12,9 @@ from configs.schema import Config
 from worker.gang.member import GangMember, connected, rank_info, reporting
 from worker.gang.pages import serve_pages
 from worker.gang.runner import Follower
+from worker.startup import start
+from worker.startup.build import build_follower
 from worker.startup.device import keep_freed_memory
-from worker.startup.start import start_follower
 
 log = logging.getLogger("kvatlas.worker")
 
@@ -85,14 +86,12 @@ class GPUFollower:
         spec, comms = connected(config, directory, member)
         assert comms is not None
         gang, blocks = comms
-        made = start_follower(
-            spec, gang, clock=member.clock, cpu_clock=member.cpu_clock, progress=log.info
-        )
+        model, _ = start.load(spec, member.clock, log.info)
+        made = build_follower(spec, model, gang, member.clock, member.cpu_clock)
         member.ready(rank_info(self.gang, spec, made.runner))
-        store = made.runner.model.store
         # Less than rank 0 waits.
         within_s = min(member.timeout_s, config.cluster.pull_timeout_s) / 2
-        return made, lambda: serve_pages(store, blocks, gang.copied, within_s)
+        return made, lambda: serve_pages(model.store, blocks, gang.copied, within_s)
 
     async def check_health(self) -> None:
         """Serve restarts the gang where this rank has stopped."""

@@ -24,12 +24,12 @@ from worker.engine.engine import Engine
 from worker.execution import int8, sampler
 from worker.execution.batch import BatchBuilder
 from worker.execution.model import ModelShape, PagedModel, UnsupportedModel, fix_rotary, probe
-from worker.gang.runner import Follower, GangComm
+from worker.gang.runner import GangComm
 from worker.params import MAX_BEAM_WIDTH, MAX_DRAFT_TOKENS, ParamLimits, SamplingParams
 from worker.request import Request
 from worker.scheduling.prefix import HashInputs
 from worker.scheduling.state import Limits
-from worker.startup.build import build_draft, build_engine, build_follower, geometries
+from worker.startup.build import build_draft, build_engine, geometries
 from worker.startup.device import choose_device, free_memory_bytes, has_fast_bfloat16, has_fp8
 from worker.startup.memory import DoesNotFit, plan_host, plan_memory, with_slices
 from worker.startup.selfcheck import check_plain, checked_model
@@ -252,18 +252,6 @@ def start(
     return build_engine(
         spec, model, clock, cpu_clock, hash_inputs=hash_inputs, gang=gang, draft=draft
     )
-
-
-def start_follower(
-    spec: EngineSpec,
-    gang: GangComm,
-    *,
-    clock: Callable[[], float],
-    cpu_clock: Callable[[], float] | None = None,
-    progress: Callable[[str], None] = lambda line: None,
-) -> Follower:
-    model, _ = load(spec, clock, progress)
-    return build_follower(spec, model, gang, clock, cpu_clock=cpu_clock)
 
 
 def load(
