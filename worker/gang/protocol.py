@@ -55,7 +55,7 @@ _STEP, _RESULT, _MOVES = map(codec.plan, (StepMessage, Result, Moves))
 
 def pack_step(epoch: int, digest: int, plan: StepPlan) -> bytes:
     params = [row.params for row in plan.rows if row.changed_from == 0]
-    return _packed(STEP, _STEP.written(StepMessage(epoch, digest, params, plan)))
+    return packed(STEP, _STEP.written(StepMessage(epoch, digest, params, plan)))
 
 
 class PlanDecoder:
@@ -78,7 +78,7 @@ class PlanDecoder:
 
 
 def pack_result(result: Result) -> bytes:
-    return _packed(RESULT, _RESULT.written(result))
+    return packed(RESULT, _RESULT.written(result))
 
 
 def unpack_result(message: bytes) -> Result:
@@ -92,17 +92,13 @@ def unpack_result(message: bytes) -> Result:
 
 def moving(moves: Moves) -> bytes:
     """The message for the copies that every rank does before the next step."""
-    return _packed(MOVE, _MOVES.written(moves))
+    return packed(MOVE, _MOVES.written(moves))
 
 
 def moved(body: list[Any]) -> Moves:
     """Decode the body of such a message. Raises WrongMessage."""
     moves: Moves = _decoded(_MOVES, body, "copies")
     return moves
-
-
-def note(kind: int) -> bytes:
-    return _packed(kind)
 
 
 def read(message: bytes) -> tuple[int, list[Any]]:
@@ -129,5 +125,6 @@ def _decoded(plan: codec.Plan, body: list[Any], name: str) -> Any:
         raise WrongMessage(f"{name} that cannot be read: {error}") from error
 
 
-def _packed(kind: int, body: Iterable[Any] = ()) -> bytes:
+def packed(kind: int, body: Iterable[Any] = ()) -> bytes:
+    """A message; a body is what its plan has written."""
     return codec.pack((VERSION, kind, *body))

@@ -216,12 +216,12 @@ class GangRunner(RankRunner):
         """Show that rank 0 is alive: the others wait for its next message, but not for ever. Raises
         EngineDead where one of them is gone."""
         try:
-            self._broadcast(protocol.note(HEARTBEAT))
+            self._broadcast(protocol.packed(HEARTBEAT))
         except FATAL as error:
             self.raise_if_dead(error)
 
     def stop(self) -> None:
-        self._broadcast(protocol.note(STOP))
+        self._broadcast(protocol.packed(STOP))
 
     def raise_if_dead(self, error: Exception) -> None:
         """Where it raises nothing, no rank is in a step any more: blocks may be allocated again."""
@@ -243,7 +243,7 @@ class GangRunner(RankRunner):
     def _request_one(self) -> None:
         """Receive the answers of one more step, which the others send on request."""
         if not self._due:
-            self._broadcast(protocol.note(COLLECT))
+            self._broadcast(protocol.packed(COLLECT))
             self._due += 1
         self._receive()
 
