@@ -27,6 +27,7 @@ from cluster.quickstart import QUICK
 from cluster.quickstart import resolve as find
 from kvpaging import quant
 from kvpaging.store import BlockStore, LayerShape, layout
+from worker.execution.batch import Batch
 from worker.execution.model import PagedModel
 from worker.startup.selfcheck import rows_of
 
@@ -76,7 +77,7 @@ class Paged:
         """float32 `[sum of wanted, vocab]`; the tokens' keys and values are in the pages after."""
         places = [(s.sequence, s.first, s.first + len(s.ids)) for s in spans]
         ends = torch.tensor([len(s.ids) for s in spans]).cumsum(0).tolist()
-        return self.model.forward(
+        batch = Batch(
             torch.cat([s.ids for s in spans]),
             torch.cat([torch.arange(a, b) for _, a, b in places]),
             (rows_of(self.table, places, BLOCK),),
@@ -84,6 +85,7 @@ class Paged:
                 [torch.arange(end - s.wanted, end) for s, end in zip(spans, ends, strict=True)]
             ),
         )
+        return self.model.forward(batch)
 
     def close(self) -> None:
         self.model.pages.close()

@@ -64,9 +64,7 @@ class DraftModel:
         batch = self.builder.build(StepPlan(self.step, (row,), ()))
         self.step += 1
         drafter.synced = len(table.blocks[0])
-        logits = self.model.forward(
-            batch.ids, batch.positions, batch.rows, batch.logits_at, batch.local, batch.sharded
-        )
+        logits = self.model.forward(batch)
         drafter.computed += count
         return int(best(logits)[1]) if reached else None
 

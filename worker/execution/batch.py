@@ -31,6 +31,7 @@ NEVER_READ = 0
 
 Ints = NDArray[np.int64]
 NO_TOKENS: Ints = np.zeros(0, np.int64)
+NO_SLOTS = torch.zeros(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,8 @@ class Batch:
     positions: Tensor  # int64 [T]
     rows: tuple[Rows, ...]  # one per layer group
     logits_at: Tensor  # int64 [n]: the scored tokens row by row, the sampled ones, last of beams
-    slots: Tensor  # int64 [samples]: slot of each token to be sampled, in order
-    scored: int  # how many of `logits_at` are scored
+    slots: Tensor = NO_SLOTS  # int64 [samples]: slot of each token to be sampled, in order
+    scored: int = 0  # how many of `logits_at` are scored
     local: int = 0
     sharded: tuple[ShardedBatch, ...] = ()  # one per layer group, where there are such tokens
 

@@ -24,6 +24,7 @@ from context_parallel.exchange import Exchange
 from kvpaging.attention import ops
 from kvpaging.attention.inputs import AttentionOptions, Rows
 from kvpaging.store import BlockStore, LayerShape
+from worker.execution.batch import Batch
 from worker.execution.int8 import Linears, linears
 
 HOOK = "kvatlas"
@@ -282,26 +283,17 @@ class PagedModel:
         self.call = torch.compile(self.hf, **options)
 
     @torch.inference_mode()
-    def forward(
-        self,
-        ids: Tensor,
-        positions: Tensor,
-        rows: Sequence[Rows],
-        logits_at: Tensor,
-        local: int = 0,
-        sharded: Sequence[ShardedBatch] = (),
-    ) -> Tensor:
-        """ids, positions int64 [T]; logits_at int64 [n], the tokens to compute logits for.
-
-        Returns logits [n, vocab]. Stores the keys and values of all T tokens in their pages.
-        """
-        self.pages.rows, self.pages.local, self.pages.sharded = rows, local, sharded
+    def forward(self, batch: Batch) -> Tensor:
+        """Returns the logits [n, vocab] that a batch of known ids needs. Stores the keys and values
+        of all its tokens in their pages."""
+        self.pages.rows, self.pages.sharded = batch.rows, batch.sharded
+        self.pages.local = batch.local
         try:
             out = self.call(
-                input_ids=ids[None],
-                position_ids=positions[None],
+                input_ids=batch.ids[None],
+                position_ids=batch.positions[None],
                 use_cache=False,
-                logits_to_keep=logits_at,
+                logits_to_keep=batch.logits_at,
                 pages=self.pages,
             )
         finally:

@@ -7,7 +7,7 @@ the host; both in the order of the plans. Neither changes the scheduler's state.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
 from typing import Any
 
@@ -106,14 +106,7 @@ class Runner:
     def _forward(self, batch: Batch) -> Tensor:
         ids = batch.ids
         ids = torch.where(ids < 0, self.last_token[(-1 - ids).clamp_(min=0)], ids)
-        return self.model.forward(
-            ids,
-            batch.positions,
-            batch.rows,
-            batch.logits_at,
-            local=batch.local,
-            sharded=batch.sharded,
-        )
+        return self.model.forward(replace(batch, ids=ids))
 
     def _sample(self, plan: StepPlan, batch: Batch, logits: Tensor) -> InFlight:
         """Sample and score the logits; the sampler plans on the host while the model runs."""

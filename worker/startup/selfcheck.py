@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from kvpaging import quant
 from kvpaging.attention.inputs import Rows
 from kvpaging.store import BlockStore, Layout, layout
+from worker.execution.batch import Batch
 from worker.execution.fused import fuse
 from worker.execution.int8 import Int8Linear
 from worker.execution.model import ModelShape, PagedModel, UnsupportedModel
@@ -139,7 +140,7 @@ def _paged_logits(model: PagedModel, prompts: list[Tensor]) -> Tensor:
         ids = torch.cat([prompts[r][a:b] for r, a, b in spans])
         positions = torch.cat([torch.arange(a, b, device=device) for _, a, b in spans])
         last = torch.tensor([b - a for _, a, b in spans], device=device).cumsum(0) - 1
-        return model.forward(ids, positions, rows, last)
+        return model.forward(Batch(ids, positions, rows, last))
 
     if half:
         run([(0, 0, half)])
