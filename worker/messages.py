@@ -27,8 +27,7 @@ class WireError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ChoiceInput:
-    """The tokens that earlier attempts have generated for one choice, and whether it has
-    finished."""
+    """What earlier attempts have generated for one choice, and whether it has finished."""
 
     generated: list[int] = field(default_factory=list)
     finished: bool = False

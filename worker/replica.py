@@ -308,8 +308,7 @@ class GPUWorker:
         return {**shown, "prefill_tokens_per_s": self.loop.engine.prefill.per_s}
 
     async def heartbeats(self, period_s: float, ingress: str) -> AsyncIterator[dict[str, Any]]:
-        """`stats` every `period_s`, for as long as an ingress listens; the stream breaks when this
-        process dies."""
+        """`stats` every `period_s` while an ingress listens; breaks when this process dies."""
         with self.tracker.listening(ingress, time.monotonic()):
             while True:
                 yield await self.stats()

@@ -108,8 +108,7 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request in the engine. Lower `priority` goes first, then the earlier `turn` of its tenant,
-    then earlier arrival."""
+    """A request in the engine; see `rank` for the order in which requests go."""
 
     id: str
     prompt: list[int]

@@ -348,8 +348,7 @@ class HostCache:
 
 
 def host_blocks(host_cache: HostCache | None, rank: int) -> dict[str, int]:
-    """One rank's part of `/debug/kv`: host blocks of all layer groups by state; none without a
-    cache."""
+    """One rank's part of `/debug/kv`: host blocks of all groups by state."""
     if host_cache is None:
         return {}
     counts = [host.counts(rank) for host in host_cache.arenas]

@@ -83,8 +83,7 @@ class IncomingBlocks(Generic[Coming]):
         return block
 
     def land(self, incoming: Coming, chunk: Chunk, count: int) -> int:
-        """Register the first `count` logical blocks of a chunk, which are filled. Returns how many
-        blocks of all groups these are."""
+        """Register the first `count` logical blocks of a chunk. Returns blocks of all groups."""
         landed = 0
         for index in range(count):
             at, blocks = chunk.start + index, [column[index] for column in chunk.blocks]

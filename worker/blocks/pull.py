@@ -95,8 +95,7 @@ class Puller:
         return len(blocks[0]), data
 
     async def pull(self, request: Request, source: messages.Pull) -> None:
-        """Bring the blocks that the request needs, as far as possible, then let it start. Raises
-        nothing but CancelledError."""
+        """Bring what blocks can come, then let the request start. Raises CancelledError alone."""
         pull = Pull(request, source.gang)
         self.stats.pulls += 1
         self.stats.pulling += 1

@@ -231,6 +231,5 @@ class Transfers:
         self.incoming.drop(chunk)
 
     def end(self, pull: Pull) -> None:
-        """The request may start. Blocks that a copy still writes to stay pinned until
-        `confirmed`."""
+        """The request may start. Blocks still written to stay pinned until `confirmed`."""
         self.incoming.end(pull)

@@ -160,8 +160,7 @@ class Speculation:
         self.on_error: Callable[[Exception], None] = lambda error: None
 
     def equip(self, request: Request) -> None:
-        """Give each choice a speculator where the request wants one and can have it. Raises
-        ParamError for a method that is not served here."""
+        """Give choices that can have one a speculator. Raises ParamError for unserved methods."""
         params = request.params
         method = params.speculation or self.method
         if method == NO_SPECULATION:

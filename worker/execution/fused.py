@@ -61,8 +61,7 @@ class Part(nn.Module):
 
 
 def fuse(model: nn.Module) -> int:
-    """Join sibling projections in place; returns the number of joins. Results differ by
-    rounding."""
+    """Join sibling projections in place; returns how many joins. Results differ by rounding."""
     joined = 0
     for parent in list(model.modules()):
         for names in SIBLINGS:

@@ -138,8 +138,7 @@ class Runner:
         return StepResult(samples, scores, beam_candidates)
 
     def exchanged(self) -> dict[str, int]:
-        """Calls and bytes that the ranks of a gang have sent each other inside steps, summed over
-        ranks."""
+        """Calls and bytes between the ranks of a gang inside steps, summed over ranks."""
         return {"exchange_calls": 0, "exchange_bytes": 0}
 
     def heartbeat(self) -> None:

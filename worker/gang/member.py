@@ -141,8 +141,7 @@ def connected(
 
 
 def start_heartbeats(send: Callable[[], None], every_s: float) -> None:
-    """Call `send` every `every_s` seconds in a thread, until it raises: `send` itself ends the gang
-    then."""
+    """Call `send` every `every_s` seconds in a thread, until it raises and so ends the gang."""
     never = threading.Event()
 
     def run() -> None:

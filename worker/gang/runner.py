@@ -47,8 +47,7 @@ CAUSE_S = 1.0
 
 
 class GangBroken(RuntimeError):
-    """The ranks cannot go on together; the message names the rank at fault, the step, the
-    reason."""
+    """The ranks cannot go on together: names the rank at fault, the step, the reason."""
 
 
 class StepRefused(RuntimeError):
@@ -81,8 +80,7 @@ class GangComm:
 
 
 class RankRunner(Runner):
-    """A rank's share of plans: its rows, its tokens of sharded rows, its copies; it samples the
-    rows whose home it is."""
+    """A rank's share of plans: own rows, tokens of sharded ones, copies; it samples at home."""
 
     builder: GangBuilder
 

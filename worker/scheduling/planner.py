@@ -86,8 +86,7 @@ class Step:
             self._admit()
 
     def _draft(self, sequence: Sequence, singles: int) -> tuple[int, ...] | None:
-        """Draft tokens, with room left for that many `singles`; None where the sequence lets this
-        step pass."""
+        """Draft tokens, leaving room for that many `singles`; None where it lets this step pass."""
         table = sequence.table
         if table is None or self.only is not None or sequence not in self.speculation.speculators:
             return ()

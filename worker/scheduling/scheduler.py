@@ -88,8 +88,7 @@ class Scheduler:
         bisect.insort(self.running, sequence, key=_order)
 
     def announce_to(self, announcer: Announcer) -> None:
-        """Announce to the cluster the blocks of the indexed group cached here and on the host; none
-        where all layers have windows."""
+        """Announce the blocks of the indexed group, if any, cached here and on the host."""
         group, host_cache = self.prefix.indexed, self.host_cache
         if self.prefix.enabled and group is not None:
             host = None if host_cache is None else host_cache.hosts[group]
@@ -139,8 +138,7 @@ class Scheduler:
         return plan
 
     def sequences(self, plan: StepPlan) -> list[Sequence | None]:
-        """The sequence of each row of a step in flight; None where the row is void, as the sequence
-        was preempted or has finished."""
+        """Each row's sequence of a step in flight; None where the row is void: it has left."""
         return [
             sequence if sequence.epoch == epoch and sequence.finish_reason is None else None
             for sequence, epoch in self.state.in_flight[plan.step]
@@ -207,8 +205,7 @@ class Scheduler:
         return sequences
 
     def finish(self, sequence: Sequence, reason: str) -> None:
-        """Take a sequence out, waiting or running; its blocks are freed after the last step that
-        may touch them."""
+        """Take a sequence out; its blocks are freed after the last step that may touch them."""
         if sequence.finish_reason is not None:
             return
         sequence.finish_reason = reason
@@ -221,8 +218,7 @@ class Scheduler:
         self.speculation.forget(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Free a running sequence's blocks; it waits at its old place, and computes again what is
-        not found when it is admitted."""
+        """Free a running sequence's blocks; it waits at its old place and computes what is lost."""
         if self.swaps is not None:
             self.swaps.preempt(sequence)
         self._leave(sequence)

@@ -121,8 +121,7 @@ def _compare(
 
 
 def _paged_logits(model: PagedModel, prompts: list[Tensor]) -> Tensor:
-    """Last logits of two prompts: the first half of the first one runs alone, then the rest of
-    both."""
+    """Last logits of two prompts: half of the first runs alone, then the rest of both."""
     layout, size = model.store.layout, model.store.layout.block_size
     device, half = model.store.device, len(prompts[0]) // 2
     need = [-(-len(p) // size) for p in prompts]

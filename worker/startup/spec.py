@@ -62,8 +62,7 @@ class EngineSpec:
 
     @property
     def positions(self) -> int:
-        """How many positions the model is made for; dynamic rotary multiplies them by its
-        factor."""
+        """How many positions the model is made for; dynamic rotary multiplies them."""
         limit = int(getattr(self.text, "max_position_embeddings", 0) or 1 << 20)
         rope = getattr(self.text, "rope_parameters", None) or {}
         return int(limit * rope["factor"]) if rope.get("rope_type") == "dynamic" else limit

@@ -239,8 +239,7 @@ def start(
     gang: GangComm | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Engine:
-    """Load, check and build the engine, alone or on rank 0 of a gang. Raises UnsupportedModel where
-    the check fails."""
+    """Load, check and build the engine, alone or of rank 0. Raises UnsupportedModel."""
     model, rotary = load(spec, clock, progress)
     hash_inputs = HashInputs(
         fingerprint(spec.directory, rotary, spec.weights.format), spec.kv_dtype, key
