@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from context_parallel import attention as sharded_attention
-from context_parallel.attention import ShardedBatch
 from context_parallel.exchange import Exchange
 from kvpaging.attention import ops
-from kvpaging.attention.inputs import AttentionOptions, Rows
+from kvpaging.attention.inputs import AttentionOptions
 from kvpaging.store import BlockStore, LayerShape
 from worker.execution.batch import Batch
 from worker.execution.int8 import Linears, linears
@@ -41,17 +40,12 @@ class UnsupportedModel(Exception):
 
 @dataclass(slots=True)
 class Pages:
-    """The inputs of attention while a step runs: the store and one `Rows` per layer group.
-
-    In a gang the first `local` tokens belong to `rows`. The others are of sharded sequences: one
-    `sharded` batch per layer group, whose partials go through the `exchange`.
-    """
+    """The inputs of attention: the store, and the batch while a step runs. The partials of its
+    sharded tokens go through the `exchange` of a gang."""
 
     store: BlockStore
-    rows: Sequence[Rows] = ()
+    batch: Batch | None = None
     group_of: tuple[int, ...] = ()
-    local: int = 0
-    sharded: Sequence[ShardedBatch] = ()
     exchange: Exchange | None = None
     handle: int = field(default_factory=itertools.count(1).__next__)
 
@@ -68,27 +62,28 @@ class Pages:
     ) -> Tensor:
         """Write k, v [T, Hkv, D*] to their slots, then attend q [T, Hq, Dk] over all pages of its
         row. Returns [T, Hq, Dv] in q's dtype. The window is the layer's, not that of `options`."""
-        group = self.group_of[layer]
+        group, batch = self.group_of[layer], self.batch
+        assert batch is not None
         k_pages, v_pages = self.store.k(layer), self.store.v(layer)
         scales = self.store.scales(layer)
         options = replace(options, window=self.store.layout.groups[group].shape.window)
 
         def local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            rows = self.rows[group]
+            rows = batch.rows[group]
             ops.write(k, v, k_pages, v_pages, slots=rows.slots, scales=scales)
             return ops.attend_finish(q, k_pages, v_pages, rows, options=options, scales=scales)
 
-        if not self.sharded:
+        if not batch.sharded:
             return local(q, k, v)
         assert self.exchange is not None
-        n, batch = self.local, self.sharded[group]
+        n = batch.local
         rest = sharded_attention.attend(
             q[n:],
             k[n:],
             v[n:],
             k_pages=k_pages,
             v_pages=v_pages,
-            batch=batch,
+            batch=batch.sharded[group],
             exchange=self.exchange,
             options=options,
             scales=scales,
@@ -286,8 +281,7 @@ class PagedModel:
     def forward(self, batch: Batch) -> Tensor:
         """Returns the logits [n, vocab] that a batch of known ids needs. Stores the keys and values
         of all its tokens in their pages."""
-        self.pages.rows, self.pages.sharded = batch.rows, batch.sharded
-        self.pages.local = batch.local
+        self.pages.batch = batch
         try:
             out = self.call(
                 input_ids=batch.ids[None],
@@ -297,6 +291,6 @@ class PagedModel:
                 pages=self.pages,
             )
         finally:
-            self.pages.rows, self.pages.sharded = (), ()
+            self.pages.batch = None
         logits: Tensor = out.logits[0]
         return logits
