@@ -53,7 +53,7 @@ class HostCacheStats:
     failures: int = 0
 
 
-class Place(NamedTuple):
+class Located(NamedTuple):
     """A block or a host block of a layer group, and its index among a sequence's logical blocks."""
 
     group: int
@@ -67,7 +67,7 @@ class HostLoad(Incoming):
     `copying` is None until it has begun."""
 
     sequence: Served
-    host_blocks: list[Place] = field(default_factory=list)
+    host_blocks: list[Located] = field(default_factory=list)
     copying: Copying | None = None
 
 
@@ -209,25 +209,25 @@ class HostCache:
         self._begin(sequence, found, in_time)
         return True
 
-    def parts(self, found: Sequence[Sequence[int]]) -> tuple[list[Place], list[Place]]:
+    def parts(self, found: Sequence[Sequence[int]]) -> tuple[list[Located], list[Located]]:
         """The host blocks and the blocks of a match in the pools and on the host, heads first."""
-        host_blocks: list[Place] = []
-        blocks: list[Place] = []
+        host_blocks: list[Located] = []
+        blocks: list[Located] = []
         for index, row in enumerate(zip(*found, strict=True)):
             for group, number in enumerate(row):
                 host_block = self.unions[group].host_block(number)
                 if host_block is not None:
-                    host_blocks.append(Place(group, host_block, index))
+                    host_blocks.append(Located(group, host_block, index))
                 elif number != NULL_BLOCK:
-                    blocks.append(Place(group, number, index))
+                    blocks.append(Located(group, number, index))
         return host_blocks, blocks
 
-    def _in_time(self, wanted: list[Place]) -> list[Place]:
+    def _in_time(self, wanted: list[Located]) -> list[Located]:
         """The first of these host blocks, as many as can be loaded before the next step."""
         sizes = (self.block_bytes[self.hosts[place.group]] for place in wanted)
         return wanted[: sum(total <= self._load_room for total in accumulate(sizes))]
 
-    def _fits(self, wanted: Sequence[Place], kept: Sequence[Place]) -> bool:
+    def _fits(self, wanted: Sequence[Located], kept: Sequence[Located]) -> bool:
         """Whether each rank can allocate the wanted blocks now, beside those that are kept."""
         hosts, cached = self.hosts, STATES[CACHED]
         need = Counter((hosts[g].pool, hosts[g].rank_of(host_block)) for g, host_block, _ in wanted)
@@ -236,7 +236,7 @@ class HostCache:
         return all(n <= pool.available_on(rank) for (pool, rank), n in need.items())
 
     def _begin(
-        self, sequence: Served, found: Sequence[list[int]], host_blocks: list[Place]
+        self, sequence: Served, found: Sequence[list[int]], host_blocks: list[Located]
     ) -> None:
         """Pin the blocks of the match, then allocate blocks for `host blocks`, which may evict
         others."""

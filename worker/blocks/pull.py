@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kvpaging.hashing import BLOCK_HASH_BYTES
 from worker import messages
 from worker.blocks.incoming import Chunk, counted
-from worker.blocks.transfer import Pull, PullFailed, Transfers
+from worker.blocks.transfer import IncomingPull, PullFailed, Transfers
 from worker.request import Request
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Puller:
 
     async def pull(self, request: Request, source: messages.Pull) -> None:
         """Bring what blocks can come, then let the request start. Raises CancelledError alone."""
-        pull = Pull(request, source.gang)
+        pull = IncomingPull(request, source.gang)
         self.stats.pulls += 1
         self.stats.pulling += 1
         try:
@@ -120,7 +120,7 @@ class Puller:
             self.engine.post(lambda: self.transfers.end(pull))
             pull.ended.set()
 
-    async def _pull(self, pull: Pull, blocks: int) -> None:
+    async def _pull(self, pull: IncomingPull, blocks: int) -> None:
         if not self.possible:
             raise PullFailed("too_large", "cluster.pull_bytes_max is less than a block")
         while (
@@ -145,7 +145,7 @@ class Puller:
             if pull.bytes:
                 self.stats.link(pull.gang).add(pull.bytes, self.now() - started_s)
 
-    async def _bring_all(self, pull: Pull, chunks: Sequence[Chunk]) -> None:
+    async def _bring_all(self, pull: IncomingPull, chunks: Sequence[Chunk]) -> None:
         """Bring these chunks, several at once. Raises the error of the first that failed."""
         try:
             async with asyncio.TaskGroup() as group:
@@ -160,7 +160,7 @@ class Puller:
     def _in_engine(self, work: Callable[[], _T]) -> Awaitable[_T]:
         return self.engine.call(work, self.timeout_s)
 
-    async def _bring(self, pull: Pull, chunk: Chunk, before: asyncio.Event) -> None:
+    async def _bring(self, pull: IncomingPull, chunk: Chunk, before: asyncio.Event) -> None:
         """Bring one chunk; it lands, or fails, after the chunk before it has landed."""
         async with self._incoming:
             try:
@@ -174,13 +174,13 @@ class Puller:
         if count < chunk.stop - chunk.start:
             raise PullFailed("gone", f"it has {chunk.start + count} of {pull.count} blocks now")
 
-    async def _fetch(self, pull: Pull, chunk: Chunk) -> Answer:
+    async def _fetch(self, pull: IncomingPull, chunk: Chunk) -> Answer:
         await self._in_engine(lambda: self.transfers.reserve(pull, chunk))
         hashes = [b"".join(wanted[chunk.start : chunk.stop]) for wanted in pull.wanted]
         async with asyncio.timeout(self.timeout_s):
             return await self.fetch(pull.gang, hashes, self.timeout_s)
 
-    async def _land(self, pull: Pull, chunk: Chunk, count: int, data: Any) -> None:
+    async def _land(self, pull: IncomingPull, chunk: Chunk, count: int, data: Any) -> None:
         size = memoryview(data).nbytes
         blocks = [column[: max(0, count)] for column in chunk.blocks]
         if not 0 <= count <= chunk.stop - chunk.start or size != self.pages.bytes_of(blocks):
@@ -200,7 +200,7 @@ class Puller:
         self.stats.pulled_bytes += size
         pull.bytes += size
 
-    def _register(self, pull: Pull, chunk: Chunk, count: int) -> Awaitable[None]:
+    def _register(self, pull: IncomingPull, chunk: Chunk, count: int) -> Awaitable[None]:
         return self._in_engine(lambda: self.transfers.land(pull, chunk, count))
 
     def _expect(self, writing: asyncio.Future[Any], chunk: Chunk) -> None:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvpaging.host_pool import HostPool
-from worker.blocks.host_cache import HostCache, Place
+from worker.blocks.host_cache import HostCache, Located
 from worker.engine.stats import Rates
 from worker.request import Sequence as Served
 
@@ -98,7 +98,7 @@ class Swaps:
             return "rates not measured yet"
         return "" if swap_s < again_s else "computing is faster"
 
-    def _pin(self, sequence: Served, found: Sequence[Sequence[int]], new: Sequence[Place]) -> bool:
+    def _pin(self, sequence: Served, found: Sequence[Sequence[int]], new: list[Located]) -> bool:
         """Pin on the host all blocks that a match has `found`; none, and False, where there is no
         room for the `new` ones."""
         host_cache = self.host_cache

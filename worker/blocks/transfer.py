@@ -67,7 +67,7 @@ class TransferStats:
 
 
 @dataclass(slots=True, eq=False)
-class Pull(Incoming):
+class IncomingPull(Incoming):
     """One request's pull of blocks that are not here. Blocks that no window reaches are UNWANTED,
     and NULL_BLOCK; `names` are the hashes of a group without a window, where there is one."""
 
@@ -94,7 +94,7 @@ class Transfers:
     ) -> None:
         self.state, self.host_cache, self.stats = state, host_cache, stats
         self.prefix, self.pools = state.prefix, state.pools
-        self.incoming = IncomingBlocks[Pull](self.prefix)
+        self.incoming = IncomingBlocks[IncomingPull](self.prefix)
 
     def begin_export(self, blocks: list[list[int]], group_hashes: Seq[Seq[bytes]]) -> None:
         """Pin the longest run of leading blocks that all groups have, each on one rank, and append
@@ -106,7 +106,7 @@ class Transfers:
         """Unpin the blocks of an export, which nobody reads any more."""
         self.incoming.unpin(blocks)
 
-    def begin(self, pull: Pull, most: int) -> Pull | None:
+    def begin(self, pull: IncomingPull, most: int) -> IncomingPull | None:
         """Find which of the request's first `most` blocks are not here, and pin those that are.
 
         Returns the other pull that brings the next block already, if there is one: wait for it,
@@ -139,12 +139,12 @@ class Transfers:
         self.incoming.begin(pull)
         return None
 
-    def needs_from(self, pull: Pull) -> int:
+    def needs_from(self, pull: IncomingPull) -> int:
         """The first of the wanted blocks that a window needs: without those none is of use."""
         pairs = zip(pull.wanted, self.prefix.windows, strict=False)
         return min(([*c].count(UNWANTED) for c, window in pairs if window is not None), default=0)
 
-    def reserve(self, pull: Pull, chunk: Chunk) -> None:
+    def reserve(self, pull: IncomingPull, chunk: Chunk) -> None:
         """Allocate blocks for a chunk, in all groups or none, beside those promised to running
         ones.
 
@@ -196,7 +196,7 @@ class Transfers:
             loose.append((pool, blocks[index]))
         return blocks
 
-    def _ranks(self, pull: Pull) -> tuple[int, ...]:
+    def _ranks(self, pull: IncomingPull) -> tuple[int, ...]:
         """The ranks of a request's blocks: all if it will be sharded, else the one that has its
         blocks, or the one with most room."""
         policy, pool = self.state.policy, self.pools[0]
@@ -208,7 +208,7 @@ class Transfers:
             return policy.wide((here[-1] + 1) % policy.ranks if here else 0)
         return (here[-1] if here else max(range(policy.ranks), key=pool.available_on),)
 
-    def land(self, pull: Pull, chunk: Chunk, count: int) -> None:
+    def land(self, pull: IncomingPull, chunk: Chunk, count: int) -> None:
         """Register the first `count` blocks of a chunk, which are filled."""
         self.stats.pulled_blocks += self.incoming.land(pull, chunk, count)
 
@@ -230,6 +230,6 @@ class Transfers:
         chunk.writing = chunk.overdue = False
         self.incoming.drop(chunk)
 
-    def end(self, pull: Pull) -> None:
+    def end(self, pull: IncomingPull) -> None:
         """The request may start. Blocks still written to stay pinned until `confirmed`."""
         self.incoming.end(pull)

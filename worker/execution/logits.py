@@ -147,7 +147,7 @@ def log_probabilities(
 
 
 @dataclass(frozen=True, slots=True)
-class PromptLogprobs:
+class PromptScores:
     """Of each of T positions: its target's log-probability and rank, and the most likely tokens."""
 
     logprobs: Tensor  # [T], float32 or float64
@@ -159,7 +159,7 @@ class PromptLogprobs:
 
 def prompt_logprobs(
     logits: Callable[[int, int], Tensor], targets: Tensor, top: int, *, rows: int
-) -> PromptLogprobs:
+) -> PromptScores:
     """Reduce the logits of T positions slice by slice, so that only `rows` rows ever exist.
 
     logits(start, stop) makes the rows [stop - start, V], of any float dtype; targets: int64 [T],
@@ -170,7 +170,7 @@ def prompt_logprobs(
     for start in range(0, max(count, 1), rows):
         stop = min(start + rows, count)
         parts.append(_prompt_slice(logits(start, stop), targets[start:stop].unsqueeze(1), top))
-    return PromptLogprobs(*(torch.cat(column) for column in zip(*parts, strict=True)))
+    return PromptScores(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
 def _prompt_slice(raw: Tensor, targets: Tensor, top: int) -> tuple[Tensor, ...]:

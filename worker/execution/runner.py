@@ -21,7 +21,7 @@ from kvpaging.table import Copy
 from worker import messages
 from worker.execution.batch import Batch, BatchBuilder
 from worker.execution.logits import (
-    PromptLogprobs,
+    PromptScores,
     best,
     finite,
     log_probabilities,
@@ -41,7 +41,7 @@ class InFlight:
 
     plan: StepPlan
     sampled: Sampled | None
-    scores: PromptLogprobs | None
+    scores: PromptScores | None
     beam_candidates: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
     rows: tuple[Row, ...] = ()
 
@@ -163,7 +163,7 @@ class Runner:
             both = torch.tensor(moves, dtype=torch.int64, device=store.device)
             ops.copy(store.arenas[arena], both[:, 0], both[:, 1])
 
-    def _score(self, plan: StepPlan, batch: Batch, logits: Tensor) -> PromptLogprobs | None:
+    def _score(self, plan: StepPlan, batch: Batch, logits: Tensor) -> PromptScores | None:
         if not batch.scored:
             return None
         targets: list[int] = []

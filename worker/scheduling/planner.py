@@ -26,7 +26,7 @@ SKIPPED_MAX = 8
 load their blocks: each costs a prefix lookup."""
 
 
-class Step:
+class Round:
     """One round. `only` limits it to these running sequences and admits none. `run` gives a
     sequence a slot and its first table, `preempt` takes both away: methods of the scheduler."""
 

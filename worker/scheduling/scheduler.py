@@ -24,7 +24,7 @@ from worker.blocks.swap import Swaps
 from worker.decoding.speculation import Speculation
 from worker.request import NO_SLOT, Request, Sequence
 from worker.scheduling.fair_queue import FairQueue
-from worker.scheduling.planner import Step
+from worker.scheduling.planner import Round
 from worker.scheduling.state import SchedulerState
 from worker.scheduling.step import Row, StepPlan
 
@@ -112,7 +112,7 @@ class Scheduler:
         `only` limits it to these running sequences and admits none (used after a failed step).
         """
         state = self.state
-        step = Step(
+        step = Round(
             state,
             speculation=self.speculation,
             host_cache=self.host_cache,

@@ -21,7 +21,7 @@ from tests.worker.fake import (
 )
 from worker import messages
 from worker.blocks.incoming import Chunk
-from worker.blocks.transfer import LINKS_MAX, Pull, PullFailed, TransferStats
+from worker.blocks.transfer import LINKS_MAX, IncomingPull, PullFailed, TransferStats
 from worker.engine.stats import PrefillRate, Rate
 from worker.scheduling.prefix import UNWANTED
 
@@ -78,7 +78,7 @@ class Books:
         )
         self.transfers = transfers_of(self.engine.scheduler)
         self.stems = [[0] * 24]
-        self.pulls: list[Pull] = []
+        self.pulls: list[IncomingPull] = []
         self.late: list[Chunk] = []  # of pulls that have ended
         self.writers: dict[Chunk, list[list[int]]] = {}
         self.export_pins: list[list[list[int]]] = []
@@ -93,7 +93,7 @@ class Books:
         request = make_request(f"r{self.made}", self.prompt(), 3, pulling=pulling)
         self.engine.submit(request)
         if pulling:
-            self.pulls.append(Pull(request, "owner"))
+            self.pulls.append(IncomingPull(request, "owner"))
             self.begin()
 
     def prompt(self) -> list[int]:
@@ -128,7 +128,7 @@ class Books:
                 self.landed += count
                 return
 
-    def fill(self, pull: Pull, chunk: Chunk, count: int) -> None:
+    def fill(self, pull: IncomingPull, chunk: Chunk, count: int) -> None:
         """What a copy does: the keys of the prompt, where they belong."""
         runner: Any = self.engine.runner
         hashes = self.engine.scheduler.prefix.block_hashes(pull.request.sequences[0])[0]
@@ -232,7 +232,7 @@ def test_what_is_pulled_lies_where_its_request_will_run(prompt: int, loads: list
     pool = engine.scheduler.pools[0]
     pool.allocate(2, 0)
     transfers = transfers_of(engine.scheduler)
-    pull = Pull(make_request("r", range(prompt), 3, pulling=True), "owner")
+    pull = IncomingPull(make_request("r", range(prompt), 3, pulling=True), "owner")
     engine.submit(pull.request)
     assert transfers.begin(pull, 8) is None
     chunks = [Chunk(0, 2), Chunk(2, pull.count)]
@@ -280,7 +280,7 @@ def test_what_lands_is_found_though_one_group_has_it_elsewhere() -> None:
     for at, block in enumerate(table.blocks[0]):
         scheduler.pools[0].register(block, hashes[at], hashes[at - 1] if at else None)
     transfers = transfers_of(scheduler)
-    pull, chunk = Pull(request, "owner", ranks=(0,)), Chunk(0, 2)
+    pull, chunk = IncomingPull(request, "owner", ranks=(0,)), Chunk(0, 2)
     engine.submit(request)
     assert transfers.begin(pull, 8) is None
     transfers.reserve(pull, chunk)
@@ -321,7 +321,7 @@ def test_the_pieces_of_a_pull_no_rank_can_hold_alone_are_even_over_ranks(
     """Also where nothing is long for its length alone."""
     engine = make_engine(blocks=6, policy=ShardPolicy(2, shard_from_tokens=1000))
     pool, transfers = engine.scheduler.pools[0], transfers_of(engine.scheduler)
-    pull = Pull(make_request("r", range(8 * SIZE), 3, pulling=True), "owner")
+    pull = IncomingPull(make_request("r", range(8 * SIZE), 3, pulling=True), "owner")
     engine.submit(pull.request)
     assert transfers.begin(pull, 8) is None
     chunks = [Chunk(*cut) for cut in cuts]
