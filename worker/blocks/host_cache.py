@@ -200,7 +200,8 @@ class HostCache:
             return True
         if not 0 < len(wanted) < sequence.lacking:
             return False
-        in_time = self._in_time(wanted)
+        sizes = (self.block_bytes[self.hosts[place.group]] for place in wanted)
+        in_time = wanted[: sum(total <= self._load_room for total in accumulate(sizes))]
         if not in_time:  # there may be time for them after the next step
             return bool(self._load_moves)
         if not self._fits(in_time, kept) or not self.state.affordable(sequence, table):
@@ -221,11 +222,6 @@ class HostCache:
                 elif number != NULL_BLOCK:
                     blocks.append(Located(group, number, index))
         return host_blocks, blocks
-
-    def _in_time(self, wanted: list[Located]) -> list[Located]:
-        """The first of these host blocks, as many as can be loaded before the next step."""
-        sizes = (self.block_bytes[self.hosts[place.group]] for place in wanted)
-        return wanted[: sum(total <= self._load_room for total in accumulate(sizes))]
 
     def _fits(self, wanted: Sequence[Located], kept: Sequence[Located]) -> bool:
         """Whether each rank can allocate the wanted blocks now, beside those that are kept."""
@@ -321,18 +317,15 @@ class HostCache:
             stats.load_s += load_s
         landed = False
         while self._loads and (begun := self._loads[0].copying) is not None and begun.done:
-            self._land(self._loads.popleft())
+            load = self._loads.popleft()
+            (chunk,) = load.chunks
+            self.incoming.land(load, chunk, chunk.stop)
+            if load.sequence.epoch == 0:
+                columns = Counter(place.group for place in load.host_blocks)
+                load.sequence.loaded_tokens += max(columns.values()) * self.state.block_size
+            self._end(load)
             landed = True
         return landed
-
-    def _land(self, load: HostLoad) -> None:
-        """Register the blocks of a load, unless they were computed meanwhile."""
-        (chunk,) = load.chunks
-        self.incoming.land(load, chunk, chunk.stop)
-        if load.sequence.epoch == 0:
-            columns = Counter(place.group for place in load.host_blocks)
-            load.sequence.loaded_tokens += max(columns.values()) * self.state.block_size
-        self._end(load)
 
     def started(self, sequence: Served) -> None:
         """A sequence starts for the first time: count where its cached tokens were."""

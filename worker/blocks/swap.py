@@ -57,9 +57,10 @@ class Swaps:
         back = sum(sizes[place.group] for place in (*host_blocks, *blocks))
         again_s = tokens * self.rates.token_s
         rest = max(0, tokens - len(found[0]) * host_cache.state.block_size)
-        swap_s = self._copy_s(out, back)
-        if swap_s is not None:
-            swap_s += rest * self.rates.token_s
+        offload, load = host_cache.offload_rate.per_s, host_cache.load_rate.per_s
+        swap_s = None  # where a rate was not measured yet
+        if offload and load:
+            swap_s = out / offload + back / load + rest * self.rates.token_s
         reason = self._against(back, out, swap_s, again_s)
         kind = SWAP if reason == "" and self._pin(sequence, found, new) else RECOMPUTE
         if kind == SWAP:
@@ -78,11 +79,6 @@ class Swaps:
             "unknown" if swap_s is None else f"{swap_s * 1e3:.1f} ms",
             reason or ("no room on the host" if kind == RECOMPUTE else f"{out} bytes out"),
         )
-
-    def _copy_s(self, out: int, back: int) -> float | None:
-        """Seconds to offload and load as many bytes; None where a rate was not measured yet."""
-        offload, load = self.host_cache.offload_rate.per_s, self.host_cache.load_rate.per_s
-        return out / offload + back / load if offload and load else None
 
     def _against(self, back: int, out: int, swap_s: float | None, again_s: float) -> str:
         """The reason not to swap; empty where there is none."""

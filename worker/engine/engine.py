@@ -246,7 +246,10 @@ class Engine:
                 continue
             request = sequence.request
             if row.scored_from is not None and scored is not None:
-                out += self._report_scores(sequence, row.scored_from, scored)
+                sequence.scored = row.scored_from + len(scored)
+                if scored and not sequence.choice:
+                    entries: list[messages.PromptLogprob | None] = [*scored]
+                    out.append((request, messages.PromptLogprobs(row.scored_from + 1, entries)))
             new = verified.get(row.slot, [])
             if any(sample.bad for sample in new) or (row.candidates and candidates is None):
                 out += self._fail(request, ArithmeticError(BAD_LOGITS))
@@ -335,14 +338,6 @@ class Engine:
         event = ending(sequence, tokens, logprobs)
         self._forget_if_finished(request)
         return event
-
-    def _report_scores(
-        self, sequence: Sequence, first: int, entries: list[messages.PromptLogprob]
-    ) -> list[Output]:
-        sequence.scored = first + len(entries)
-        if sequence.choice or not entries:
-            return []
-        return [(sequence.request, messages.PromptLogprobs(first + 1, [*entries]))]
 
     def _mark_admitted(self, plan: StepPlan, now: float) -> None:
         for sequence in self.scheduler.sequences(plan):

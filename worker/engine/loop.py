@@ -68,14 +68,6 @@ def _joined(first: messages.Event, then: messages.Delta | messages.Finish) -> me
     return replace(then, tokens=tokens, logprobs=logprobs, started=started)
 
 
-def ends_stream(event: messages.Event, choices_open: set[int]) -> bool:
-    """Whether nothing follows `event`; takes a finished choice out of `choices_open`."""
-    if isinstance(event, messages.Finish):
-        choices_open.discard(event.choice)
-        return not choices_open
-    return isinstance(event, messages.Error | messages.Rejected)
-
-
 class EngineLoop:
     """Makes an engine and runs it, both in a thread of its own; raises what `make` raises.
 
@@ -182,8 +174,10 @@ class EngineLoop:
                 sent_at_s = self.now()
                 for event in box.take(fine=request.stream):
                     yield event
-                    if ends_stream(event, choices_open):
+                    if isinstance(event, messages.Error | messages.Rejected):
                         return
+                    if isinstance(event, messages.Finish):
+                        choices_open.discard(event.choice)
         finally:
             del self._boxes[request.id]
             self._choices -= request.choices

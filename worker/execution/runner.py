@@ -115,7 +115,11 @@ class Runner:
         for row in sampled_rows:
             if row.history is not None:
                 self.sampler.state.fill_slot(row.slot, *row.history)
-        samples = [one for row in sampled_rows for one in _sample_rows(row)]
+        samples = [
+            SampleRow(row.slot, row.params, row.start + row.known - row.prompt_tokens + i)
+            for row in sampled_rows
+            for i in range(row.samples)
+        ]
         sample_plan = self.sampler.plan(samples)
         self.build_s += self.cpu_clock() - cpu_started
         scores = self._score(plan, batch, logits)
@@ -193,11 +197,6 @@ class Runner:
                 parts.append((ids, values, ~finite(x, greatest).squeeze(1)))
             start = stop
         return parts
-
-
-def _sample_rows(row: Row) -> list[SampleRow]:
-    first = row.start + row.known - row.prompt_tokens
-    return [SampleRow(row.slot, row.params, first + i) for i in range(row.samples)]
 
 
 def _host_candidates(part: tuple[Tensor, Tensor, Tensor]) -> list[BeamCandidates | None]:

@@ -73,11 +73,6 @@ class GangMember:
     def epoch(self) -> int:
         return self.rendezvous.address.epoch
 
-    def agree(self, spec: EngineSpec) -> EngineSpec:
-        """The sizes that all ranks have room for. Raises MeetingFailed, DoesNotFit."""
-        sizes = self.rendezvous.barrier("sizes", str(spec.memory.slices).encode())
-        return agreed(spec, [int(slices) for slices in sizes])
-
     def connect(self, device: torch.device, pull_timeout_s: float) -> tuple[GangComm, TorchChannel]:
         """Connections to the other ranks for steps, and a channel for blocks, which notices a rank
         that hangs before pulls time out. Raises MeetingFailed, ExchangeFailed."""
@@ -123,7 +118,7 @@ def connected(
     config: Config, directory: Path, member: GangMember | None
 ) -> tuple[EngineSpec, tuple[GangComm, TorchChannel] | None]:
     """The spec, on which all ranks of a gang agree before weights are loaded, and the connections
-    between them: for steps, and for blocks."""
+    between them: for steps, and for blocks. Raises MeetingFailed, DoesNotFit."""
     torch.set_num_threads(threads_of(config.cluster, os.cpu_count() or 1))
     transformers_logging.disable_progress_bar()
     if member is None:
@@ -136,7 +131,8 @@ def connected(
             f"of {block} tokens, and blocks are not divided; possible is {block} or more, or a "
             "smaller kv.block_size"
         )
-    spec = member.agree(spec)
+    sizes = member.rendezvous.barrier("sizes", str(spec.memory.slices).encode())
+    spec = agreed(spec, [int(slices) for slices in sizes])
     return spec, member.connect(spec.device, config.cluster.pull_timeout_s)
 
 
