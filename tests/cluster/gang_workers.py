@@ -11,7 +11,7 @@ from typing import Any
 from tests.cluster.deploying import STEP_S, SlowWorker
 from tests.cluster.processes import HEALTH
 from worker.engine.engine import Engine
-from worker.gang.follower import GPUFollower, Made
+from worker.gang.follower import GPUFollower
 from worker.scheduling.step import StepPlan
 
 LOSE = "lose-an-entry"
@@ -39,7 +39,7 @@ SETTINGS = (
 
 
 class ToldFollower(GPUFollower):
-    def _make(self, config: Any, directory: Path) -> Made:
+    def _make(self, config: Any, directory: Path) -> tuple[Any, Any]:
         made, serve_blocks = super()._make(config, directory)
         builder: Any = made.runner.builder
         apply, flag = builder.apply, directory / LOSE

@@ -164,7 +164,7 @@ def test_a_gang_starts_as_one_and_answers_as_one_worker(directory: Path) -> None
             assert all(rank["active"] == rank["pinned"] == 0 for rank in shown["ranks"])
             for member in (leader, *followers):
                 await member.check_health()
-            runners = [one.loop.follower.runner for one in followers]
+            runners = [one.follower.runner for one in followers]
             ends = [r.gang.exchange for r in (leader.loop.engine.runner, *runners)]
             stats = await leader.stats()
             assert [end.calls for end in ends] == [stats["exchange_calls"]] * 4
@@ -196,9 +196,9 @@ def left_in_peace(leader: Any, followers: Sequence[Any]) -> None:
         thread.join(60)
     assert len(left) == len(followers)
     leader.stop()  # Python may call it again
-    assert [member.loop.failure for member in (leader, *followers)] == [None] * (1 + len(left))
-    assert all(follower.loop.over for follower in followers)
-    assert not any(follower.loop.blocks.is_alive() for follower in followers)
+    assert [one.failure for one in (leader.loop, *followers)] == [None] * (1 + len(left))
+    assert all(follower.over for follower in followers)
+    assert not any(follower.blocks.is_alive() for follower in followers)
 
 
 async def same_bytes(alone: Any, leader: Any) -> None:
@@ -222,7 +222,7 @@ def test_all_ranks_take_what_the_least_can_hold(directory: Path) -> None:
     configs = [config(directory, 2, blocks=blocks) for blocks in (32, 20)]
     leader, follower = together(makers(configs, members(2)))
     assert leader.spec.memory.slices == 20
-    assert follower.loop.follower.runner.model.store.slices == 20
+    assert follower.follower.runner.model.store.slices == 20
     assert leader.spec.memory.max_model_len == 2 * 20 * 8
     left_in_peace(leader, [follower])  # without a request, and with nobody who listens
 
@@ -243,13 +243,13 @@ def test_a_follower_that_is_cut_off_ends_the_engine(directory: Path) -> None:
     async def main() -> None:
         with gang(directory, 2) as (leader, followers):
             assert len(await answer(leader, PROMPT, 3)) == 3
-            followers[0].loop.follower.gang.abort("out of memory")
+            followers[0].follower.gang.abort("out of memory")
             with pytest.raises(Lost, match=r"the gang stopped: .*rank 1: .*says: out of memory"):
                 await answer(leader, PROMPT[:20])
             assert isinstance(leader.loop.failure, EngineDead)
             with pytest.raises(RuntimeError, match="the engine stopped: the gang stopped: "):
                 await leader.check_health()
-            while not followers[0].loop.over:
+            while not followers[0].over:
                 await asyncio.sleep(0)
             with pytest.raises(RuntimeError, match=r"rank 1 stopped: .*out of memory"):
                 await followers[0].check_health()
@@ -266,7 +266,7 @@ def test_blocks_that_a_late_rank_may_write_to_are_not_given_back(
 
     async def main() -> None:
         with gang(directory, 2, pull_timeout_s=1.0) as (leader, followers):
-            store = followers[0].loop.follower.runner.model.store
+            store = followers[0].follower.runner.model.store
             monkeypatch.setattr(store, "import_", lambda blocks, rows: awake.wait(30))
             pages = leader._blocks
             groups, most = leader.spec.layout.groups, leader.spec.memory.slices
