@@ -41,15 +41,6 @@ class Shared(nn.Module):
         self.source: Tensor | None = None
         self.parts: tuple[Tensor, ...] = ()
 
-    def part(self, index: int, x: Tensor) -> Tensor:
-        if self.source is not x:
-            self.source = x
-            self.parts = self.linear(x).split(self.sizes, -1)
-        found = self.parts[index]
-        if index == len(self.sizes) - 1:  # the last call: keep no activations
-            self.source, self.parts = None, ()
-        return found
-
 
 class Part(nn.Module):
     def __init__(self, shared: Shared, index: int) -> None:
@@ -57,7 +48,14 @@ class Part(nn.Module):
         self.shared, self.index = shared, index
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.shared.part(self.index, x)
+        shared = self.shared
+        if shared.source is not x:
+            shared.source = x
+            shared.parts = shared.linear(x).split(shared.sizes, -1)
+        found = shared.parts[self.index]
+        if self.index == len(shared.sizes) - 1:  # the last call: keep no activations
+            shared.source, shared.parts = None, ()
+        return found
 
 
 def fuse(model: nn.Module) -> int:

@@ -277,21 +277,18 @@ def workspace_bytes(
     max_logprobs: int,
     dtype: torch.dtype,
     *,
-    max_logit_bias: int = 1024,
-    device: torch.device | None = None,
-    samples: int | None = None,
+    max_logit_bias: int,
+    device: torch.device,
+    samples: int,
 ) -> int:
-    """Device bytes that `rows` sequences with up to `samples` rows (None: as many) can take beside
-    the logits themselves.
+    """Device bytes that `rows` sequences with up to `samples` rows can take beside the logits.
 
-    State, one slice's temporaries, and what the options of each row may cost. Without a device it
-    is the most that any needs. Reducing prompt logits takes no more while `logits` makes at most
-    `slice_rows` rows, these included.
+    State, one slice's temporaries, and what the options of each row may cost. Reducing prompt
+    logits takes no more while `logits` makes at most `slice_rows` rows, these included.
     """
     limits = ParamLimits(vocab, max_logprobs=max_logprobs, max_logit_bias=max_logit_bias)
     state = rows * (vocab * 4 + 16) + _FILL_TOKENS * 12
-    samples = samples or rows
-    at_once = min(samples, slice_rows(vocab, dtype, device or torch.device("cuda")))
+    at_once = min(samples, slice_rows(vocab, dtype, device))
     return state + at_once * _working_bytes(vocab, dtype) + samples * row_bytes(limits)
 
 

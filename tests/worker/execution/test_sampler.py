@@ -322,7 +322,8 @@ def test_temporaries_stay_within_the_plan(
     mixed = [params if i % 9 else others[i // 9 % 3] for i in range(count)]
     logits = random_logits(count, vocab).to(dtype)
     allow = torch.full((count, vocab // 32), -1, dtype=torch.int32)
-    bound = workspace_bytes(count, vocab, 20, dtype, device=CPU)
+    options = {"max_logit_bias": 1024, "device": CPU, "samples": count}
+    bound = workspace_bytes(count, vocab, 20, dtype, **options)
     assert slice_rows(vocab, dtype, CPU) < count
     for options in ([params] * count, mixed):
         rows = [SampleRow(i, p, 0, constrained=p is params) for i, p in enumerate(options)]
