@@ -26,15 +26,13 @@ class DraftModel:
     """The model, its pages and a slot for each running sequence. It drafts for sequences of up to
     `max_model_len` tokens and computes at most `chunk` tokens in one call."""
 
-    def __init__(
-        self, model: PagedModel, builder: BatchBuilder, *, max_model_len: int, chunk: int
-    ) -> None:
+    def __init__(self, model: PagedModel, builder: BatchBuilder) -> None:
         self.model, self.builder = model, builder
-        self.max_model_len, self.chunk = max_model_len, chunk
+        self.max_model_len, self.chunk = builder.max_model_len, builder.limits.max_batch_tokens
         store = model.store
         arenas = [BlockPool(store.blocks(a)) for a in range(len(store.arenas))]
         self.pools = tuple(arenas[group.arena] for group in store.layout.groups)
-        self.slots = list(range(builder.host.shape[1] - 1, -1, -1))
+        self.slots = list(range(builder.limits.max_num_seqs - 1, -1, -1))
         self.step = 0
 
     def proposer(self) -> Drafter:

@@ -74,7 +74,8 @@ class BatchBuilder:
     def __init__(
         self, layout: Layout, limits: Limits, max_model_len: int, device: torch.device
     ) -> None:
-        self.layout, self.device = layout, device
+        self.layout, self.limits, self.device = layout, limits, device
+        self.max_model_len = max_model_len
         groups, size = len(layout.groups), layout.block_size
         self.max_blocks = -(-max_model_len // size)
         shape = (groups, limits.max_num_seqs, self.max_blocks)

@@ -74,7 +74,7 @@ class Runner:
     ) -> None:
         self.model, self.builder, self.sampler = model, builder, sampler
         self.clock, self.cpu_clock = clock, cpu_clock
-        slots = builder.host.shape[1]
+        slots = builder.limits.max_num_seqs
         self.last_token = torch.zeros(slots, dtype=torch.int64, device=builder.device)
         self.build_s = self.execute_s = 0.0
         self.saved_reads = 0  # keys of a layer group that were read once for several rows

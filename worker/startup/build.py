@@ -127,12 +127,7 @@ def _host_store(spec: EngineSpec, store: BlockStore, clock: Callable[[], float])
 
 def build_draft(spec: EngineSpec, model: PagedModel) -> DraftModel:
     """The loaded draft model of `spec`, which is its own (`EngineSpec.drafting`)."""
-    return DraftModel(
-        model,
-        _builder(spec),
-        max_model_len=spec.memory.max_model_len,
-        chunk=spec.limits.max_batch_tokens,
-    )
+    return DraftModel(model, _builder(spec))
 
 
 def speculation(spec: EngineSpec, draft: DraftModel | None = None) -> Speculation:
