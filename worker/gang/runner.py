@@ -28,16 +28,6 @@ from worker.execution.runner import EngineDead, InFlight, Runner, StepResult
 from worker.gang import protocol
 from worker.gang.batch import GangBuilder
 from worker.gang.pages import Copied
-from worker.gang.protocol import (
-    COLLECT,
-    HEARTBEAT,
-    STEP,
-    STOP,
-    PlanDecoder,
-    Result,
-    StepMessage,
-    WrongMessage,
-)
 from worker.scheduling.step import Row, StepPlan
 
 NOTHING = StepResult([], [])
@@ -54,7 +44,7 @@ class StepRefused(RuntimeError):
     """A rank could not do its part of a step, which can be repeated on all ranks."""
 
 
-FATAL = (GangBroken, ExchangeFailed, WrongMessage, torch.AcceleratorError)
+FATAL = (GangBroken, ExchangeFailed, protocol.WrongMessage, torch.AcceleratorError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +170,7 @@ class GangRunner(RankRunner):
         self.depth = depth
         self._open: deque[int] = deque()  # steps that the others have not answered
         self._due = 0  # of those, how many they answer before they receive again
-        self._answers: dict[int, list[Result]] = {}
+        self._answers: dict[int, list[protocol.Result]] = {}
 
     def move(self, moves: Moves) -> Copying:
         self._broadcast(protocol.moving(moves))
@@ -214,12 +204,12 @@ class GangRunner(RankRunner):
         """Show that rank 0 is alive: the others wait for its next message, but not for ever. Raises
         EngineDead where one of them is gone."""
         try:
-            self._broadcast(protocol.packed(HEARTBEAT))
+            self._broadcast(protocol.packed(protocol.HEARTBEAT))
         except FATAL as error:
             self.raise_if_dead(error)
 
     def stop(self) -> None:
-        self._broadcast(protocol.packed(STOP))
+        self._broadcast(protocol.packed(protocol.STOP))
 
     def raise_if_dead(self, error: Exception) -> None:
         """Where it raises nothing, no rank is in a step any more: blocks may be allocated again."""
@@ -241,7 +231,7 @@ class GangRunner(RankRunner):
     def _request_one(self) -> None:
         """Receive the answers of one more step, which the others send on request."""
         if not self._due:
-            self._broadcast(protocol.packed(COLLECT))
+            self._broadcast(protocol.packed(protocol.COLLECT))
             self._due += 1
         self._receive()
 
@@ -278,7 +268,7 @@ class GangRunner(RankRunner):
             return cause
         except ExchangeFailed as silence:
             return silence if error.rank is None else error
-        except WrongMessage:
+        except protocol.WrongMessage:
             return error
         return error
 
@@ -289,7 +279,7 @@ class Follower:
     def __init__(self, runner: RankRunner, *, depth: int) -> None:
         self.runner, self.depth = runner, depth
         self.gang = runner.gang
-        self._decoder = PlanDecoder()
+        self._decoder = protocol.PlanDecoder()
         self._in_flight: deque[tuple[int, InFlight | Exception]] = deque()
         self._last: int | None = None
 
@@ -299,23 +289,23 @@ class Follower:
         try:
             while True:
                 kind, body = protocol.read(self.gang.channel.broadcast(None))
-                if kind == STEP:
+                if kind == protocol.STEP:
                     decoded = self._decoder.step(body)
                     step = decoded.plan.step
                     self._launch(decoded)
                     while len(self._in_flight) >= self.depth:
                         self._collect()
-                elif kind == COLLECT:
+                elif kind == protocol.COLLECT:
                     self._collect()
                 elif kind == protocol.MOVE:
                     self.runner.move(protocol.moved(body))
-                elif kind == STOP:
+                elif kind == protocol.STOP:
                     return
         except Exception as error:
             self._end(step, error)
             raise EngineDead(f"the gang stopped: {error}") from error
 
-    def _launch(self, decoded: StepMessage) -> None:
+    def _launch(self, decoded: protocol.StepMessage) -> None:
         self._check(decoded)
         flight: InFlight | Exception
         try:
@@ -326,7 +316,7 @@ class Follower:
             flight = error
         self._in_flight.append((decoded.plan.step, flight))
 
-    def _check(self, decoded: StepMessage) -> None:
+    def _check(self, decoded: protocol.StepMessage) -> None:
         """Raises GangBroken unless this rank has the state that rank 0 expects."""
         rank, step = self.gang.rank, decoded.plan.step
         if decoded.epoch != self.gang.epoch:
@@ -362,7 +352,7 @@ class Follower:
 
     def _answer(self, step: int, done: StepResult, error: str, fatal: int = 0) -> None:
         saved, self.runner.saved_reads = self.runner.saved_reads, 0
-        result = Result(self.gang.rank, self.gang.epoch, step, done, error, fatal, saved)
+        result = protocol.Result(self.gang.rank, self.gang.epoch, step, done, error, fatal, saved)
         self.gang.channel.all_gather(protocol.pack_result(result))
 
     def _end(self, step: int, error: Exception) -> None:
