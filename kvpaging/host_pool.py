@@ -34,10 +34,10 @@ class Move(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """Copies between two steps: offloads to the host (`out`), then loads from it (`back`)."""
+    """Copies between two steps: `offloads` to the host, then `loads` from it."""
 
-    out: tuple[Move, ...]
-    back: tuple[Move, ...]
+    offloads: tuple[Move, ...]
+    loads: tuple[Move, ...]
 
 
 class HostCounts(NamedTuple):

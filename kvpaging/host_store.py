@@ -66,10 +66,10 @@ class HostStore:
         that is launched from now on waits for the loads too."""
         if self._stream is None:
             started_s = self.clock()
-            for arena, block, host_block in moves.out:
+            for arena, block, host_block in moves.offloads:
                 self.arenas[arena].numpy()[host_block] = self.store.arenas[arena].numpy()[block]
             out_s = self.clock() - started_s
-            for arena, block, host_block in moves.back:
+            for arena, block, host_block in moves.loads:
                 self.store.arenas[arena].numpy()[block] = self.arenas[arena].numpy()[host_block]
             return Copying(None, (out_s, self.clock() - started_s - out_s))
         launched = torch.cuda.current_stream(self.store.device)
@@ -77,12 +77,12 @@ class HostStore:
         self._stream.wait_stream(launched)
         with torch.cuda.stream(self._stream):
             first.record()
-            for arena, block, host_block in moves.out:
+            for arena, block, host_block in moves.offloads:
                 self.arenas[arena][host_block].copy_(
                     self.store.arenas[arena][block], non_blocking=True
                 )
             between.record()
-            for arena, block, host_block in moves.back:
+            for arena, block, host_block in moves.loads:
                 self.store.arenas[arena][block].copy_(
                     self.arenas[arena][host_block], non_blocking=True
                 )
@@ -103,7 +103,7 @@ class HostStore:
 
     def local(self, moves: Moves, rank: int) -> Moves:
         """The moves of `rank` among gang-wide `moves`, numbered from 0."""
-        return Moves(self._mine(moves.out, rank), self._mine(moves.back, rank))
+        return Moves(self._mine(moves.offloads, rank), self._mine(moves.loads, rank))
 
     def _mine(self, moves: Sequence[Move], rank: int) -> tuple[Move, ...]:
         mine = []

@@ -76,7 +76,7 @@ class FakeCopying:
         self._each(lambda page, slot: runner.pages.update({page: (-1, -1)}))
 
     def _each(self, work: Callable[[tuple[int, int, int], tuple[int, int, int]], None]) -> None:
-        for arena, block, slot in self.moves.back:
+        for arena, block, slot in self.moves.loads:
             for group in self.runner._groups(arena):
                 for offset in range(self.runner.block_size):
                     work((group, block, offset), (group, slot, offset))
@@ -134,13 +134,13 @@ class FakeRunner:
     def move(self, moves: Moves) -> FakeCopying:
         """Blocks to the host at once; back at once too, or when the copy is `finish`ed."""
         self.fault("move", moves)  # type: ignore[arg-type]
-        for arena, block, slot in moves.out:
+        for arena, block, slot in moves.offloads:
             for group in self._groups(arena):
                 for offset in range(self.block_size):
                     if (found := self.pages.get((group, block, offset))) is not None:
                         self.host[group, slot, offset] = found
         copying = FakeCopying(self, moves)
-        if self.slow and moves.back:
+        if self.slow and moves.loads:
             self.pending.append(copying)
         else:
             copying.finish()

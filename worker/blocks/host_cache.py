@@ -267,7 +267,7 @@ class HostCache:
         """
         moves = Moves(tuple(self._offload_moves), tuple(self._load_moves))
         self._offload_room = self._load_room = self.step_bytes
-        if not moves.out and not moves.back:
+        if not moves.offloads and not moves.loads:
             return
         self._offload_moves, self._load_moves = [], []
         waiting = [load for load in self._loads if load.copying is None]
@@ -277,7 +277,7 @@ class HostCache:
             self._mover.raise_if_dead(error)
             self.stats.failures += 1
             log.error("blocks could not be copied between GPU and host: %s", error)
-            for move in moves.out + moves.back:
+            for move in moves.offloads + moves.loads:
                 host = self.arenas[move.arena]
                 block_hash = host.block_hash(move.host_block)
                 if block_hash is not None:
@@ -289,8 +289,8 @@ class HostCache:
         for load in waiting:
             load.copying = copying
         self._timed.append((copying, moves))
-        self.stats.offloaded_blocks += len(moves.out)
-        self.stats.loaded_blocks += len(moves.back)
+        self.stats.offloaded_blocks += len(moves.offloads)
+        self.stats.loaded_blocks += len(moves.loads)
 
     def _bytes(self, moves: Sequence[Move]) -> tuple[int, int]:
         """Bytes of all ranks, and of rank 0 alone, whose seconds are known."""

@@ -82,7 +82,7 @@ class Runner:
 
     def move(self, moves: Moves) -> Copying:
         """Begin copies between the pages and host memory. Steps launched from now on run after the
-        copies out; they may run before those back are `done`."""
+        offloads; they may run before the loads are `done`."""
         assert self.host is not None
         return self.host.move(moves, wait=False)
 
