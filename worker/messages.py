@@ -56,6 +56,7 @@ class GenerateRequest:
     choices: list[ChoiceInput] = field(default_factory=lambda: [ChoiceInput()])
     salt: str = ""
     tenant: str = ""
+    weight: float = 1.0
     priority: int = 0
     ingress: str = ""
     pull: Pull | None = None

@@ -190,6 +190,8 @@ class GPUWorker:
                 "(model.max_model_len changes it)"
             )
         pull = message.pull
+        if not message.weight > 0:
+            raise ValueError(f"a tenant's weight is above 0, got {message.weight}")
         if pull is not None and pull.blocks < 0:
             raise ValueError(f"pull.blocks is a count, not {pull.blocks}")
         return Request(
@@ -200,6 +202,7 @@ class GPUWorker:
             priority=message.priority,
             salt=message.salt.encode(),
             tenant=message.tenant,
+            weight=message.weight,
             attempt=message.attempt,
             stream=message.stream,
             generated=tuple(tuple(choice.generated) for choice in message.choices),

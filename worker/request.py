@@ -53,6 +53,7 @@ class Sequence:
     cached_tokens: int = 0
     loaded_tokens: int = 0  # tokens loaded from the host for it
     lacking: int = NEVER_LOADED
+    passed: int = 0  # sequences admitted before it while it had no room
     last_step: int | None = None
     slot_filled: bool = False  # its tokens were sent to the sampler, for penalties
     synced: int = 0  # table entries sent to the device
@@ -120,9 +121,9 @@ class Request:
     stream: bool = True
     salt: bytes = b""
     tenant: str = ""
+    weight: float = 1.0  # of its tenant's share, see `FairShares`
     generated: tuple[tuple[int, ...], ...] = ((),)
     ended: frozenset[int] = frozenset()  # choices that an earlier attempt has finished
-    turn: int = 0  # of its tenant, see `FairQueue`
     order: int = 0  # of submission; breaks ties of arrival
     admitted_s: float | None = None
     first_token_s: float | None = None
@@ -143,10 +144,10 @@ class Request:
         return self.params.n if self.params.beam_width else len(self.sequences)
 
     @property
-    def rank(self) -> tuple[bool, int, int, float, int]:
+    def rank(self) -> tuple[bool, int, float, int]:
         """Smaller is served first and preempted last: later attempts, whose engine was lost, then
-        by priority, turn and arrival."""
-        return (self.attempt == 0, self.priority, self.turn, self.arrival_s, self.order)
+        by priority and arrival."""
+        return (self.attempt == 0, self.priority, self.arrival_s, self.order)
 
     @property
     def finished(self) -> bool:

@@ -181,6 +181,7 @@ def _sprout(scheduler: Scheduler, parent: requests.Sequence, number: int) -> req
     twin = requests.Sequence(parent.request, number, parent.tokens[parent.prompt_tokens :])
     twin.epoch, twin.cached_tokens = parent.epoch, parent.cached_tokens
     twin.block_hashes = [hashes.copy() for hashes in parent.block_hashes]
+    scheduler.fairness.join(parent.request)
     if parent.table is None:  # preempted: it and its children compute their tokens again
         scheduler.wait(twin)
     else:

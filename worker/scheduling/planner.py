@@ -4,13 +4,15 @@ There is no prefill or decode phase: each sequence catches up from computed to k
 one budget, so chunked prefill and decode share steps. Each rank of a gang has the same budget, and
 a row on all ranks takes its largest share from each. Running sequences go first, single tokens
 before chunks, then waiting ones are admitted; where blocks run out, newer sequences are preempted.
-No torch, no clock.
+Where several tenants want more than there is, they share it (`fairness`). No torch, no clock.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from enum import Enum, auto
 
 from kvpaging.pool import OutOfBlocks
 from kvpaging.table import BlockTable, Copy
@@ -18,12 +20,24 @@ from worker.blocks.host_cache import HostCache
 from worker.decoding.speculation import Speculation
 from worker.request import NO_SLOT, Sequence
 from worker.scheduling import admission
+from worker.scheduling.fairness import FairShares
 from worker.scheduling.state import SchedulerState
 from worker.scheduling.step import Row
 
 SKIPPED_MAX = 8
-"""Waiting sequences that one step passes over because their ranks are full or there is no time to
-load their blocks: each costs a prefix lookup."""
+"""Waiting sequences that one step passes over because there is no room for them or no time to load
+their blocks: each costs a prefix lookup."""
+
+PASSED_MAX = 64
+"""How many later sequences may be admitted before one that has no room. Then it is waited for."""
+
+
+class Wait(Enum):
+    """Why a waiting sequence does not start in this step."""
+
+    STORED_SOON = auto()  # more of its blocks are being computed or loaded
+    RANK_FULL = auto()  # no tokens are left on its ranks
+    NO_ROOM = auto()  # no slot, or too few blocks
 
 
 class Round:
@@ -36,13 +50,17 @@ class Round:
         *,
         speculation: Speculation,
         host_cache: HostCache | None,
+        fairness: FairShares,
         run: Callable[[Sequence, BlockTable], None],
         preempt: Callable[[Sequence], None],
         only: set[Sequence] | None,
     ) -> None:
         self.state, self.speculation, self.host_cache = state, speculation, host_cache
         self.run, self.preempt, self.only = run, preempt, only
-        self.policy = state.policy
+        self.policy, self.fairness = state.policy, fairness
+        self.allotted: dict[str, int] | None = (
+            None  # tokens of each tenant, where there are several
+        )
         self.tokens_left = [state.limits.max_batch_tokens] * self.policy.ranks
         self.logits_left = [state.limits.max_logit_rows] * self.policy.ranks
         self.rows: dict[Sequence, Row] = {}
@@ -69,11 +87,13 @@ class Round:
             want = sequence.target - sequence.computed - sequence.planned
             if want > 0 and (self.only is None or sequence in self.only):
                 (singles if want == 1 else chunks).append(sequence)
-        most = self.state.limits.max_batch_tokens
+        if self.fairness.several and self.only is None:
+            self.allotted = self._allot(chunks, len(singles))
         if chunks and chunks[0] is self.state.running[0]:
             # The oldest always gets a token, whatever the others take of the budget.
             oldest = chunks.pop(0)
-            self._take(oldest, max(1, self._beside(oldest, singles)))
+            beside = min(self._beside(oldest, singles), self._allowed(oldest))
+            self._take(oldest, max(1, beside))
         wanted = (s.target - s.computed - s.planned for s in chunks)
         self.spare = self.speculation.step_tokens - len(singles) - sum(wanted)
         for left, sequence in zip(range(len(singles), 0, -1), singles, strict=True):
@@ -81,9 +101,26 @@ class Round:
             if drafts is not None:
                 self._take(sequence, 1, drafts=drafts)
         for sequence in chunks:
-            self._take(sequence, most)
+            if most := self._allowed(sequence):
+                self._take(sequence, most)
         if self.only is None:
             self._admit()
+
+    def _allot(self, chunks: Seq[Sequence], singles: int) -> dict[str, int]:
+        """The tokens of each tenant that wants more than single ones."""
+        tokens = max(1, sum(self.tokens_left) - singles)
+        wanted = Counter[str]()
+        for sequence in (*chunks, *self.state.waiting):
+            tenant = sequence.request.tenant
+            if wanted[tenant] < tokens and not sequence.waits:
+                wanted[tenant] += sequence.target - sequence.computed - sequence.planned
+        return self.fairness.allot({t: n for t, n in wanted.items() if n > 0}, tokens)
+
+    def _allowed(self, sequence: Sequence) -> int:
+        """How many tokens of a sequence its tenant may still have computed in this step."""
+        if self.allotted is None:
+            return self.state.limits.max_batch_tokens
+        return max(0, self.allotted.get(sequence.request.tenant, 0))
 
     def _draft(self, sequence: Sequence, singles: int) -> tuple[int, ...] | None:
         """Draft tokens, leaving room for that many `singles`; None where it lets this step pass."""
@@ -160,7 +197,7 @@ class Round:
         sequence.synced = len(table.blocks[0])
         self.rows[sequence] = row
         self.state.prefix.begin(self.state.step, sequence, start, end)
-        self._charge(row, 1)
+        self._charge(row, sequence.request.tenant, 1)
 
     def _grow(
         self, sequence: Sequence, table: BlockTable, start: int, most: int, drafts: tuple[int, ...]
@@ -211,13 +248,15 @@ class Round:
             count -= 1
         return count, scored_from
 
-    def _charge(self, row: Row, sign: int) -> None:
+    def _charge(self, row: Row, tenant: str, sign: int) -> None:
         if row.sharded:
             share = sign * self.policy.share(row.count)
             self.tokens_left = [left - share for left in self.tokens_left]
         else:
             self.tokens_left[row.home] -= sign * row.count
         self.logits_left[row.home] -= sign * row.logit_rows
+        if self.allotted is not None and row.known > 1:
+            self.allotted[tenant] = self.allotted.get(tenant, 0) - sign * row.known
 
     def _shard(self, sequence: Sequence, table: BlockTable) -> bool:
         """Let a sequence go on, on all ranks. False while a token of it is pending, which only its
@@ -248,14 +287,17 @@ class Round:
             # Older ones finish first. The oldest, alone on a full rank, makes room on others.
             oldest = sequence is state.running[0]
             return oldest and local and self._shard(sequence, table)
-        row = self.rows.pop(victim, None)
-        if row is not None:
-            self._charge(row, -1)
-            for copy in row.copies:
-                state.pools[copy.group].unpin(copy.src)
-        self.preempt(victim)
+        self._preempt(victim)
         self.preempted = True
         return True
+
+    def _preempt(self, victim: Sequence) -> None:
+        row = self.rows.pop(victim, None)
+        if row is not None:
+            self._charge(row, victim.request.tenant, -1)
+            for copy in row.copies:
+                self.state.pools[copy.group].unpin(copy.src)
+        self.preempt(victim)
 
     def _fits_on_all(self, table: BlockTable, grow: int) -> bool:
         ranks, table.ranks = table.ranks, self.policy.wide(table.ranks[0])
@@ -264,50 +306,88 @@ class Round:
         return fits
 
     def _victim(self, sequence: Sequence, ranks: Seq[int]) -> Sequence | None:
-        """The newest of the newer sequences that has blocks on these ranks."""
+        """The newest of the newer sequences that has blocks on these ranks, of the tenant with the
+        most seats for its weight."""
+        seats, weights = self.fairness.seats, self.fairness.weights
+        found, most = None, 0.0
         for other in reversed(self.state.running):
             if other is sequence:
-                return None
+                break
             loads = [] if other.table is None else other.table.blocks_by_rank
-            if not loads or any(loads[rank] for rank in ranks):
-                return other
-        return None
+            tenant = other.request.tenant
+            share = seats[tenant] / weights[tenant]
+            if share > most and (not loads or any(loads[rank] for rank in ranks)):
+                found, most = other, share
+                if not self.fairness.several:
+                    break
+        return found
 
     def _admit(self) -> None:
-        """Admit while a whole sequence fits beside the blocks promised to running ones.
+        """Admit while a whole sequence fits beside the blocks promised to running ones, tenants in
+        turns.
 
-        A sequence whose next block is being computed waits for it and lets others pass; so does one
-        whose rank is full in this step, and one whose blocks are loaded from the host.
+        A sequence whose next block is being computed or loaded waits for it and lets others pass.
+        So does one without room, until too many have passed; one that ran already is not passed.
         """
         state, host_cache, skipped = self.state, self.host_cache, 0
-        for sequence in list(state.waiting):
-            if not state.slots or max(self.tokens_left) == 0 or max(self.logits_left) < 1:
+        if not state.slots and not self.fairness.several:
+            return
+        behind: list[Sequence] = []  # without room in this step
+        for sequence in self.fairness.in_turns(state.waiting):
+            if self.preempted or max(self.tokens_left) == 0 or max(self.logits_left) < 1:
                 return
-            if self.preempted:
-                return
-            if sequence.waits:
+            if sequence.waits or not self._allowed(sequence):
                 continue
-            if not state.has_slot(sequence):
+            if skipped == SKIPPED_MAX:
                 return
-            table = admission.start(
-                state, sequence, rows=self.rows.values(), busy=self._busy(), host_cache=host_cache
-            )
-            if table is None:
-                skipped += host_cache is not None and host_cache.spent
-                if skipped < SKIPPED_MAX:
+            start = self._start(sequence)
+            while start is Wait.NO_ROOM and self._give_way(sequence):
+                start = self._start(sequence)
+            if isinstance(start, Wait):
+                if start is Wait.STORED_SOON:
+                    skipped += host_cache is not None and host_cache.spent
                     continue
-                return
-            full = self._left(table) == 0 or self.logits_left[table.ranks[0]] < 1
-            if full or not state.affordable(sequence, table):
-                table.release()
                 skipped += 1
-                if full and len(table.ranks) == 1 and skipped < SKIPPED_MAX:
-                    continue
-                return
+                ran = start is Wait.NO_ROOM and sequence.epoch > 0
+                if ran or sequence.passed >= PASSED_MAX:
+                    return
+                behind.append(sequence)
+                continue
             state.waiting.remove(sequence)
-            self._adopt(sequence, table)
-            self.run(sequence, table)
-            self._take(sequence, self._left(table), admitted=True)
+            self._adopt(sequence, start)
+            self.run(sequence, start)
+            self._take(sequence, min(self._left(start), self._allowed(sequence)), admitted=True)
+            for other in behind:
+                other.passed += 1
+
+    def _start(self, sequence: Sequence) -> BlockTable | Wait:
+        """The table to start with, or why not now."""
+        state = self.state
+        if not state.slots or not state.has_slot(sequence):
+            return Wait.NO_ROOM
+        rows, busy = self.rows.values(), self._busy()
+        table = admission.start(state, sequence, rows=rows, busy=busy, host_cache=self.host_cache)
+        if table is None:
+            return Wait.STORED_SOON
+        if self._left(table) and self.logits_left[table.ranks[0]] > 0:
+            if state.affordable(sequence, table):
+                return table
+            table.release()
+            return Wait.NO_ROOM
+        table.release()
+        return Wait.RANK_FULL
+
+    def _give_way(self, sequence: Sequence) -> bool:
+        """Preempt a sequence of a tenant that has more seats than its share; False for none."""
+        state = self.state
+        if not self.fairness.several:
+            return False
+        if state.slots and state.in_flight and any(p.counts().pinned for p in set(state.pools)):
+            return False  # blocks are free once steps in flight end
+        victim = self.fairness.gives_way(sequence, state.running)
+        if victim is not None:
+            self._preempt(victim)
+        return victim is not None
 
     def _busy(self) -> frozenset[int]:
         """Ranks that can start no sequence of their own in this step."""

@@ -23,7 +23,7 @@ from kvpaging.table import BlockTable
 from worker.blocks.swap import Swaps
 from worker.decoding.speculation import Speculation
 from worker.request import NO_SLOT, Request, Sequence
-from worker.scheduling.fair_queue import FairQueue
+from worker.scheduling.fairness import OUTPUT_COST, FairShares
 from worker.scheduling.planner import Round
 from worker.scheduling.state import SchedulerState
 from worker.scheduling.step import Row, StepPlan
@@ -60,7 +60,7 @@ class Scheduler:
         self.reshards = 0  # sequences that went on, on all ranks
         self.copies = 0  # copies-on-write done
         self.out_of_window_blocks = 0  # blocks freed behind windows
-        self._orders, self._fair_queue = 0, FairQueue()
+        self._orders, self.fairness = 0, FairShares()
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises QueueFull at the bound, but not for a later attempt, and
@@ -71,9 +71,10 @@ class Scheduler:
         self.speculation.equip(request)
         self._orders += 1
         request.order = self._orders
-        request.turn = self._fair_queue.take(request.tenant, len(request.prompt))
+        self.fairness.arrive(request)
         for sequence in request.sequences:
             if sequence.finish_reason is None:
+                self.fairness.join(request)
                 self.wait(sequence)
 
     def wait(self, sequence: Sequence) -> None:
@@ -84,7 +85,9 @@ class Scheduler:
         sequence.table, sequence.slot = table, self.state.slots.pop()
         if self.swaps is not None:
             self.swaps.release(sequence)
-        self._fair_queue.begun(sequence.request.turn)
+        self.fairness.sit(sequence.request)
+        if not sequence.epoch:
+            self.fairness.charge(sequence.request, len(sequence.tokens) - sequence.computed)
         bisect.insort(self.running, sequence, key=_order)
 
     def announce_to(self, announcer: Announcer) -> None:
@@ -116,6 +119,7 @@ class Scheduler:
             state,
             speculation=self.speculation,
             host_cache=self.host_cache,
+            fairness=self.fairness,
             run=self.run,
             preempt=self.preempt,
             only=None if only is None else {*only},
@@ -158,6 +162,9 @@ class Scheduler:
                 continue
             sequence.planned -= row.count
             sequence.pending -= row.sampled
+            self.fairness.charge(
+                sequence.request, OUTPUT_COST * (row.sampled or row.candidates > 0)
+            )
             if row.drafts:
                 self._accept(sequence, row, verified.get(row.slot, []))
             else:
@@ -186,6 +193,7 @@ class Scheduler:
         table.truncate(sequence.computed)
         sequence.synced = min(sequence.synced, len(table.blocks[0]))
         self.speculation.note(sequence, len(row.drafts), len(accepted))
+        self.fairness.charge(sequence.request, OUTPUT_COST * len(accepted))
 
     def rollback(self, plan: StepPlan) -> list[Sequence | None]:
         """Undo a failed step, newest first. Returns `sequences(plan)`. Its copies stay due, and its
@@ -209,6 +217,7 @@ class Scheduler:
         if sequence.finish_reason is not None:
             return
         sequence.finish_reason = reason
+        self.fairness.leave(sequence.request)
         if self.swaps is not None:
             self.swaps.release(sequence)
         if sequence.slot == NO_SLOT:
@@ -228,6 +237,7 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
+        self.fairness.stand(sequence.request)
         self.state.slots.append(sequence.slot)
         sequence.slot = NO_SLOT
         self.speculation.close(sequence)
@@ -249,5 +259,5 @@ class Scheduler:
             pool.step_ended(before - 1)
 
 
-def _order(sequence: Sequence) -> tuple[bool, int, int, float, int, int]:
+def _order(sequence: Sequence) -> tuple[bool, int, float, int, int]:
     return (*sequence.request.rank, sequence.choice)
