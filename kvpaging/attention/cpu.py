@@ -20,12 +20,18 @@ from torch import Tensor
 from kvpaging.attention.inputs import AttentionOptions, Rows
 from kvpaging.attention.page_view import PageView
 from kvpaging.attention.page_view import write as write
-from kvpaging.attention.partials import Partial, finish_reference, merge_reference
-from kvpaging.quant import Scales
+from kvpaging.attention.partials import Partial
+from kvpaging.attention.partials import finish_reference as finish
+from kvpaging.attention.partials import merge_reference as merge
 
 SCORE_BYTES_MAX = 64 << 20
 SLICE_BYTES = 4 << 20  # of keys and values gathered at a time, per thread
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def copy(arena: Tensor, src: Tensor, dst: Tensor) -> None:
+    """See `kvpaging.attention.ops.copy`."""
+    arena.index_copy_(0, dst, arena.index_select(0, src))
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,36 +173,21 @@ def _bucket(
     )
 
 
-def attend(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    rows: Rows,
-    options: AttentionOptions,
-    scales: Scales | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def attend(q: Tensor, pages: PageView, rows: Rows, options: AttentionOptions) -> Partial:
     """The Partial of q [T, Hq, Dk] over the pages of `rows`, already normalised: l is 1.
 
-    Returns acc [T, Hq, Dv], m [T, Hq], l [T, Hq] in float32 (float64 for float64 q); (0, -inf, 0)
-    where no key is visible.
+    In float32, or float64 for float64 q; (0, -inf, 0) where no key is visible.
     """
-    out, lse = _attend(q, PageView(k_pages, v_pages, scales), rows, options)
-    return out, lse, (lse > float("-inf")).to(lse.dtype)
+    out, lse = _attend(q, pages, rows, options)
+    return Partial(out, lse, (lse > float("-inf")).to(lse.dtype))
 
 
-def attend_finish(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    rows: Rows,
-    options: AttentionOptions,
-    scales: Scales | None = None,
-) -> Tensor:
+def attend_finish(q: Tensor, pages: PageView, rows: Rows, options: AttentionOptions) -> Tensor:
     """`finish(attend(...))` without the Partial: [T, Hq, Dv] in q's dtype.
 
     A sink takes `e^sink / (e^lse + e^sink)` of the weight, so the keys keep `sigmoid(lse - sink)`.
     """
-    out, lse = _attend(q, PageView(k_pages, v_pages, scales), rows, options, rounded=True)
+    out, lse = _attend(q, pages, rows, options, rounded=True)
     if options.sink is not None:
         out = out * torch.sigmoid(lse - options.sink.to(lse.dtype)).unsqueeze(2).to(out.dtype)
     return out.to(q.dtype)
@@ -237,8 +228,8 @@ def _attend(
 def _join(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Merge two normalised outputs [n, Hq, Dv] with their log-sum-exps [n, Hq] into one."""
     acc, m = (torch.stack([a, b.to(a.dtype)]) for a, b in zip(one, other, strict=True))
-    merged = merge_reference(Partial(acc, m, (m > float("-inf")).to(m.dtype)))
-    return finish_reference(merged, None, acc.dtype), merged.m + merged.l.log()
+    merged = merge(Partial(acc, m, (m > float("-inf")).to(m.dtype)))
+    return finish(merged, None, acc.dtype), merged.m + merged.l.log()
 
 
 def _attend_bucket(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Partial:
+class Partial(NamedTuple):
     """Softmax-weighted sums over a part of the keys: `acc = sum e^(x-m) v`, `l = sum e^(x-m)`.
 
     m is the largest logit.  Over no keys it is (0, -inf, 0), the exact identity of merge.

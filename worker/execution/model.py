@@ -68,29 +68,20 @@ class Pages:
         """Write k, v [T, Hkv, D*] to their slots, then attend q [T, Hq, Dk] over all pages of its
         row. Returns [T, Hq, Dv] in q's dtype. The window is the layer's, not that of `options`."""
         group = self.group_of[layer]
-        k_pages, v_pages = self.store.k(layer), self.store.v(layer)
-        scales = self.store.scales(layer)
+        pages = self.store.pages[layer]
         options = replace(options, window=self.store.layout.groups[group].shape.window)
 
         def local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             rows = self.rows[group]
-            ops.write(k, v, k_pages, v_pages, slots=rows.slots, scales=scales)
-            return ops.attend_finish(q, k_pages, v_pages, rows, options=options, scales=scales)
+            ops.write(k, v, pages, rows.slots)
+            return ops.attend_finish(q, pages, rows, options)
 
         if not self.sharded:
             return local(q, k, v)
         assert self.exchange is not None
         n, batch = self.local, self.sharded[group]
         rest = sharded_attention.attend(
-            q[n:],
-            k[n:],
-            v[n:],
-            k_pages=k_pages,
-            v_pages=v_pages,
-            batch=batch,
-            exchange=self.exchange,
-            options=options,
-            scales=scales,
+            q[n:], k[n:], v[n:], pages, batch=batch, exchange=self.exchange, options=options
         )
         return torch.cat((local(q[:n], k[:n], v[:n]), rest)) if n else rest
 

@@ -26,6 +26,7 @@ from context_parallel.shard import SHORT_TOKENS, Geometry, moves_history, tails
 from context_parallel.tables import LocalTables
 from kvpaging.attention import ops
 from kvpaging.attention.inputs import AttentionOptions, Rows
+from kvpaging.attention.page_view import PageView
 
 Clock = Callable[[], float]
 
@@ -70,8 +71,7 @@ class Layer:
 class Stripe:
     """One rank's blocks of the sequence: every `ranks`-th."""
 
-    k_pages: Tensor
-    v_pages: Tensor
+    pages: PageView
     tables: LocalTables
 
     @classmethod
@@ -86,7 +86,7 @@ class Stripe:
             padded[: len(x)] = x
             mine = padded.unflatten(0, (-1, size))[rank::ranks]
             pages.append(mine.transpose(1, 2).contiguous())
-        return cls(pages[0], pages[1], tables)
+        return cls(PageView(*pages), tables)
 
 
 @dataclass(slots=True)
@@ -177,7 +177,7 @@ def one_step(
     real = torch.from_numpy(tail.row >= 0).to(layer.device)
 
     def run() -> tuple[Tensor, Tensor]:
-        out = attend(q, k, v, stripe.k_pages, stripe.v_pages, batch, exchange, layer.options)
+        out = attend(q, k, v, stripe.pages, batch, exchange, layer.options)
         return at[real] - start, out[real]
 
     return run
@@ -254,13 +254,12 @@ def alone(
         firsts=(start,),
     )
     synchronise, times = _synchroniser(layer.device), []
-    pages = stripe.k_pages, stripe.v_pages
     with torch.inference_mode():
         for _ in range(1 + turns):
             synchronise()
             since = clock()
-            ops.write(k[start:], v[start:], *pages, rows.slots)
-            out = ops.attend_finish(q[start:], *pages, rows, layer.options)
+            ops.write(k[start:], v[start:], stripe.pages, rows.slots)
+            out = ops.attend_finish(q[start:], stripe.pages, rows, layer.options)
             synchronise()
             times.append(clock() - since)
     return Cost(attention_s=(min(times[1:]),), calls=0, bytes_sent=0, moved=(), output=out)
