@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvpaging.pool import NONE, BlockPool
+from kvpaging.pool import BlockPool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 
 GPU, HOST = TIERS = ("gpu", "host")
@@ -70,9 +70,8 @@ class HostPool:
         self._hash: list[bytes | None] = [None] * self.host_blocks
         self._parent: list[bytes | None] = [None] * self.host_blocks
         self._found: dict[bytes, int] = {}
-        self._children: dict[
-            bytes, dict[bytes, None]
-        ] = {}  # those here, of parents here or in the pool
+        # Those that are here, of parents here or in the pool.
+        self._children: dict[bytes, dict[bytes, None]] = {}
         pool.on_change = self._pool_changed
 
     def __len__(self) -> int:
@@ -294,20 +293,3 @@ class Union:
     def rank_of(self, number: int) -> int:
         host_block = self.host_block(number)
         return self.pool.rank_of(number) if host_block is None else self.host.rank_of(host_block)
-
-
-def below(pool: BlockPool, block: int) -> Iterator[tuple[int, bytes, bytes | None]]:
-    """`block` and its descendants, which the pool would withdraw with it, leaves first: (block,
-    block hash, parent)."""
-    order, nodes = [], [block]
-    while nodes:
-        node = nodes.pop()
-        order.append(node)
-        child = pool._child[node]
-        while child != NONE:
-            nodes.append(child)
-            child = pool._younger[child]
-    for node in reversed(order):
-        block_hash = pool.block_hash(node)
-        assert block_hash is not None
-        yield node, block_hash, pool.parent(node)
