@@ -18,7 +18,6 @@ POOLS_MAX = 16
 UNNAMED = ""
 """The one pool where none is configured: `cluster.workers` gangs of one worker."""
 
-
 _NAME = rules.checked(
     "lower-case letters, digits, - and _, at most 32",
     lambda value: isinstance(value, str) and bool(re.fullmatch(r"[a-z][a-z0-9_-]{0,31}", value)),
@@ -101,10 +100,7 @@ def _pool(entry: object, where: str, problems: list[str]) -> PoolConfig:
             try:
                 values[key] = rule.parse(value)
             except ValueError:
-                shown = rules.shown(value)
-                problems.append(
-                    f"{where}.{key}: {shown} is not possible; possible is {rule.possible}"
-                )
+                problems.append(f"{where}.{key}: {rule.refusal(value)}")
     return PoolConfig(**values)
 
 

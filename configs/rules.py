@@ -21,6 +21,9 @@ class Rule:
     possible: str
     parse: Callable[[object], object]
 
+    def refusal(self, value: object) -> str:
+        return f"{shown(value)} is not possible; possible is {self.possible}"
+
 
 def checked(possible: str, allows: Callable[[object], bool]) -> Rule:
     """A rule of values that are used as they are, if `allows` is true."""

@@ -453,12 +453,9 @@ class Config:
 
 SECTIONS: Mapping[str, type[Any]] = {f.name: type(f.default) for f in dataclasses.fields(Config)}
 
-
-def settings() -> Iterator[tuple[str, dataclasses.Field[Any]]]:
-    """Every setting as ("section.key", field); a field's metadata holds its `rule` and `doc`."""
-    for section, kind in SECTIONS.items():
-        for field in dataclasses.fields(kind):
-            yield f"{section}.{field.name}", field
-
-
-FIELDS: Mapping[str, dataclasses.Field[Any]] = dict(settings())
+FIELDS: Mapping[str, dataclasses.Field[Any]] = {
+    f"{section}.{field.name}": field
+    for section, kind in SECTIONS.items()
+    for field in dataclasses.fields(kind)
+}
+"""Every setting by "section.key"; a field has its `rule`, its `doc` and `live` in its metadata."""
