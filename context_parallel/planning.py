@@ -106,7 +106,15 @@ def plan(
     `shard.moves_history`. All arguments but `tables` are equal on all ranks.
     """
     planner = _Planner(rows, tails, tables, group, block_size, window, device)
-    return planner.batch(geometry, history)
+    tail = tails[tables.rank]
+    stop = tail.short
+    short_slots = planner.to_device(planner.slots(tail.row[:stop], tail.offset[:stop]))
+    long = None
+    if len(tail.row) > stop:
+        row = np.stack([each.row[stop:] for each in tails])
+        offset = np.stack([each.offset[stop:] for each in tails])
+        long = planner.long(row, offset, geometry, history)
+    return ShardedBatch(stop, short_slots, tuple(planner.short(tail)), long, window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,18 +127,7 @@ class _Planner:
     window: int | None
     device: torch.device
 
-    def batch(self, geometry: Geometry, history: bool | None) -> ShardedBatch:
-        tail = self.tails[self.tables.rank]
-        stop = tail.short
-        short_slots = self.to_device(self._slots(tail.row[:stop], tail.offset[:stop]))
-        long = None
-        if len(tail.row) > stop:
-            row = np.stack([each.row[stop:] for each in self.tails])
-            offset = np.stack([each.offset[stop:] for each in self.tails])
-            long = self._long(row, offset, geometry, history)
-        return ShardedBatch(stop, short_slots, tuple(self._short(tail)), long, self.window)
-
-    def _short(self, tail: Tail) -> list[Short]:
+    def short(self, tail: Tail) -> list[Short]:
         """Short rows, in parts of at most SLICE_ROWS tokens; a row is never cut."""
         row, _, count = _runs(tail.row[: tail.short], tail.offset[: tail.short])
         ends = count.cumsum()
@@ -144,10 +141,10 @@ class _Planner:
             since, start = until, stop
         return parts
 
-    def _long(self, row: Ints, offset: Ints, geometry: Geometry, history: bool | None) -> Long:
+    def long(self, row: Ints, offset: Ints, geometry: Geometry, history: bool | None) -> Long:
         """row and offset int64 `[ranks, n]` of the tokens of long rows."""
         fetch = _Fetch(self, np.unique(row[row >= 0]))
-        slots = self._slots(row.flatten(), offset.flatten())
+        slots = self.slots(row.flatten(), offset.flatten())
         if history is None:
             cached = int(len(row) * fetch.counts.max()) * self.size  # as padded
             history = moves_history(cached, int((row >= 0).sum()), geometry)
@@ -172,7 +169,7 @@ class _Planner:
             slices.append(Slice(self.to_device(tokens[order]), self.to_device(inverse), local))
         return PassQ(tuple(slices))
 
-    def _slots(self, row: Ints, offset: Ints) -> Ints:
+    def slots(self, row: Ints, offset: Ints) -> Ints:
         """Slots of tokens on this rank; -1 for stored tokens, those of other ranks and padding."""
         position = self.rows.start[row] + offset
         block = self.tables.blocks[self.group, self.rows.slot[row], position // self.size]

@@ -94,7 +94,7 @@ class BlockTable:
             return sum(map(len, self.blocks)) - sum(self.first)
         return len(self.pools) * self.blocks_by_rank[rank] - self._freed[rank]
 
-    def held(self, group: int) -> int:
+    def num_blocks(self, group: int) -> int:
         """Its blocks in one group."""
         return len(self.blocks[group]) - self.first[group]
 

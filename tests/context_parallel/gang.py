@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from context_parallel.attention import ShardedRows, attend, plan
+from context_parallel.attention import attend
 from context_parallel.exchange import Exchange
 from context_parallel.loopback import loopback
+from context_parallel.planning import ShardedRows, plan
 from context_parallel.shard import Geometry, tails
 from context_parallel.tables import LocalTables
 from kvpaging import quant

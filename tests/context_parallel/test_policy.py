@@ -82,6 +82,6 @@ def test_nobody_plans_with_other_tiles_than_ranks_compute_with() -> None:
 
 @given(ranks=RANKS, home=st.integers(0, 7))
 def test_all_ranks_begin_with_home(ranks: int, home: int) -> None:
-    wide = ShardPolicy(ranks).wide(home % ranks)
+    wide = ShardPolicy(ranks).all_ranks(home % ranks)
     assert wide[0] == home % ranks
     assert sorted(wide) == list(range(ranks))

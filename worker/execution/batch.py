@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from context_parallel.attention import ShardedBatch
+from context_parallel.planning import ShardedBatch
 from kvpaging.attention.inputs import Rows, SharedPrefix
 from kvpaging.attention.shared_prefix import find
 from kvpaging.store import Layout

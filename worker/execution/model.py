@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from context_parallel import attention as sharded_attention
-from context_parallel.attention import ShardedBatch
 from context_parallel.exchange import Exchange
+from context_parallel.planning import ShardedBatch
 from kvpaging.attention import ops
 from kvpaging.attention.inputs import AttentionOptions, Rows
 from kvpaging.store import BlockStore, LayerShape

@@ -242,7 +242,7 @@ class Step:
         if len(table.ranks) == 1:
             if sequence.pending:
                 return False
-            table.ranks = self.policy.wide(table.ranks[0])
+            table.ranks = self.policy.all_ranks(table.ranks[0])
             self.reshards += 1
         return True
 
@@ -273,7 +273,7 @@ class Step:
         return True
 
     def _fits_on_all(self, table: BlockTable, grow: int) -> bool:
-        ranks, table.ranks = table.ranks, self.policy.wide(table.ranks[0])
+        ranks, table.ranks = table.ranks, self.policy.all_ranks(table.ranks[0])
         fits = table.fits(grow)
         table.ranks = ranks
         return fits

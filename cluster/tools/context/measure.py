@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from context_parallel.attention import ShardedRows, attend, plan
+from context_parallel.attention import attend
 from context_parallel.exchange import Exchange
 from context_parallel.loopback import loopback
-from context_parallel.planning import SLICE_ROWS
+from context_parallel.planning import SLICE_ROWS, ShardedRows, plan
 from context_parallel.policy import share
 from context_parallel.shard import SHORT_TOKENS, Geometry, moves_history, tails
 from context_parallel.tables import LocalTables
