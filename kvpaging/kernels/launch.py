@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -26,13 +27,12 @@ ELEMENTS = 2048  # of a program that writes or merges pages
 class LaunchPlan:
     """A work list on the device, made once per step and read by every layer of a group."""
 
-    decode_tile: Tensor  # int32 [n, ITEM_FIELDS]
-    prefill_tile: Tensor  # int32 [n, ITEM_FIELDS]
+    items: tuple[Tensor, Tensor]  # int32 [n, ITEM_FIELDS] of decode and of prefill tiles
     merges: Tensor  # int32 [n, MERGE_FIELDS]
     sources: Tensor  # int32 [n]
     stacked: Tensor  # int32 [n]
     scratch: int  # rows
-    shapes: tuple[Shape, Shape]  # of decode and prefill tile
+    shapes: tuple[Shape, Shape]  # of both tiles
 
 
 def write(k: Tensor, v: Tensor, pages: PageView, slots: Tensor) -> None:
@@ -191,7 +191,7 @@ def _attend(
     assert rows.logical is None or rows.logical.stride() == rows.table.stride()
     sink = None if out is None else options.sink
     softcap = None if options.softcap is None else float(options.softcap)
-    for items, shape in zip((work.decode_tile, work.prefill_tile), work.shapes, strict=True):
+    for items, shape in zip(work.items, work.shapes, strict=True):
         if len(items) == 0:
             continue
         fixed = constants(shape, group, block, k_dim, v_dim=pages.v.shape[3])
@@ -257,23 +257,13 @@ def _bits(pages: PageView) -> tuple[Tensor, Tensor] | tuple[None, None]:
     return pages.scales[0].view(torch.int16), pages.scales[1].view(torch.int16)
 
 
-def _upload(
-    lists: tiling.WorkList, chosen: tuple[Shape, Shape], device: torch.device
-) -> LaunchPlan:
+def _upload(work: tiling.WorkList, chosen: tuple[Shape, Shape], device: torch.device) -> LaunchPlan:
     """One copy to the device for all lists."""
-    flat: list[int] = []
-    ends: list[tuple[int, int, int]] = []
-    for part, fields in (
-        (lists.decode_tile, tiling.ITEM_FIELDS),
-        (lists.prefill_tile, tiling.ITEM_FIELDS),
-        (lists.merges, tiling.MERGE_FIELDS),
-        (lists.sources, 1),
-        (lists.stacked, 1),
-    ):
-        start = len(flat)
-        flat += tiling.padded(part, fields)
-        ends.append((start, len(flat), fields))
-    host = torch.tensor(flat, dtype=torch.int32, pin_memory=device.type == "cuda")
-    copied = host.to(device, non_blocking=True)
-    decode, prefill, merges, sources, stacked = (copied[a:b].view(-1, n) for a, b, n in ends)
-    return LaunchPlan(decode, prefill, merges, sources, stacked, lists.scratch, chosen)
+    fields = (tiling.ITEM_FIELDS, tiling.ITEM_FIELDS, tiling.MERGE_FIELDS, 1, 1)
+    lists = (*work.items, work.merges, work.sources, work.stacked)
+    parts = [tiling.padded(flat, n) for flat, n in zip(lists, fields, strict=True)]
+    host = torch.tensor([*chain(*parts)], dtype=torch.int32, pin_memory=device.type == "cuda")
+    copied = host.to(device, non_blocking=True).split([len(part) for part in parts])
+    shaped = (x.view(-1, n) for x, n in zip(copied, fields, strict=True))
+    decode, prefill, merges, sources, stacked = shaped
+    return LaunchPlan((decode, prefill), merges, sources, stacked, work.scratch, chosen)

@@ -271,7 +271,7 @@ def _grouped(case: dict[str, Any], split: int) -> tuple[float, bool, int]:
             worst_error = max(worst_error, error(got, want))
             results.append([x.numpy().tobytes() for x in state])
         (sweep,) = rows.cache.values()
-    stacked = sum(int((items[:, 1] < 0).sum()) for items in (sweep.decode_tile, sweep.prefill_tile))
+    stacked = sum(int((items[:, 1] < 0).sum()) for items in sweep.items)
     return worst_error, results[0] == results[1], stacked
 
 
