@@ -210,8 +210,6 @@ class _Planner:
             return to_device(x).expand(len(index), -1) if len(x) == 1 else to_device(x[index])
 
         return Rows(
-            query_start=to_device(np.concatenate([[0], count.cumsum()]).astype(np.int32)),
-            first=to_device(first.astype(np.int32)),
             table=select(table),
             blocks=to_device(np.array(blocks, np.int32)),
             logical=select(logical),

@@ -71,8 +71,6 @@ def batch(load: Load) -> tuple[Rows, PageView]:
     table[:, shared:] = order[shared:].reshape(load.rows, -1)
     first = load.shared + load.private - 1
     rows = Rows(
-        query_start=torch.arange(load.rows + 1, dtype=torch.int32, device=load.device),
-        first=torch.full((load.rows,), first, dtype=torch.int32, device=load.device),
         table=torch.from_numpy(table).to(load.device),
         blocks=torch.full((load.rows,), width, dtype=torch.int32, device=load.device),
         logical=None,

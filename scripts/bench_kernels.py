@@ -59,8 +59,6 @@ def rows_of(load: Load, device: torch.device) -> Rows:
     first = load.context - load.queries
     tokens = load.rows * load.queries
     return Rows(
-        query_start=torch.arange(0, tokens + 1, load.queries, dtype=torch.int32, device=device),
-        first=torch.full((load.rows,), first, dtype=torch.int32, device=device),
         table=order.view(load.rows, width).int().to(device),
         blocks=torch.full((load.rows,), width, dtype=torch.int32, device=device),
         logical=None,

@@ -99,19 +99,13 @@ def _shared(rows: Rows, block_size: int) -> tuple[list[Bucket], dict[int, list[t
     such buckets cover, ascending."""
     buckets: list[Bucket] = []
     shared: dict[int, list[tuple[int, int]]] = {}
+    tokens_of = torch.arange(sum(rows.lens)).split(list(rows.lens))
     for run in rows.groups:
-        starts = rows.query_start[list(run.rows)].tolist()
-        tokens = [
-            torch.arange(start, start + rows.lens[row])
-            for row, start in zip(run.rows, starts, strict=True)
-        ]
+        tokens = torch.cat([tokens_of[row] for row in run.rows])
         gap = run.start // block_size, run.stop // block_size
         table = rows.table[run.rows[0], gap[0] : gap[1]].long()
-        all_tokens = torch.cat(tokens)
         joins = any(row in shared for row in run.rows)
-        buckets.append(
-            Bucket(all_tokens, None, table[None], 1, len(all_tokens), hidden=None, joins=joins)
-        )
+        buckets.append(Bucket(tokens, None, table[None], 1, len(tokens), hidden=None, joins=joins))
         for row in run.rows:
             shared.setdefault(row, []).append(gap)
     return buckets, shared
@@ -144,7 +138,7 @@ def _bucket(
     inside = torch.minimum(index, count[:, None] - 1)
     tokens = (start[:, None] + inside).flatten()
     real = (index < count[:, None]).flatten()
-    position = rows.first.long()[row, None] + inside
+    position = torch.tensor([rows.firsts[m.row] for m in members])[:, None] + inside
     column = lowest[:, None] + torch.arange(blocks)
     for gap in zip_longest(*(m.gaps for m in members), fillvalue=(0, 0)):
         since, until = torch.tensor(gap).T[:, :, None]

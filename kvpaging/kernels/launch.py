@@ -111,8 +111,6 @@ def warm_up(
     width = -(-(first + max(lens)) // block)
     logical = torch.arange(width, dtype=torch.int32, device=device).repeat(2, 1)
     rows = Rows(
-        query_start=torch.tensor([0, lens[0], sum(lens)], dtype=torch.int32, device=device),
-        first=torch.full((2,), first, dtype=torch.int32, device=device),
         table=torch.zeros(2, width, dtype=torch.int32, device=device),
         blocks=torch.full((2,), width, dtype=torch.int32, device=device),
         logical=logical if partials else None,

@@ -139,8 +139,6 @@ class Case:
             slots.append(torch.where(position < row.stored, -1, slot))
         firsts = [row.start for row in self.rows]
         rows = Rows(
-            query_start=torch.tensor([0, *lens]).cumsum(0).int(),
-            first=torch.tensor(firsts, dtype=torch.int32),
             table=table,
             blocks=torch.tensor([len(blocks) for blocks in self.blocks], dtype=torch.int32),
             logical=None,

@@ -35,7 +35,7 @@ TOLERANCE = {"bf16": 2.5e-2, "fp16": 3e-3}
 def there(batch: Batch) -> Batch:
     rows: dict[str, Any] = {
         name: value.cuda()
-        for name in ("query_start", "first", "table", "blocks", "logical", "slots")
+        for name in ("table", "blocks", "logical", "slots")
         if isinstance(value := getattr(batch.rows, name), Tensor)
     }
     pages = PageView(*(x.cuda() for x in batch.pages[:2]))
@@ -160,7 +160,7 @@ def test_grouping_changes_no_bit(dtype: str, window: int | None) -> None:
 
 def first_row(rows: Rows) -> Rows:
     return replace(
-        rows, table=rows.table[:1], blocks=rows.blocks[:1], first=rows.first[:1],
+        rows, table=rows.table[:1], blocks=rows.blocks[:1],
         lens=rows.lens[:1], firsts=rows.firsts[:1], cache={},
     )  # fmt: skip
 

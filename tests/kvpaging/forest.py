@@ -89,8 +89,6 @@ def forest(
     order = np.random.default_rng(0).permutation(int(table.max()) + 1).astype(np.int32)
     table = order[table]
     return Rows(
-        query_start=torch.tensor([0, *lens]).cumsum(0).int(),
-        first=torch.tensor(firsts, dtype=torch.int32),
         table=torch.from_numpy(table),
         blocks=torch.tensor([-(-row.length // size) for row in rows], dtype=torch.int32),
         logical=None,

@@ -65,8 +65,6 @@ def ragged(
     for r, blocks_held in enumerate(held):
         index[r, : len(blocks_held)] = torch.tensor(blocks_held, dtype=torch.int32)
     rows = Rows(
-        query_start=torch.tensor([0, *lens]).cumsum(0).int(),
-        first=torch.tensor(firsts, dtype=torch.int32),
         table=table.int(),
         blocks=torch.tensor([len(blocks_held) for blocks_held in held], dtype=torch.int32),
         logical=index if logical or ranks > 1 else None,

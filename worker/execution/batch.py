@@ -151,21 +151,17 @@ class BatchBuilder:
             ids, positions = np.append(part.ids, ids), np.append(part.positions, positions)
         else:
             ids, positions = part.ids, part.positions
-        per_row = (part.starts, blocks, part.slots, part.ends, sampled_slots)
-        parts = (ids, positions, *part.where, scored, sampled, *per_row)
+        parts = (ids, positions, *part.where, scored, sampled, blocks, part.slots, sampled_slots)
         ids_, positions_, *rest = self._send(step, parts)
         slots_by_group, rest = rest[: len(groups)], rest[len(groups) :]
-        scored_, sampled_, first, blocks_, slots_, ends_, sampled_slots_ = rest
+        scored_, sampled_, blocks_, slots_, sampled_slots_ = rest
         row_sets: tuple[Rows, ...] = ()
         if len(blocks):
-            first, blocks_ = first.int(), blocks_.int()
-            query_start = torch.nn.functional.pad(ends_, (1, 0)).int()
+            blocks_ = blocks_.int()
             width = min(_bucket(int(blocks.max())), self.max_blocks)
             lens, firsts = tuple(part.counts.tolist()), tuple(part.starts.tolist())
             row_sets = tuple(
                 Rows(
-                    query_start=query_start,
-                    first=first,
                     table=table[slots_, :width],
                     blocks=blocks_,
                     logical=None,

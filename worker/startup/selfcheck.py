@@ -155,10 +155,7 @@ def rows_of(table: Tensor, spans: list[tuple[int, int, int]], size: int) -> Rows
     for r, a, b in spans:
         position = torch.arange(a, b, device=device)
         slots.append(table[r, position // size].long() * size + position % size)
-    start = torch.tensor([0, *lens], device=device).cumsum(0).int()
     return Rows(
-        query_start=start,
-        first=torch.tensor(firsts, dtype=torch.int32, device=device),
         table=table[[r for r, _, _ in spans]],
         blocks=torch.tensor([-(-b // size) for _, _, b in spans], dtype=torch.int32, device=device),
         logical=None,

@@ -114,8 +114,6 @@ def _paged(
 
     ops.write(k, v, store.pages[0], torch.cat(slots).to(step.device))
     rows = Rows(
-        query_start=small(range(len(widths) + 1)),
-        first=small(firsts),
         table=table.int().to(step.device),
         blocks=small(widths),
         logical=None,

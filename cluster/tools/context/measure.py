@@ -244,8 +244,6 @@ def alone(
         return torch.tensor(values, dtype=torch.int32, device=layer.device)
 
     rows = Rows(
-        query_start=small(0, count),
-        first=small(start),
         table=table,
         blocks=small(table.shape[1]),
         logical=None,

@@ -35,8 +35,6 @@ def make_rows(lens, firsts, size, blocks, seed=0, logical=None) -> Rows:
         position = torch.arange(first, first + count)
         slots.append(table[row, position // size].long() * size + position % size)
     return Rows(
-        torch.tensor([0, *lens]).cumsum(0).int(),
-        torch.tensor(firsts, dtype=torch.int32),
         table,
         torch.tensor(need, dtype=torch.int32),
         logical,

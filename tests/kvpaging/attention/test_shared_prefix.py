@@ -160,7 +160,7 @@ def test_a_tree_with_chunks_and_a_row_that_is_all_shared(dims):
     assert [run.rows for run in batch.groups] == [(0, 1, 2, 3), (4, 5), (0, 1)]
     compare(batch, 16, None, None, k_dim=dims[0], v_dim=dims[1])
     twins = forest([Sprout(0, 0, 513), Sprout(0, 512, 513)], 16)
-    twins.table[1], twins.first[:] = twins.table[0], 511
+    twins.table[1] = twins.table[0]
     twins.blocks[:] = 32
     found = find(twins.table.numpy(), [1, 1], [511, 511], 16)
     assert found == (SharedPrefix((0, 1), 0, 2, 256),)

@@ -110,7 +110,7 @@ def given_back(size: int, keys: str, chip: str) -> float:
     exact = attend_reference(batch.q.double(), batch.pages, rows, options)
     pages = PageView(*(torch.cat([x, torch.full_like(x[:1], torch.nan)]) for x in batch.pages[:2]))
     index = torch.arange(rows.table.shape[1]) if rows.logical is None else rows.logical
-    behind = index < ((rows.first - WINDOW + 1).clip(0) // size)[:, None]
+    behind = index < ((torch.tensor(rows.firsts) - WINDOW + 1).clip(0) // size)[:, None]
     assert behind.any()
     table = torch.where(behind, len(pages.k) - 1, rows.table).int()
     with mock.patch.object(launch, "chip", return_value=chip):
@@ -144,7 +144,6 @@ def alone_and_together() -> tuple[bytes, bytes]:
         rows,
         table=rows.table[:1],
         blocks=rows.blocks[:1],
-        first=rows.first[:1],
         lens=rows.lens[:1],
         firsts=rows.firsts[:1],
         cache={},
