@@ -242,35 +242,6 @@ class HostPool:
             self._withdraw(block_hash)
         self._notify(kind, block_hash, parent, GPU)
 
-    def check(self) -> list[str]:
-        """All problems; empty means sound. O(host blocks)."""
-        found = []
-        for rank in range(self.pool.ranks):
-            host_blocks = range(rank * self.per_rank, (rank + 1) * self.per_rank)
-            pinned = {s for s in host_blocks if self._pins[s]}
-            cached = {s for s in host_blocks if self._hash[s] is not None} - pinned
-            if set(self._cached[rank]) != cached:
-                found.append(f"rank {rank}: the cached host blocks are not those with a block hash")
-            if sorted(self._free[rank]) != sorted(set(host_blocks) - pinned - cached):
-                found.append(f"rank {rank}: the free host blocks are not those that nobody needs")
-            if sum(self.counts(rank)) != self.per_rank:
-                found.append(f"rank {rank}: the counts do not add up")
-        named = {h: host_block for host_block, h in enumerate(self._hash) if h is not None}
-        if named != self._found:
-            found.append("what is findable is not what the host blocks hold")
-        children: dict[bytes, dict[bytes, None]] = {}
-        for block_hash, host_block in named.items():
-            parent = self._parent[host_block]
-            if parent is not None:
-                children.setdefault(parent, {})[block_hash] = None
-                if parent not in self._found and self.pool.lookup(parent) is None:
-                    found.append(
-                        f"host block {host_block} is findable although its parent is nowhere"
-                    )
-        if children != self._children:
-            found.append("the children of some blocks are not those that name them")
-        return found
-
 
 class Union:
     """Read-only view of a pool and its host cache: numbers below `pool.blocks` are blocks, host

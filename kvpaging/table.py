@@ -129,10 +129,6 @@ class BlockTable:
         places = self._places(n, self.blocks_needed(n))
         return places if isinstance(places, OutOfBlocks) else None
 
-    def fits(self, n: int) -> bool:
-        """Whether `append(n)` would succeed now."""
-        return self.lacking(n) is None
-
     def append(self, n: int) -> list[Copy]:
         """Makes room for `n` more tokens; returns the copies to do before these are written.
 

@@ -152,7 +152,7 @@ class World:
         needed = [fresh + copy for copy in copied]
         assert table.blocks_needed(n) == tuple(needed)
         places, lacking = self.places(table, fresh, copied)
-        assert table.fits(n) == (not lacking)
+        assert (table.lacking(n) is None) == (not lacking)
         before = [list(b) for b in table.blocks]
         if lacking:
             with pytest.raises(OutOfBlocks) as caught:

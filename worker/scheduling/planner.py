@@ -274,7 +274,7 @@ class Step:
 
     def _fits_on_all(self, table: BlockTable, grow: int) -> bool:
         ranks, table.ranks = table.ranks, self.policy.all_ranks(table.ranks[0])
-        fits = table.fits(grow)
+        fits = table.lacking(grow) is None
         table.ranks = ranks
         return fits
 
