@@ -45,15 +45,17 @@ def integer(low: int, high: int | None = None) -> Rule:
     return checked(possible, allows)
 
 
-def number(low: float, high: float = 1e300, *, above: bool = False) -> Rule:
+def number(high: float = 1e300, *, zero: bool = True) -> Rule:
+    """A number of 0 or more, or with `zero` false above 0."""
+
     def parse(value: object) -> float:
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise ValueError
-        if not low <= value <= high or (above and value == low):  # NaN is never in between
+        if not 0 <= value <= high or not (value or zero):  # NaN is never in between
             raise ValueError
         return float(value)
 
-    text = f"above {low:g}" if above else f"of {low:g} or more"
+    text = "of 0 or more" if zero else "above 0"
     return Rule(f"number {text}" + ("" if high == 1e300 else f", at most {high:g}"), parse)
 
 
@@ -107,7 +109,11 @@ def shown(value: object) -> str:
     return " ".join((value if isinstance(value, str) else repr(value)).split())[:80]
 
 
+def live(default: object, rule: Rule, doc: str) -> Any:
+    """A setting that is read at each use, so it can change while requests run."""
+    return setting(default, rule, doc, live=True)
+
+
 def setting(default: object, rule: Rule, doc: str, *, live: bool = False) -> Any:
-    """A field of a dataclass of settings. A `live` setting is read at each use, so it can change
-    while requests run."""
+    """A field of a dataclass of settings."""
     return dataclasses.field(default=default, metadata={"rule": rule, "doc": doc, "live": live})
