@@ -17,8 +17,7 @@ from context_parallel.exchange import Exchange
 from context_parallel.planning import SLICE_ROWS, Long, PassKV, PassQ, ShardedBatch
 from context_parallel.shard import HISTORY_BYTES_MAX, Geometry
 from kvpaging.attention import ops
-from kvpaging.attention.inputs import AttentionOptions, Rows
-from kvpaging.attention.ops import Partial
+from kvpaging.attention.inputs import AttentionOptions, Partial, Rows
 from kvpaging.attention.page_view import PageView
 
 

@@ -17,12 +17,9 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from kvpaging.attention.inputs import AttentionOptions, Rows
+from kvpaging.attention.inputs import AttentionOptions, Partial, Rows
 from kvpaging.attention.page_view import PageView
 from kvpaging.attention.page_view import write as write
-from kvpaging.attention.partials import Partial
-from kvpaging.attention.partials import finish_reference as finish
-from kvpaging.attention.partials import merge_reference as merge
 
 SCORE_BYTES_MAX = 64 << 20
 SLICE_BYTES = 4 << 20  # of keys and values gathered at a time, per thread
@@ -313,3 +310,30 @@ def _plain(
         out.append(torch.matmul(scores.softmax(3), v))
         lse.append(scores.logsumexp(3))
     return torch.cat(out, 2), torch.cat(lse, 2)
+
+
+def merge(parts: Partial) -> Partial:
+    """A left fold of `m = max(a.m, b.m)`, `x = a.x e^(a.m-m) + b.x e^(b.m-m)` for acc and l."""
+    acc, m, l = parts.acc[0], parts.m[0], parts.l[0]  # noqa: E741
+    for next_acc, next_m, next_l in zip(parts.acc[1:], parts.m[1:], parts.l[1:], strict=True):
+        top = torch.maximum(m, next_m)
+        old, new = _weight(m, top), _weight(next_m, top)
+        acc = acc * old[..., None] + next_acc * new[..., None]
+        m, l = top, l * old + next_l * new  # noqa: E741
+    return Partial(acc, m, l)
+
+
+def finish(partial: Partial, sink: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """`acc / (l + e^(sink-m))`, both scaled by `e^(m-top)`, where `top = max(m, sink)`."""
+    acc, m, total = partial.acc, partial.m, partial.l
+    if sink is not None:
+        top = torch.maximum(m, sink.to(m.dtype))
+        weight = _weight(m, top)
+        acc, total = acc * weight[..., None], total * weight + _weight(sink.to(m.dtype), top)
+    seen = (m > -torch.inf)[..., None]
+    return torch.where(seen, acc / total[..., None], 0).to(dtype)
+
+
+def _weight(m: Tensor, top: Tensor) -> Tensor:
+    """`e^(m-top)`, which is 1 where both are the same infinity."""
+    return torch.exp(torch.where(m == top, 0, m - top))

@@ -1,4 +1,4 @@
-"""The arguments of attention over pages, shared by all backends.
+"""What attention over pages takes and gives, for all backends.
 
 Shapes are named as in `kvpaging.attention.ops`.
 """
@@ -6,7 +6,7 @@ Shapes are named as in `kvpaging.attention.ops`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -74,3 +74,14 @@ class Rows:
     held: tuple[int, ...] = ()  # host copy of `blocks`, needed where `logical` is given
     shards: int = 1  # ranks that share a row's keys: splits are shorter by this factor
     cache: dict[Any, Any] = field(default_factory=dict)  # of a backend's plans, for all layers
+
+
+class Partial(NamedTuple):
+    """Softmax-weighted sums over a part of the keys: `acc = sum e^(x-m) v`, `l = sum e^(x-m)`.
+
+    m is the largest logit.  Over no keys it is (0, -inf, 0), the exact identity of merge.
+    """
+
+    acc: Tensor  # [..., Hq, Dv]
+    m: Tensor  # [..., Hq]
+    l: Tensor  # [..., Hq]  # noqa: E741

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from kvpaging.attention import cpu
-from kvpaging.attention.inputs import AttentionOptions, Rows
+from kvpaging.attention.inputs import AttentionOptions, Partial, Rows
 from kvpaging.attention.page_view import PageView
-from kvpaging.attention.partials import Partial as Partial
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

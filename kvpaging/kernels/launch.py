@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from kvpaging.attention import tiling
-from kvpaging.attention.inputs import AttentionOptions, Rows
+from kvpaging.attention.inputs import AttentionOptions, Partial, Rows
 from kvpaging.attention.page_view import PageView
-from kvpaging.attention.partials import Partial
 from kvpaging.kernels.attend import attend_kernel
 from kvpaging.kernels.merge import merge_kernel
 from kvpaging.kernels.pages import copy_kernel, write_kernel

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from kvpaging import quant
 from kvpaging.attention import ops, tiling
-from kvpaging.attention.inputs import AttentionOptions, Rows
+from kvpaging.attention.cpu import finish as finish_reference
+from kvpaging.attention.inputs import AttentionOptions, Partial, Rows
 from kvpaging.attention.page_view import PageView
-from kvpaging.attention.partials import Partial, finish_reference
 from kvpaging.store import BlockStore, LayerShape, layout
 from tests.kvpaging.attention.reference import attend_reference
 from tests.kvpaging.forest import TREE, alone, forest, pages

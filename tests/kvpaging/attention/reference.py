@@ -7,10 +7,9 @@ from torch import Tensor
 
 from kvpaging import quant
 from kvpaging.attention import page_view
-from kvpaging.attention.inputs import AttentionOptions, Rows
+from kvpaging.attention.inputs import AttentionOptions, Partial, Rows
 from kvpaging.attention.ops import accumulator
 from kvpaging.attention.page_view import PageView
-from kvpaging.attention.partials import Partial, finite_maximum
 
 
 def write_reference(k: Tensor, v: Tensor, pages: PageView, slots: Tensor) -> None:
@@ -55,7 +54,7 @@ def attend_reference(q: Tensor, pages: PageView, rows: Rows, options: AttentionO
         x = x.masked_fill(~visible[:, None, None, :], -torch.inf)
         x = torch.cat([x, x.new_full((*x.shape[:-1], 1), -torch.inf)], -1)  # a row without keys
         m = x.amax(-1)
-        p = torch.exp(x - finite_maximum(m)[..., None])
+        p = torch.exp(x - torch.where(m == -torch.inf, 0, m)[..., None])
         acc.append(torch.einsum("thgk,khd->thgd", p[..., :-1], v).flatten(1, 2))
         maxima.append(m.flatten(1, 2))
         sums.append(p.sum(-1).flatten(1, 2))

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from kvpaging import quant
 from kvpaging.attention import cpu
+from kvpaging.attention.cpu import finish as finish_reference
 from kvpaging.attention.inputs import AttentionOptions, Rows
 from kvpaging.attention.page_view import PageView
-from kvpaging.attention.partials import finish_reference
 from kvpaging.store import BlockStore, LayerShape, layout
 from tests.kvpaging.attention.reference import attend_reference, write_reference
 

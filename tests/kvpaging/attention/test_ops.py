@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvpaging.attention import ops
-from kvpaging.attention.inputs import AttentionOptions
-from kvpaging.attention.ops import Partial
+from kvpaging.attention.inputs import AttentionOptions, Partial
 from kvpaging.attention.page_view import PageView
 from tests.kvpaging.attention.reference import attend_reference, write_reference
 from tests.kvpaging.ragged import Batch, ragged

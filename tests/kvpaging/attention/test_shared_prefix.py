@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpaging.attention import cpu, page_view, shared_prefix, tiling
+from kvpaging.attention.cpu import finish as finish_reference
 from kvpaging.attention.inputs import AttentionOptions, SharedPrefix
 from kvpaging.attention.page_view import PageView
-from kvpaging.attention.partials import finish_reference
 from kvpaging.attention.shared_prefix import SAVED_KEYS_MIN
 from tests.kvpaging.attention.reference import attend_reference
 from tests.kvpaging.forest import Sprout, alone, find, forest, pages, sprouts, table_of

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpaging.attention.partials import Partial, finish_reference, merge_reference
+from kvpaging.attention.cpu import finish as finish_reference
+from kvpaging.attention.cpu import merge as merge_reference
+from kvpaging.attention.inputs import Partial
 from kvpaging.kernels import launch
 
 

@@ -14,9 +14,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from kvpaging.attention.inputs import AttentionOptions
+from kvpaging.attention.inputs import AttentionOptions, Partial
 from kvpaging.attention.page_view import PageView
-from kvpaging.attention.partials import Partial
 from kvpaging.kernels import launch
 from tests.kvpaging.ragged import Batch, quantised, ragged
 

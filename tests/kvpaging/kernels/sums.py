@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from kvpaging.attention import shared_prefix, tiling
-from kvpaging.attention.inputs import AttentionOptions, Rows
+from kvpaging.attention.cpu import finish as finish_reference
+from kvpaging.attention.inputs import AttentionOptions, Partial, Rows
 from kvpaging.attention.page_view import PageView
-from kvpaging.attention.partials import Partial, finish_reference
 from kvpaging.kernels import launch
 from tests.kvpaging.attention.reference import attend_reference
 from tests.kvpaging.forest import alone, forest, pages, tree
