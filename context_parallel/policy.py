@@ -15,7 +15,7 @@ TILE = 64  # consecutive tokens of a long row that go to one rank
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class Placement:
     """Where a sequence may start: the ranks for its blocks, home first, and how many of its cached
     leading blocks it uses."""
 
@@ -56,7 +56,7 @@ class ShardPolicy:
         queued: Sequence[int],
         block_size: int,
         rank_blocks: int,
-    ) -> list[Start]:
+    ) -> list[Placement]:
         """Where a sequence of `tokens` may start, best first.
 
         `owners` are the ranks of its cached leading blocks, `queued` the tokens that each rank has
@@ -68,11 +68,11 @@ class ShardPolicy:
         needed = self.needs_all_ranks(tokens, block_size=block_size, rank_blocks=rank_blocks)
         if needed or saved >= self.hit_tokens:
             home = min(range(self.ranks), key=lambda rank: queued[rank])
-            return [Start(self.all_ranks(home), len(owners))]
+            return [Placement(self.all_ranks(home), len(owners))]
         hits = [run if run and rank == owners[0] else 0 for rank in range(self.ranks)]
         costs = [queued[rank] + tokens - hits[rank] * block_size for rank in range(self.ranks)]
         order = sorted(range(self.ranks), key=lambda rank: costs[rank])
-        return [Start((rank,), hits[rank]) for rank in order]
+        return [Placement((rank,), hits[rank]) for rank in order]
 
     def share(self, count: int) -> int:
         """The most tokens of a row on all ranks that one rank computes."""

@@ -25,7 +25,7 @@ HISTORY_BYTES_MAX = 48 << 20  # fetched for a layer: this memory is taken from t
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TokenPlace:
     """Where one token is stored."""
 
     rank: int
@@ -44,14 +44,14 @@ class ShardMap:
         self.block_size = block_size
         self.owner, self.physical = np.divmod(np.asarray(blocks, np.int64), per_rank)  # [blocks]
 
-    def locate(self, position: int) -> Place:
+    def locate(self, position: int) -> TokenPlace:
         """The place of a token. Raises IndexError where no block has `position`."""
         index, offset = divmod(position, self.block_size)
         if not 0 <= index < len(self.owner):
             raise IndexError(f"position {position} is not in {len(self.owner)} blocks")
         rank = int(self.owner[index])
         local = int((self.owner[:index] == rank).sum())
-        return Place(rank, local, int(self.physical[index]), offset)
+        return TokenPlace(rank, local, int(self.physical[index]), offset)
 
     def local(self, rank: int) -> tuple[Ints, Ints]:
         """Physical and logical number of each block on `rank`, in ascending logical order."""

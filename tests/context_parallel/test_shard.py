@@ -12,8 +12,8 @@ from context_parallel.shard import (
     HISTORY_BYTES_MAX,
     SHORT_TOKENS,
     Geometry,
-    Place,
     ShardMap,
+    TokenPlace,
     interleave,
     moves_history,
     tails,
@@ -61,10 +61,10 @@ def test_ranks_hold_every_block_once(made: tuple[ShardMap, list[int], int]) -> N
 
 def test_places_of_a_striped_sequence_by_hand() -> None:
     shard = ShardMap([7, 13, 2, 10], 10, 8)  # ranks 0, 1, 0, 1
-    assert shard.locate(0) == Place(0, 0, 7, 0)
-    assert shard.locate(15) == Place(1, 0, 3, 7)
-    assert shard.locate(16) == Place(0, 1, 2, 0)
-    assert shard.locate(31) == Place(1, 1, 0, 7)
+    assert shard.locate(0) == TokenPlace(0, 0, 7, 0)
+    assert shard.locate(15) == TokenPlace(1, 0, 3, 7)
+    assert shard.locate(16) == TokenPlace(0, 1, 2, 0)
+    assert shard.locate(31) == TokenPlace(1, 1, 0, 7)
 
 
 @pytest.mark.parametrize("position", [-1, 16])

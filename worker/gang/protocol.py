@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Annotated, Any, NamedTuple
 
 from kvpaging import codec
-from kvpaging.codec import ROW, Int32s, Refused
+from kvpaging.codec import ROW, Int32s, WrongField
 from kvpaging.host_pool import Moves
 from kvpaging.table import Copy
 from worker.execution.runner import StepResult
@@ -215,7 +215,7 @@ def read(message: bytes) -> tuple[int, list[Any]]:
     """The kind and the body of a message. Raises WrongMessage."""
     try:
         parts = codec.unpack(message)
-    except Refused as error:
+    except WrongField as error:
         raise WrongMessage(f"a message that cannot be read: {error}") from error
     if type(parts) is not list or len(parts) < 2:
         raise WrongMessage(f"a message that cannot be read: {codec.shown(parts)}")
@@ -231,7 +231,7 @@ def read(message: bytes) -> tuple[int, list[Any]]:
 def _decoded(plan: codec.Plan, body: list[Any], name: str) -> Any:
     try:
         return plan.read(body)
-    except Refused as error:
+    except WrongField as error:
         raise WrongMessage(f"{name} that cannot be read: {error}") from error
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from context_parallel.policy import Start
+from context_parallel.policy import Placement
 from kvpaging.table import BlockTable
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def _placed(
     best of all where none can. The sequence waits for a busy rank that has the blocks."""
     policy = state.policy
     if policy.ranks == 1:
-        return _attached(state, sequence, Start((0,), len(hit[0])), hit)
+        return _attached(state, sequence, Placement((0,), len(hit[0])), hit)
     starts = policy.starts(
         len(sequence.tokens),
         state.owners(hit),
@@ -77,7 +77,7 @@ def _placed(
 
 
 def _attached(
-    state: SchedulerState, sequence: Sequence, start_at: Start, hit: list[list[int]]
+    state: SchedulerState, sequence: Sequence, start_at: Placement, hit: list[list[int]]
 ) -> BlockTable:
     if start_at.hit_blocks < len(hit[0]):  # groups with a window need earlier ones then
         hit = state.prefix.match(sequence, start_at.hit_blocks)
