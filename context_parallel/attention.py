@@ -2,7 +2,7 @@
 
 Short rows are computed on every rank, with one exchange of partials. The tokens of long rows are
 interleaved over the ranks (`shard.interleave`). Then either queries are sent to the ranks that have
-the blocks and partials are returned (`PassQ`), or the blocks of the history are fetched into
+the blocks and partials are returned (`Slice`), or the blocks of the history are fetched into
 temporary pages (`PassKV`).
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from context_parallel.exchange import Exchange
-from context_parallel.planning import SLICE_ROWS, Long, PassKV, PassQ, ShardedBatch
+from context_parallel.planning import SLICE_ROWS, Long, PassKV, ShardedBatch, Slice
 from context_parallel.shard import HISTORY_BYTES_MAX, Geometry
 from kvpaging.attention import ops
 from kvpaging.attention.inputs import AttentionOptions, Partial, Rows
@@ -73,24 +73,24 @@ class _Layer:
     def long(self, q: Tensor, k: Tensor, v: Tensor, plan: Long) -> Tensor:
         """Output of the rank's tokens of long rows, without padding."""
         way = plan.way
-        moved = (q, k, v) if isinstance(way, PassQ) else (k, v)
+        moved = (k, v) if isinstance(way, PassKV) else (q, k, v)
         gathered = self.exchange.all_gather(torch.cat([x.flatten(1) for x in moved], 1))
         flat = gathered.flatten(0, 1).split([x[0].numel() for x in moved], 1)
         *queries, all_k, all_v = (
             part.unflatten(1, x.shape[1:]) for part, x in zip(flat, moved, strict=True)
         )
         ops.write(all_k, all_v, self.pages, plan.slots)
-        if isinstance(way, PassQ):
-            out = self._pass_q(queries[0], way, q.dtype)
-        else:
+        if isinstance(way, PassKV):
             out = self._pass_kv(q[: plan.real], all_k, all_v, way)
+        else:
+            out = self._pass_q(queries[0], way, q.dtype)
         return out[: plan.real]
 
-    def _pass_q(self, q: Tensor, way: PassQ, dtype: torch.dtype) -> Tensor:
+    def _pass_q(self, q: Tensor, way: tuple[Slice, ...], dtype: torch.dtype) -> Tensor:
         """q `[ranks * n, Hq, Dk]` of all ranks -> output of this rank's n."""
         ranks = self.exchange.ranks
         parts = []
-        for part in way.slices:
+        for part in way:
             packed = self.packed(q[part.tokens], part.rows)[part.order]
             mine = self.exchange.all_to_all(packed.unflatten(0, (ranks, -1)))
             parts.append(self.finished(mine, dtype))

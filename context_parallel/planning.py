@@ -43,18 +43,12 @@ class Short:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Equally many tokens of long rows of each rank, attended together in order of position."""
+    """Pass-Q: queries are sent to the ranks that have the blocks. Equally many tokens of long rows
+    of each rank are attended together, in order of position."""
 
     tokens: Tensor  # int64 [k], indices into all ranks' tokens [ranks * n]
     order: Tensor  # int64 [ranks * width], index in `tokens` of each rank's tokens; 0 for padding
     rows: Rows
-
-
-@dataclass(frozen=True, slots=True)
-class PassQ:
-    """Pass-Q: queries are sent to the ranks that have the blocks."""
-
-    slices: tuple[Slice, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +69,7 @@ class Long:
 
     real: int  # tokens of this rank that are no padding
     slots: Tensor  # int64 [ranks * n], where this rank stores them; -1 for other ranks' tokens
-    way: PassQ | PassKV
+    way: tuple[Slice, ...] | PassKV
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +146,7 @@ class _Planner:
         real = int((row[self.tables.rank] >= 0).sum())
         return Long(real, self.to_device(slots), way)
 
-    def _pass_q(self, row: Ints, offset: Ints) -> PassQ:
+    def _pass_q(self, row: Ints, offset: Ints) -> tuple[Slice, ...]:
         ranks, n = row.shape
         width = max(1, SLICE_ROWS // ranks)
         index = np.arange(ranks * n).reshape(ranks, n)
@@ -167,7 +161,7 @@ class _Planner:
             at, first, count = _runs(rows[order], offsets[order])
             local = self._local(at, self.rows.start[at] + first, count)
             slices.append(Slice(self.to_device(tokens[order]), self.to_device(inverse), local))
-        return PassQ(tuple(slices))
+        return tuple(slices)
 
     def slots(self, row: Ints, offset: Ints) -> Ints:
         """Slots of tokens on this rank; -1 for stored tokens, those of other ranks and padding."""

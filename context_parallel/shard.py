@@ -37,8 +37,6 @@ class TokenPlace:
 class ShardMap:
     """Where the tokens of one sequence and layer group are, from its gang-wide `blocks`."""
 
-    __slots__ = ("block_size", "owner", "physical")
-
     def __init__(self, blocks: Sequence[int], per_rank: int, block_size: int) -> None:
         """`per_rank` is the number of blocks of each rank's arena. NULL_BLOCK is on no rank."""
         self.block_size = block_size

@@ -52,11 +52,6 @@ class BlockTable:
     """Blocks and length of one sequence. `length` counts tokens stored or being stored; the first
     `first[g]` blocks of group g were freed out of its window."""
 
-    __slots__ = (
-        *("_freed", "_limit", "block_size", "blocks", "first", "length", "blocks_by_rank", "pools"),
-        *("ranks", "windows"),
-    )
-
     def __init__(
         self,
         pools: Sequence[BlockPool],
