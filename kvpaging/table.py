@@ -4,13 +4,6 @@ A sequence has one list of blocks per layer group. All groups share one length, 
 equally long, and entry i is logical block i. Group g draws from `pools[g]`; several groups may
 share a pool. A table is bookkeeping: it keeps one reference per entry and moves no bytes.
 
-  append              room for more tokens: new blocks, copy-on-write of a shared last block
-  attach              adopts cached full blocks, a prefix hit
-  fork                a second table of the same tokens, all blocks shared
-  truncate            drops the tail; `release` drops everything
-  free_out_of_window  drops blocks that have left a group's attention window
-  dedup               replaces a block by an earlier registered one with the same content
-
 Every operation happens in all groups, or raises ValueError or OutOfBlocks and changes nothing.
 
 A block freed out of the window leaves `NULL_BLOCK` in its place, so that indices remain those of

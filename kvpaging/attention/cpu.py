@@ -84,10 +84,8 @@ def plan(rows: Rows, block_size: int, window: int | None) -> list[Bucket]:
             size = _bucket_size(count), _bucket_size(blocks), bool(gaps)
             members[size].append(_Member(row, start, lowest, gaps))
         start += count
-    for (queries, blocks, joins), group in members.items():
-        buckets.append(
-            _bucket(rows, block_size, window, queries, blocks=blocks, members=group, joins=joins)
-        )
+    for (queries, blocks, _), group in members.items():
+        buckets.append(_bucket(rows, block_size, window, queries, blocks=blocks, members=group))
     return buckets
 
 
@@ -125,7 +123,6 @@ def _bucket(
     queries: int,
     blocks: int,
     members: list[_Member],
-    joins: bool,
 ) -> Bucket:
     row = torch.tensor([m.row for m in members])
     start = torch.tensor([m.start for m in members])
@@ -160,7 +157,7 @@ def _bucket(
         queries=queries,
         hidden=hidden,
         blind=bool(hidden.all(2).any()),
-        joins=joins,
+        joins=bool(members[0].gaps),
     )
 
 

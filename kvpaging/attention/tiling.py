@@ -229,17 +229,9 @@ class WorkList:
         for split, splits in cells:
             base = self._take(count)
             for at in range(0, count, self.sizes[kind]):
-                queries = min(self.sizes[kind], count - at)
-                stack = Tile(
-                    row=members[0].row,
-                    token=-1 - (start + at),
-                    queries=queries,
-                    position=run.stop - 1,
-                    split=0,
-                    splits=0,
-                    length=run.length,
-                )
-                self.items[kind].extend(stack.item(split, splits, base + at))
+                tokens = -1 - (start + at), min(self.sizes[kind], count - at), run.stop - 1
+                cell = split, splits, run.length, base + at
+                self.items[kind].extend((members[0].row, *tokens, *cell))
             for tile in members:
                 found[tile.row, split] = base
                 base += tile.queries
