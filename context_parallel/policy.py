@@ -76,15 +76,10 @@ class ShardPolicy:
 
     def share(self, count: int) -> int:
         """The most tokens of a row on all ranks that one rank computes."""
-        return share(count, self.ranks, self.tile)
+        rounds, rest = divmod(count, self.ranks * self.tile)
+        return rounds * self.tile + min(rest, self.tile)
 
     def most(self, budget: int) -> int:
         """The longest row on all ranks whose share is at most `budget`."""
         tiles, rest = divmod(budget, self.tile)
         return tiles * self.tile * self.ranks + rest
-
-
-def share(count: int, ranks: int, tile: int = TILE) -> int:
-    """The most tokens of a row on all ranks that one rank computes."""
-    rounds, rest = divmod(count, ranks * tile)
-    return rounds * tile + min(rest, tile)

@@ -52,7 +52,7 @@ class HostStore:
     """
 
     def __init__(self, store: BlockStore, slices: int, clock: Callable[[], float]) -> None:
-        self.store, self.slices, self.clock = store, slices, clock
+        self.store, self.clock = store, clock
         layout = store.layout
         on_gpu = store.device.type == "cuda"
         self.arenas = [

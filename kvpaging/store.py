@@ -222,9 +222,6 @@ class BlockStore:
         scales = view(torch.bfloat16, 2, *tokens), view(torch.bfloat16, 3, *tokens)
         return PageView(k, v, scales)
 
-    def blocks(self, arena: int) -> int:
-        return self.slices * self.layout.groups_in(arena)
-
     def locate(self, group: int, block: int, offset: int) -> dict[str, int]:
         """The byte address of one token's key in `block`: first layer of the group, head 0.
 
@@ -279,7 +276,7 @@ class BlockStore:
             raise ValueError(f"{len(groups)} equally long block lists are needed")
         total = 0
         for group, column in zip(groups, blocks, strict=True):
-            count, real = self.blocks(group.arena), [b for b in column if b != NULL_BLOCK]
+            count, real = len(self.arenas[group.arena]), [b for b in column if b != NULL_BLOCK]
             if not all(0 <= block < count for block in real):
                 raise ValueError(f"blocks are numbered from 0 to {count - 1}, not {list(column)}")
             total += len(real) * group.block_bytes

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from context_parallel.policy import TILE, share
+from context_parallel.policy import TILE, ShardPolicy
 from context_parallel.shard import (
     HISTORY_BYTES_MAX,
     SHORT_TOKENS,
@@ -18,6 +18,7 @@ from context_parallel.shard import (
     moves_history,
     tails,
 )
+from tests.context_parallel.test_policy import with_tiles
 
 SIZES = st.sampled_from([1, 8, 16, 64, 256])
 
@@ -80,7 +81,7 @@ def test_dealt_tokens_are_all_and_even(count: int, ranks: int, tile: int) -> Non
     for rank, tokens in enumerate(dealt):
         assert all(token // tile % ranks == rank for token in tokens.tolist())
     sizes = [len(tokens) for tokens in dealt]
-    assert share(count, ranks, tile) == max(sizes)
+    assert with_tiles(ranks, tile).share(count) == max(sizes)
     assert max(sizes) - min(sizes) <= tile
 
 
@@ -103,7 +104,7 @@ def test_tails_have_every_short_token_everywhere_and_every_long_one_once(
         assert mine == sorted(mine)
         found += mine
     assert sorted(found) == long
-    dealt = sum(share(n, ranks) for n in counts if n > SHORT_TOKENS)
+    dealt = sum(ShardPolicy(ranks).share(n) for n in counts if n > SHORT_TOKENS)
     assert len(every[0].row) == len(short) + dealt
 
 

@@ -36,7 +36,7 @@ class DraftModel:
         self.model, self.builder = model, builder
         self.max_model_len, self.chunk = max_model_len, chunk
         store = model.store
-        arenas = [BlockPool(store.blocks(a)) for a in range(len(store.arenas))]
+        arenas = [BlockPool(len(arena)) for arena in store.arenas]
         self.pools = tuple(arenas[group.arena] for group in store.layout.groups)
         self.slots = list(range(builder.host.shape[1] - 1, -1, -1))
         self.step = 0

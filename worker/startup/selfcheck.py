@@ -126,7 +126,7 @@ def _paged_logits(model: PagedModel, prompts: list[Tensor]) -> Tensor:
     device, half = model.store.device, len(prompts[0]) // 2
     need = [-(-len(p) // size) for p in prompts]
     tables = torch.zeros(len(layout.groups), 2, max(need), dtype=torch.int32, device=device)
-    at = {arena: model.store.blocks(arena) for arena in range(len(model.store.arenas))}
+    at = [len(arena) for arena in model.store.arenas]
     for g, group in enumerate(layout.groups):
         for row, n in enumerate(need):
             # Backwards, so that ignoring the table gives wrong logits.

@@ -21,7 +21,7 @@ from context_parallel.attention import attend
 from context_parallel.exchange import Exchange
 from context_parallel.loopback import loopback
 from context_parallel.planning import SLICE_ROWS, ShardedRows, plan
-from context_parallel.policy import share
+from context_parallel.policy import ShardPolicy
 from context_parallel.shard import SHORT_TOKENS, Geometry, moves_history, tails
 from context_parallel.tables import LocalTables
 from kvpaging.attention import ops
@@ -295,7 +295,7 @@ def formula(
     shape, size = layer.geometry, layer.block_size
     if count <= SHORT_TOKENS:
         return 1, (ranks - 1) * count * shape.partial_token_bytes
-    own, blocks = share(count, ranks), -(-(context - count) // size)
+    own, blocks = ShardPolicy(ranks).share(count), -(-(context - count) // size)
     most = -(-blocks // ranks) * size
     new = own * layer.kv_heads * (layer.k_dim + layer.v_dim) * shape.q_bytes
     if history is None:
