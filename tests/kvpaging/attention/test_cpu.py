@@ -258,9 +258,7 @@ def test_what_is_not_finite_never_reaches_the_next_owner_of_a_block():
     assert store.pages[0].v.isfinite().all()
     table = torch.tensor([[2]], dtype=torch.int32)
     one = torch.ones(1, dtype=torch.int32)
-    rows = Rows(
-        torch.tensor([0, 1]).int(), one - 1, table, one, None, torch.tensor([16]), (1,), (0,)
-    )
+    rows = Rows(table, one, None, torch.tensor([16]), (1,), (0,))
     q = torch.randn(1, 1, 8, dtype=torch.float64)
     new = torch.randn(1, 1, 8, dtype=torch.float64)
     cpu.write(new, new, store.pages[0], rows.slots)
