@@ -81,19 +81,12 @@ def size(*, auto: bool = False) -> Rule:
     return Rule(('"auto", ' if auto else "") + 'bytes, or text like "512MiB" or "2GiB"', parse)
 
 
-def text() -> Rule:
-    return checked("text", lambda value: isinstance(value, str) and bool(value.strip()))
-
-
-def path() -> Rule:
-    """An absolute path: processes with other working directories must find the file too."""
-    return checked(
-        "absolute path of a file", lambda value: isinstance(value, str) and value.startswith("/")
-    )
-
-
-def flag() -> Rule:
-    return checked("true or false", lambda value: type(value) is bool)
+TEXT = checked("text", lambda value: isinstance(value, str) and bool(value.strip()))
+FLAG = checked("true or false", lambda value: type(value) is bool)
+# Absolute, because processes with other working directories must find the file too.
+PATH = checked(
+    "absolute path of a file", lambda value: isinstance(value, str) and value.startswith("/")
+)
 
 
 def choice(*options: str) -> Rule:

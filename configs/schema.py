@@ -29,15 +29,13 @@ class ModelConfig:
     """The model that is served, and its number formats."""
 
     path: str = _setting(
-        "smollm2",
-        rules.text(),
-        "`smollm2` (ships with the install), a model directory, or a hub id.",
+        "smollm2", rules.TEXT, "`smollm2` (ships with the install), a model directory, or a hub id."
     )
     name: str | None = _setting(
-        None, rules.text(), "Name that requests use; null is the last part of `model.path`."
+        None, rules.TEXT, "Name that requests use; null is the last part of `model.path`."
     )
     revision: str | None = _setting(
-        None, rules.text(), "Branch, tag or commit of a hub id; null is the hub's default."
+        None, rules.TEXT, "Branch, tag or commit of a hub id; null is the hub's default."
     )
     dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = _setting(
         "auto",
@@ -61,7 +59,7 @@ class ModelConfig:
     )
     compile: bool = _setting(
         False,
-        rules.flag(),
+        rules.FLAG,
         "Compile the forward pass with torch.compile; a slower start, faster steps.",
     )
 
@@ -93,7 +91,7 @@ class KVConfig:
     )
     prefix_cache: bool = _setting(
         True,
-        rules.flag(),
+        rules.FLAG,
         "Keep blocks of finished sequences and reuse them for the same leading tokens.",
     )
     host_gib: float = _setting(
@@ -176,22 +174,22 @@ class ServerConfig:
     """The HTTP server."""
 
     host: str = _setting(
-        "127.0.0.1", rules.text(), "Address to listen on; 0.0.0.0 accepts other machines."
+        "127.0.0.1", rules.TEXT, "Address to listen on; 0.0.0.0 accepts other machines."
     )
     port: int = _setting(8000, rules.integer(1, 65535), "Port to listen on.")
     api_keys_file: str | None = _setting(
         None,
-        rules.path(),
+        rules.PATH,
         "Lines `tenant: key`; with it, or with KVATLAS_API_KEYS, a request needs one of the keys.",
     )
     admin_key_file: str | None = _setting(
         None,
-        rules.path(),
+        rules.PATH,
         "Key of `/debug` and `/metrics`, or KVATLAS_ADMIN_KEY; null opens them to this machine.",
     )
     strict_params: bool = _live(
         False,
-        rules.flag(),
+        rules.FLAG,
         "Refuse unknown request parameters with 400; off ignores and counts them.",
     )
     stream_messages_per_s: float = _setting(
@@ -202,7 +200,7 @@ class ServerConfig:
     log_level: Literal["debug", "info", "warning", "error"] = _live(
         "info", rules.choice("debug", "info", "warning", "error"), "Least severe log lines shown."
     )
-    log_json: bool = _live(False, rules.flag(), "Write log lines as JSON objects.")
+    log_json: bool = _live(False, rules.FLAG, "Write log lines as JSON objects.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,12 +214,12 @@ class ClusterConfig:
     )
     pools: tuple[PoolConfig, ...] | None = _setting(
         None,
-        gang_pools.pools(),
+        gang_pools.POOLS,
         "Pools of gangs instead of `cluster.workers`; null is one pool of single workers.",
     )
     ingresses: int = _setting(1, rules.integer(1, 64), "Processes that serve HTTP and tokenise.")
     ingress_resource: str | None = _setting(
-        None, rules.text(), "Ray resource that a host must have to run ingresses; null is any host."
+        None, rules.TEXT, "Ray resource that a host must have to run ingresses; null is any host."
     )
     start_timeout_s: float = _setting(
         600.0, rules.number(zero=False), "Longest start, weights included; then it fails."
@@ -277,7 +275,7 @@ class RoutingConfig:
         rules.choice("round_robin", "power_of_two", "priced"),
         "How a worker is chosen; priced weighs cached blocks, queues and room, in seconds.",
     )
-    pull: bool = _live(True, rules.flag(), "Let workers pull cached blocks from each other.")
+    pull: bool = _live(True, rules.FLAG, "Let workers pull cached blocks from each other.")
     pull_tokens_min: int = _live(2048, rules.integer(1), "Tokens below which nothing is pulled.")
     pull_tax: float = _live(
         2.0,
@@ -334,7 +332,7 @@ class SpeculationConfig:
     )
     draft_model: str | None = _setting(
         None,
-        rules.path(),
+        rules.PATH,
         "Directory of a smaller model with the same vocabulary, for requests that ask for it too.",
     )
     k_max: int = _setting(
