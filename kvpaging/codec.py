@@ -79,7 +79,7 @@ class Codec(Generic[_M]):
     def __init__(
         self, version: int, kinds: Mapping[str, type[Any]], error: type[ValueError]
     ) -> None:
-        self.version, self.kinds, self.error = version, dict(kinds), error
+        self.version, self.error = version, error
         self.kind_of = {cls: kind for kind, cls in kinds.items()}
         self._plans = {kind: plan(cls) for kind, cls in kinds.items()}
 

@@ -144,9 +144,6 @@ class BlockPool:
     def references(self, block: int) -> int:
         return self._refs[block]
 
-    def pins(self, block: int) -> int:
-        return self._pins[block]
-
     def state(self, block: int) -> str:
         """One of the words in `STATES`."""
         return STATES[self._state[block]]

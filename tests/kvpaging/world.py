@@ -371,7 +371,7 @@ class World:
             assert +model.refs == Counter(held)
             for block in range(pool.blocks):
                 assert pool.references(block) == model.refs[block]
-                assert pool.pins(block) == model.holds[block]
+                assert pool._pins[block] == model.holds[block]
                 assert pool.block_hash(block) == model.name_of.get(block)
                 assert model.state_of[block] == model.state(block)
             for rank in range(pool.ranks):
