@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from configs.rules import shown
 from configs.schema import FIELDS, SECTIONS, Config
-from configs.source import read
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -38,12 +38,10 @@ def load(source: str | Mapping[str, object] | None = None, overrides: Sequence[s
     Raises ConfigError with all problems of the source and the overrides together.
     """
     problems: list[str] = []
-    given: dict[str, tuple[str, object]] = {}  # key -> where it was set, value
-    by_path = source is None or isinstance(source, str)
-    where = str(source) if by_path else "config"
-    tree = read(source, problems) if by_path else source  # type: ignore[arg-type]
-    for key, value in _flatten(tree, where, problems):
-        given[key] = (where, value)
+    where, tree = "config", source
+    if isinstance(source, str):
+        where, tree = source, _read(source, problems)
+    given = {key: (where, value) for key, value in _flatten(tree, where, problems)}
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals:
@@ -89,8 +87,7 @@ def _with(config: Config, given: Mapping[str, tuple[str, object]], problems: lis
                     continue
                 default = shown(field.default)
                 problems.append(
-                    f"{key} ({where}): {shown(value)} is not possible; possible is {rule.possible} "
-                    f"(null is the default, {default})"
+                    f"{key} ({where}): {rule.refusal(value)} (null is the default, {default})"
                 )
     if problems:
         raise ConfigError(problems)
@@ -102,6 +99,35 @@ def _with(config: Config, given: Mapping[str, tuple[str, object]], problems: lis
     if problems := list(made.conflicts()):
         raise ConfigError(problems)
     return made
+
+
+def _read(path: str, problems: list[str]) -> Any:
+    """What a YAML file holds; what is wrong with it goes to `problems`."""
+    try:
+        return yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
+    except OSError as error:
+        problems.append(f"{path}: cannot be read: {error.strerror}")
+    except UnicodeDecodeError:
+        problems.append(f"{path}: is not UTF-8 text")
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        line = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problems.append(f"{path}{line}: is not valid YAML: {error.problem}")
+    except (yaml.YAMLError, TypeError) as error:
+        problems.append(f"{path}: is not valid YAML: {error}")
+    return None
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that refuses a key written twice, where YAML would silently drop the first."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for at, key in enumerate(keys):
+            if key in keys[:at]:
+                mark = node.value[at][0].start_mark
+                raise yaml.MarkedYAMLError(problem=f"key {key} is given twice", problem_mark=mark)
+        return super().construct_mapping(node, deep)
 
 
 def _flatten(tree: object, path: str, problems: list[str]) -> Iterator[tuple[str, object]]:

@@ -18,7 +18,6 @@ POOLS_MAX = 16
 UNNAMED = ""
 """The one pool where none is configured: `cluster.workers` gangs of one worker."""
 
-
 _NAME = rules.checked(
     "lower-case letters, digits, - and _, at most 32",
     lambda value: isinstance(value, str) and bool(re.fullmatch(r"[a-z][a-z0-9_-]{0,31}", value)),
@@ -73,19 +72,18 @@ FIELDS = {field.name: field for field in dataclasses.fields(PoolConfig)}
 _KEYS = ", ".join(FIELDS)
 
 
-def pools() -> rules.Rule:
-    """A list of pools; a problem in one of them is reported with its place in the list."""
+def _pools(value: object) -> tuple[PoolConfig, ...]:
+    if not isinstance(value, list) or not 1 <= len(value) <= POOLS_MAX:
+        raise ValueError
+    problems: list[str] = []
+    found = tuple(_pool(entry, f"pools[{i}]", problems) for i, entry in enumerate(value))
+    if problems:
+        raise ValueError("; ".join(problems))
+    return found
 
-    def parse(value: object) -> tuple[PoolConfig, ...]:
-        if not isinstance(value, list) or not 1 <= len(value) <= POOLS_MAX:
-            raise ValueError
-        problems: list[str] = []
-        found = tuple(_pool(entry, f"pools[{i}]", problems) for i, entry in enumerate(value))
-        if problems:
-            raise ValueError("; ".join(problems))
-        return found
 
-    return rules.Rule(f"list of 1 to {POOLS_MAX} pools, each {{{_KEYS}}}", parse)
+POOLS = rules.Rule(f"list of 1 to {POOLS_MAX} pools, each {{{_KEYS}}}", _pools)
+"""A problem in one of the pools is reported with its place in the list."""
 
 
 def _pool(entry: object, where: str, problems: list[str]) -> PoolConfig:
@@ -101,10 +99,7 @@ def _pool(entry: object, where: str, problems: list[str]) -> PoolConfig:
             try:
                 values[key] = rule.parse(value)
             except ValueError:
-                shown = rules.shown(value)
-                problems.append(
-                    f"{where}.{key}: {shown} is not possible; possible is {rule.possible}"
-                )
+                problems.append(f"{where}.{key}: {rule.refusal(value)}")
     return PoolConfig(**values)
 
 

@@ -21,6 +21,9 @@ class Rule:
     possible: str
     parse: Callable[[object], object]
 
+    def refusal(self, value: object) -> str:
+        return f"{shown(value)} is not possible; possible is {self.possible}"
+
 
 def checked(possible: str, allows: Callable[[object], bool]) -> Rule:
     """A rule of values that are used as they are, if `allows` is true."""
@@ -42,15 +45,17 @@ def integer(low: int, high: int | None = None) -> Rule:
     return checked(possible, allows)
 
 
-def number(low: float, high: float = 1e300, *, above: bool = False) -> Rule:
+def number(high: float = 1e300, *, zero: bool = True) -> Rule:
+    """A number of 0 or more, or with `zero` false above 0."""
+
     def parse(value: object) -> float:
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise ValueError
-        if not low <= value <= high or (above and value == low):  # NaN is never in between
+        if not 0 <= value <= high or not (value or zero):  # NaN is never in between
             raise ValueError
         return float(value)
 
-    text = f"above {low:g}" if above else f"of {low:g} or more"
+    text = "of 0 or more" if zero else "above 0"
     return Rule(f"number {text}" + ("" if high == 1e300 else f", at most {high:g}"), parse)
 
 
@@ -76,19 +81,12 @@ def size(*, auto: bool = False) -> Rule:
     return Rule(('"auto", ' if auto else "") + 'bytes, or text like "512MiB" or "2GiB"', parse)
 
 
-def text() -> Rule:
-    return checked("text", lambda value: isinstance(value, str) and bool(value.strip()))
-
-
-def path() -> Rule:
-    """An absolute path: processes with other working directories must find the file too."""
-    return checked(
-        "absolute path of a file", lambda value: isinstance(value, str) and value.startswith("/")
-    )
-
-
-def flag() -> Rule:
-    return checked("true or false", lambda value: type(value) is bool)
+TEXT = checked("text", lambda value: isinstance(value, str) and bool(value.strip()))
+FLAG = checked("true or false", lambda value: type(value) is bool)
+# Absolute, because processes with other working directories must find the file too.
+PATH = checked(
+    "absolute path of a file", lambda value: isinstance(value, str) and value.startswith("/")
+)
 
 
 def choice(*options: str) -> Rule:
@@ -104,7 +102,11 @@ def shown(value: object) -> str:
     return " ".join((value if isinstance(value, str) else repr(value)).split())[:80]
 
 
+def live(default: object, rule: Rule, doc: str) -> Any:
+    """A setting that is read at each use, so it can change while requests run."""
+    return setting(default, rule, doc, live=True)
+
+
 def setting(default: object, rule: Rule, doc: str, *, live: bool = False) -> Any:
-    """A field of a dataclass of settings. A `live` setting is read at each use, so it can change
-    while requests run."""
+    """A field of a dataclass of settings."""
     return dataclasses.field(default=default, metadata={"rule": rule, "doc": doc, "live": live})

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from configs import pools as gang_pools
 from configs import rules
 from configs.pools import PoolConfig
+from configs.rules import live as _live
 from configs.rules import setting as _setting
 
 if TYPE_CHECKING:
@@ -28,15 +29,13 @@ class ModelConfig:
     """The model that is served, and its number formats."""
 
     path: str = _setting(
-        "smollm2",
-        rules.text(),
-        "`smollm2` (ships with the install), a model directory, or a hub id.",
+        "smollm2", rules.TEXT, "`smollm2` (ships with the install), a model directory, or a hub id."
     )
     name: str | None = _setting(
-        None, rules.text(), "Name that requests use; null is the last part of `model.path`."
+        None, rules.TEXT, "Name that requests use; null is the last part of `model.path`."
     )
     revision: str | None = _setting(
-        None, rules.text(), "Branch, tag or commit of a hub id; null is the hub's default."
+        None, rules.TEXT, "Branch, tag or commit of a hub id; null is the hub's default."
     )
     dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = _setting(
         "auto",
@@ -60,7 +59,7 @@ class ModelConfig:
     )
     compile: bool = _setting(
         False,
-        rules.flag(),
+        rules.FLAG,
         "Compile the forward pass with torch.compile; a slower start, faster steps.",
     )
 
@@ -82,7 +81,7 @@ class KVConfig:
     )
     memory_fraction: float = _setting(
         0.9,
-        rules.number(0, 1, above=True),
+        rules.number(1, zero=False),
         "Share of a GPU's free memory to use; on a CPU auto takes a quarter, at most 2 GiB.",
     )
     blocks: int | None = _setting(
@@ -92,17 +91,17 @@ class KVConfig:
     )
     prefix_cache: bool = _setting(
         True,
-        rules.flag(),
+        rules.FLAG,
         "Keep blocks of finished sequences and reuse them for the same leading tokens.",
     )
     host_gib: float = _setting(
         0.0,
-        rules.number(0),
+        rules.number(),
         "Host cache of each worker for blocks evicted from its KV cache, in GiB; 0 is off.",
     )
     host_step_gib: float = _setting(
         1.0,
-        rules.number(0, above=True),
+        rules.number(zero=False),
         "Most GiB offloaded to the host between two steps, and most GiB loaded.",
     )
 
@@ -138,12 +137,10 @@ class LimitsConfig:
     max_logprobs: int = _setting(
         20, rules.integer(0), "Most alternatives per token in `logprobs` and `top_logprobs`."
     )
-    max_stop_strings: int = _setting(
-        16, rules.integer(0, MAX_ITEMS), "Most stop strings in one request.", live=True
+    max_stop_strings: int = _live(
+        16, rules.integer(0, MAX_ITEMS), "Most stop strings in one request."
     )
-    max_stop_length: int = _setting(
-        256, rules.integer(1), "Longest stop string, in characters.", live=True
-    )
+    max_stop_length: int = _live(256, rules.integer(1), "Longest stop string, in characters.")
     max_logit_bias: int = _setting(
         1024, rules.integer(0, MAX_ITEMS), "Most entries of `logit_bias` in one request."
     )
@@ -158,26 +155,17 @@ class LimitsConfig:
     min_priority: int = _setting(
         0, rules.integer(-1000, 1000), "Lowest `priority` of a request; lower goes first."
     )
-    max_body_bytes: int = _setting(
-        16 * 2**20, rules.size(), "Largest request body; larger gets 413.", live=True
+    max_body_bytes: int = _live(16 * 2**20, rules.size(), "Largest request body; larger gets 413.")
+    body_timeout_s: float = _live(
+        30.0, rules.number(zero=False), "Time for a request body to arrive; later gets 408."
     )
-    body_timeout_s: float = _setting(
-        30.0,
-        rules.number(0, above=True),
-        "Time for a request body to arrive; later gets 408.",
-        live=True,
+    request_timeout_s: float = _live(
+        600.0, rules.number(zero=False), "Longest life of a request, waiting included."
     )
-    request_timeout_s: float = _setting(
-        600.0,
-        rules.number(0, above=True),
-        "Longest life of a request, waiting included.",
-        live=True,
-    )
-    worker_wait_s: float = _setting(
+    worker_wait_s: float = _live(
         60.0,
-        rules.number(0),
+        rules.number(),
         "Longest wait of a request for a worker while none is ready; then it gets 503.",
-        live=True,
     )
 
 
@@ -186,37 +174,33 @@ class ServerConfig:
     """The HTTP server."""
 
     host: str = _setting(
-        "127.0.0.1", rules.text(), "Address to listen on; 0.0.0.0 accepts other machines."
+        "127.0.0.1", rules.TEXT, "Address to listen on; 0.0.0.0 accepts other machines."
     )
     port: int = _setting(8000, rules.integer(1, 65535), "Port to listen on.")
     api_keys_file: str | None = _setting(
         None,
-        rules.path(),
+        rules.PATH,
         "Lines `tenant: key`; with it, or with KVATLAS_API_KEYS, a request needs one of the keys.",
     )
     admin_key_file: str | None = _setting(
         None,
-        rules.path(),
+        rules.PATH,
         "Key of `/debug` and `/metrics`, or KVATLAS_ADMIN_KEY; null opens them to this machine.",
     )
-    strict_params: bool = _setting(
+    strict_params: bool = _live(
         False,
-        rules.flag(),
+        rules.FLAG,
         "Refuse unknown request parameters with 400; off ignores and counts them.",
-        live=True,
     )
     stream_messages_per_s: float = _setting(
         400.0,
-        rules.number(0, above=True),
+        rules.number(zero=False),
         "Most stream messages a worker sends per second; more are merged.",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = _setting(
-        "info",
-        rules.choice("debug", "info", "warning", "error"),
-        "Least severe log lines shown.",
-        live=True,
+    log_level: Literal["debug", "info", "warning", "error"] = _live(
+        "info", rules.choice("debug", "info", "warning", "error"), "Least severe log lines shown."
     )
-    log_json: bool = _setting(False, rules.flag(), "Write log lines as JSON objects.", live=True)
+    log_json: bool = _live(False, rules.FLAG, "Write log lines as JSON objects.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,30 +214,30 @@ class ClusterConfig:
     )
     pools: tuple[PoolConfig, ...] | None = _setting(
         None,
-        gang_pools.pools(),
+        gang_pools.POOLS,
         "Pools of gangs instead of `cluster.workers`; null is one pool of single workers.",
     )
     ingresses: int = _setting(1, rules.integer(1, 64), "Processes that serve HTTP and tokenise.")
     ingress_resource: str | None = _setting(
-        None, rules.text(), "Ray resource that a host must have to run ingresses; null is any host."
+        None, rules.TEXT, "Ray resource that a host must have to run ingresses; null is any host."
     )
     start_timeout_s: float = _setting(
-        600.0, rules.number(0, above=True), "Longest start, weights included; then it fails."
+        600.0, rules.number(zero=False), "Longest start, weights included; then it fails."
     )
     health_period_s: float = _setting(
-        2.0, rules.number(0, above=True), "Time between two health checks of a worker."
+        2.0, rules.number(zero=False), "Time between two health checks of a worker."
     )
     health_timeout_s: float = _setting(
-        5.0, rules.number(0, above=True), "Time a worker has to answer a health check."
+        5.0, rules.number(zero=False), "Time a worker has to answer a health check."
     )
     step_timeout_s: float = _setting(
         120.0,
-        rules.number(0, above=True),
+        rules.number(zero=False),
         "Longest an engine step may run; then the device hangs and the worker is replaced.",
     )
     collective_timeout_s: float = _setting(
         20.0,
-        rules.number(0, above=True),
+        rules.number(zero=False),
         "Longest that a worker of a gang waits for another one; then the gang is replaced.",
     )
     index_bytes: int = _setting(
@@ -262,9 +246,9 @@ class ClusterConfig:
         "Memory of the global prefix index; workers beyond it serve without being indexed.",
     )
     gpus_per_worker: float = _setting(
-        1.0, rules.number(0, above=True), "GPUs that Ray reserves for a worker on a GPU."
+        1.0, rules.number(zero=False), "GPUs that Ray reserves for a worker on a GPU."
     )
-    cpus_per_worker: float = _setting(1.0, rules.number(0), "CPUs that Ray reserves for a worker.")
+    cpus_per_worker: float = _setting(1.0, rules.number(), "CPUs that Ray reserves for a worker.")
     pull_bytes_max: int = _setting(
         128 * 2**20,
         rules.size(),
@@ -272,7 +256,7 @@ class ClusterConfig:
     )
     pull_timeout_s: float = _setting(
         5.0,
-        rules.number(0, above=True),
+        rules.number(zero=False),
         "Longest wait for a chunk of another worker's blocks; then they are computed.",
     )
     threads: int | None = _setting(
@@ -286,50 +270,34 @@ class ClusterConfig:
 class RoutingConfig:
     """Which worker a request goes to."""
 
-    policy: Literal["round_robin", "power_of_two", "priced"] = _setting(
+    policy: Literal["round_robin", "power_of_two", "priced"] = _live(
         "priced",
         rules.choice("round_robin", "power_of_two", "priced"),
         "How a worker is chosen; priced weighs cached blocks, queues and room, in seconds.",
-        live=True,
     )
-    pull: bool = _setting(
-        True, rules.flag(), "Let workers pull cached blocks from each other.", live=True
-    )
-    pull_tokens_min: int = _setting(
-        2048, rules.integer(1), "Tokens below which nothing is pulled.", live=True
-    )
-    pull_tax: float = _setting(
+    pull: bool = _live(True, rules.FLAG, "Let workers pull cached blocks from each other.")
+    pull_tokens_min: int = _live(2048, rules.integer(1), "Tokens below which nothing is pulled.")
+    pull_tax: float = _live(
         2.0,
-        rules.number(0),
+        rules.number(),
         "Cost of a pulled block, which evicts another, in times of computing it.",
-        live=True,
     )
-    link_bytes_per_s: float = _setting(
+    link_bytes_per_s: float = _live(
         3e8,
-        rules.number(0),
+        rules.number(),
         "Rate of pulls until a worker has measured its own; 0 pulls nothing till then.",
-        live=True,
     )
-    prefill: float = _setting(
-        3.0, rules.number(0), "Weight of a request's own prefill, for which others wait.", live=True
+    prefill: float = _live(
+        3.0, rules.number(), "Weight of a request's own prefill, for which others wait."
     )
-    output: float = _setting(
-        0.1, rules.number(0), "Weight of a step for each expected output token.", live=True
+    output: float = _live(0.1, rules.number(), "Weight of a step for each expected output token.")
+    room_from: float = _live(
+        0.8, rules.number(1), "Share of a block pool in use above which blocks have a price."
     )
-    room_from: float = _setting(
-        0.8,
-        rules.number(0, 1),
-        "Share of a block pool in use above which blocks have a price.",
-        live=True,
-    )
-    room_s: float = _setting(
-        20.0, rules.number(0), "Price of each further pool's worth of blocks.", live=True
-    )
-    tie_s: float = _setting(
-        0.1, rules.number(0), "Prices this close to the lowest are equal.", live=True
-    )
-    rates_alike: float = _setting(
-        0.5, rules.number(0), "Measured rates this close to each other count as one.", live=True
+    room_s: float = _live(20.0, rules.number(), "Price of each further pool's worth of blocks.")
+    tie_s: float = _live(0.1, rules.number(), "Prices this close to the lowest are equal.")
+    rates_alike: float = _live(
+        0.5, rules.number(), "Measured rates this close to each other count as one."
     )
 
 
@@ -342,14 +310,14 @@ class ScalingConfig:
     )
     target_queued_s: float = _setting(
         2.0,
-        rules.number(0, above=True),
+        rules.number(zero=False),
         "Seconds queued in each worker beyond which there should be more workers.",
     )
     up_delay_s: float = _setting(
-        10.0, rules.number(0), "How long more workers must be needed before they are started."
+        10.0, rules.number(), "How long more workers must be needed before they are started."
     )
     down_delay_s: float = _setting(
-        300.0, rules.number(0), "How long fewer workers must be enough before one is stopped."
+        300.0, rules.number(), "How long fewer workers must be enough before one is stopped."
     )
 
 
@@ -364,7 +332,7 @@ class SpeculationConfig:
     )
     draft_model: str | None = _setting(
         None,
-        rules.path(),
+        rules.PATH,
         "Directory of a smaller model with the same vocabulary, for requests that ask for it too.",
     )
     k_max: int = _setting(
@@ -453,12 +421,9 @@ class Config:
 
 SECTIONS: Mapping[str, type[Any]] = {f.name: type(f.default) for f in dataclasses.fields(Config)}
 
-
-def settings() -> Iterator[tuple[str, dataclasses.Field[Any]]]:
-    """Every setting as ("section.key", field); a field's metadata holds its `rule` and `doc`."""
-    for section, kind in SECTIONS.items():
-        for field in dataclasses.fields(kind):
-            yield f"{section}.{field.name}", field
-
-
-FIELDS: Mapping[str, dataclasses.Field[Any]] = dict(settings())
+FIELDS: Mapping[str, dataclasses.Field[Any]] = {
+    f"{section}.{field.name}": field
+    for section, kind in SECTIONS.items()
+    for field in dataclasses.fields(kind)
+}
+"""Every setting by "section.key"; a field has its `rule`, its `doc` and `live` in its metadata."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
+from typing import Any
 
-from configs import pools
+from configs.pools import PoolConfig
 from configs.rules import shown
-from configs.schema import SECTIONS, settings
+from configs.schema import SECTIONS
 
 BEGIN = "<!-- settings: written by `python -m configs.table` -->"
 END = "<!-- end of settings -->"
@@ -15,22 +17,17 @@ HEAD, RULE = "| setting | default | possible | meaning |", "| --- | --- | --- | 
 
 
 def tables() -> str:
-    """One Markdown table for each section, in the order of the schema."""
+    """One Markdown table for each section, in the order of the schema, and one for a pool."""
+    kinds: dict[str, Any] = {f"`{section}`": kind for section, kind in SECTIONS.items()}
     lines: list[str] = []
-    for section, kind in SECTIONS.items():
-        lines += [f"### `{section}`", "", f"{kind.__doc__}", ""]
-        lines += [HEAD, RULE]
-        for key, field in settings():
-            if key.startswith(section + "."):
-                possible, doc = field.metadata["rule"].possible, field.metadata["doc"]
-                doc += " *Live.*" if field.metadata["live"] else ""
-                lines.append(f"| `{key}` | `{shown(field.default)}` | {possible} | {doc} |")
+    for title, kind in (kinds | {"An entry of `cluster.pools`": PoolConfig}).items():
+        lines += [f"### {title}", "", f"{kind.__doc__}", "", HEAD, RULE]
+        for field in dataclasses.fields(kind):
+            key = field.name if kind is PoolConfig else f"{title.strip('`')}.{field.name}"
+            possible, doc = field.metadata["rule"].possible, field.metadata["doc"]
+            doc += " *Live.*" if field.metadata["live"] else ""
+            lines.append(f"| `{key}` | `{shown(field.default)}` | {possible} | {doc} |")
         lines.append("")
-    lines += ["### An entry of `cluster.pools`", "", f"{pools.PoolConfig.__doc__}", "", HEAD, RULE]
-    for name, field in pools.FIELDS.items():
-        rule, doc = field.metadata["rule"], field.metadata["doc"]
-        lines.append(f"| `{name}` | `{shown(field.default)}` | {rule.possible} | {doc} |")
-    lines.append("")
     return "\n".join(lines)
 
 

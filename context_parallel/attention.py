@@ -2,7 +2,7 @@
 
 Short rows are computed on every rank, with one exchange of partials. The tokens of long rows are
 interleaved over the ranks (`shard.interleave`). Then either queries are sent to the ranks that have
-the blocks and partials are returned (`PassQ`), or the blocks of the history are fetched into
+the blocks and partials are returned (`Slice`), or the blocks of the history are fetched into
 temporary pages (`PassKV`).
 """
 
@@ -14,34 +14,21 @@ import torch
 from torch import Tensor
 
 from context_parallel.exchange import Exchange
-from context_parallel.planning import (
-    SLICE_ROWS,
-    Long,
-    PassKV,
-    PassQ,
-    ShardedBatch,
-    ShardedRows,
-    plan,
-)
+from context_parallel.planning import SLICE_ROWS, Long, PassKV, ShardedBatch, Slice
 from context_parallel.shard import HISTORY_BYTES_MAX, Geometry
 from kvpaging.attention import ops
-from kvpaging.attention.inputs import AttentionOptions, Rows
-from kvpaging.attention.ops import Partial
-from kvpaging.quant import Scales
-
-__all__ = ["ShardedBatch", "ShardedRows", "attend", "plan", "workspace_bytes"]
+from kvpaging.attention.inputs import AttentionOptions, Partial, Rows
+from kvpaging.attention.page_view import PageView
 
 
 def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    pages: PageView,
     batch: ShardedBatch,
     exchange: Exchange,
     options: AttentionOptions,
-    scales: Scales | None = None,
 ) -> Tensor:
     """Store this rank's keys and values and attend: `[n, Hq, Dv]` in q's dtype.
 
@@ -50,11 +37,11 @@ def attend(
     gang call this together in each step. Raises ExchangeFailed.
     """
     assert batch.window == options.window
-    layer = _Layer(k_pages, v_pages, scales, exchange, options)
+    layer = _Layer(pages, exchange, options)
     out = q.new_zeros(len(q), q.shape[1], v.shape[2])
     if batch.short:
         stop = batch.short_tokens
-        ops.write(k[:stop], v[:stop], k_pages, v_pages, slots=batch.short_slots, scales=scales)
+        ops.write(k[:stop], v[:stop], pages, batch.short_slots)
     for part in batch.short:
         tokens = slice(part.start, part.stop)
         gathered = exchange.all_gather(layer.packed(q[tokens], part.rows))
@@ -69,17 +56,13 @@ def attend(
 class _Layer:
     """One layer's pages and options on one rank."""
 
-    k_pages: Tensor
-    v_pages: Tensor
-    scales: Scales | None
+    pages: PageView
     exchange: Exchange
     options: AttentionOptions
 
     def packed(self, q: Tensor, rows: Rows) -> Tensor:
         """This rank's partial as one tensor of acc, m and l: `[T, Hq, Dv + 2]`."""
-        partial = ops.attend(
-            q, self.k_pages, self.v_pages, rows, options=self.options, scales=self.scales
-        )
+        partial = ops.attend(q, self.pages, rows, self.options)
         return torch.cat([partial.acc, partial.m[..., None], partial.l[..., None]], 2)
 
     def finished(self, parts: Tensor, dtype: torch.dtype) -> Tensor:
@@ -90,24 +73,24 @@ class _Layer:
     def long(self, q: Tensor, k: Tensor, v: Tensor, plan: Long) -> Tensor:
         """Output of the rank's tokens of long rows, without padding."""
         way = plan.way
-        moved = (q, k, v) if isinstance(way, PassQ) else (k, v)
+        moved = (k, v) if isinstance(way, PassKV) else (q, k, v)
         gathered = self.exchange.all_gather(torch.cat([x.flatten(1) for x in moved], 1))
         flat = gathered.flatten(0, 1).split([x[0].numel() for x in moved], 1)
         *queries, all_k, all_v = (
             part.unflatten(1, x.shape[1:]) for part, x in zip(flat, moved, strict=True)
         )
-        ops.write(all_k, all_v, self.k_pages, self.v_pages, slots=plan.slots, scales=self.scales)
-        if isinstance(way, PassQ):
-            out = self._pass_q(queries[0], way, q.dtype)
-        else:
+        ops.write(all_k, all_v, self.pages, plan.slots)
+        if isinstance(way, PassKV):
             out = self._pass_kv(q[: plan.real], all_k, all_v, way)
+        else:
+            out = self._pass_q(queries[0], way, q.dtype)
         return out[: plan.real]
 
-    def _pass_q(self, q: Tensor, way: PassQ, dtype: torch.dtype) -> Tensor:
+    def _pass_q(self, q: Tensor, way: tuple[Slice, ...], dtype: torch.dtype) -> Tensor:
         """q `[ranks * n, Hq, Dk]` of all ranks -> output of this rank's n."""
         ranks = self.exchange.ranks
         parts = []
-        for part in way.slices:
+        for part in way:
             packed = self.packed(q[part.tokens], part.rows)[part.order]
             mine = self.exchange.all_to_all(packed.unflatten(0, (ranks, -1)))
             parts.append(self.finished(mine, dtype))
@@ -115,7 +98,7 @@ class _Layer:
 
     def _pass_kv(self, q: Tensor, k: Tensor, v: Tensor, way: PassKV) -> Tensor:
         """q of this rank without padding; k, v `[ranks * n, Hkv, D*]` of all ranks with padding."""
-        pages = self.k_pages, self.v_pages, *(self.scales or ())  # moved as raw bytes
+        pages = *self.pages[:2], *(self.pages.scales or ())  # moved as raw bytes
         temporary = [page.new_zeros(way.blocks, *page.shape[1:]) for page in pages]
         if len(way.send):
             sent = [page.view(torch.uint8)[way.send].flatten(1) for page in pages]
@@ -124,12 +107,12 @@ class _Layer:
             for page, part in zip(temporary, received.split(sizes, 1), strict=True):
                 into = page.view(torch.uint8)
                 into.index_copy_(0, way.put, part[way.take].unflatten(1, into.shape[1:]))
-        k_pages, v_pages, *rest = temporary
-        scales = (rest[0], rest[1]) if rest else None
-        ops.write(k, v, k_pages, v_pages, slots=way.slots, scales=scales)
+        k_pages, v_pages, *scales = temporary
+        view = PageView(k_pages, v_pages, (scales[0], scales[1]) if scales else None)
+        ops.write(k, v, view, way.slots)
         if way.rows is None:
             return q.new_zeros(0, q.shape[1], v.shape[2])
-        return ops.attend_finish(q, k_pages, v_pages, way.rows, options=self.options, scales=scales)
+        return ops.attend_finish(q, view, way.rows, self.options)
 
 
 def workspace_bytes(geometry: Geometry, ranks: int, max_batch_tokens: int, block_size: int) -> int:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,28 +34,6 @@ FRAME = 4096
 
 _HEAD = 8  # bytes of a message's length
 _FAILURE = "failure"
-
-
-class Channel(Protocol):
-    """Messages between rank 0 and the others, one each way in every step."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def ranks(self) -> int: ...
-
-    def broadcast(self, message: bytes | None) -> bytes:
-        """Rank 0 passes a message, the others None; all return it. Raises ExchangeFailed."""
-        ...
-
-    def all_gather(self, message: bytes, timeout_s: float | None = None) -> list[bytes] | None:
-        """On rank 0 the messages of all ranks, in order; `timeout_s` replaces its deadline. Raises
-        ExchangeFailed."""
-        ...
-
-    def abort(self, reason: str) -> None:
-        """Closes this rank's end, which the others notice."""
-        ...
 
 
 class MeetingFailed(Exception):
@@ -151,17 +130,13 @@ class Rendezvous:
 
     def fail(self, reason: str) -> None:
         """Makes the others fail with this rank's reason, if rank 0 can be reached."""
-        try:
+        with suppress(RuntimeError):  # rank 0 is gone, which the others notice too
             self._store.compare_set(_FAILURE, "", f"rank {self.rank}: {reason}")
-        except RuntimeError:
-            return  # rank 0 is gone, which the others notice too
 
     def report(self, reason: str) -> None:
         """Stores why this rank has stopped, if rank 0 can be reached."""
-        try:
+        with suppress(RuntimeError):
             self._store.set(f"stopped/{self.rank}", reason)
-        except RuntimeError:
-            return
 
     def reports(self) -> dict[int, str]:
         """On rank 0: why other ranks stopped, as far as reported within `REPORT_S`."""
@@ -194,11 +169,13 @@ class Rendezvous:
         return dist.ProcessGroupNCCL(store, self.rank, self.ranks, options)
 
 
-class TorchChannel:
-    """A `Channel` over a gloo group. Rank 0 waits `timeout_s` for a message, and the others wait
-    `idle_s` for rank 0's next one: it must send that often, even when idle.
+class Channel:
+    """Messages between rank 0 and the others, one each way in every step, over a gloo group. Rank 0
+    waits `timeout_s` for a message, and the others wait `idle_s` for rank 0's next one: it must
+    send that often, even when idle.
 
-    After a failure every call fails; rank 0's error names the ranks that do not answer.
+    Calls raise ExchangeFailed; after one failure all do. Rank 0's error names the ranks that do not
+    answer.
     """
 
     def __init__(
@@ -217,6 +194,7 @@ class TorchChannel:
         self._reason = ""
 
     def broadcast(self, message: bytes | None) -> bytes:
+        """Rank 0 passes a message, the others None; all return it."""
         self.step += 1
         if self.rank:
             return self._receive({0: self._idle_s})[0]
@@ -225,6 +203,7 @@ class TorchChannel:
         return message
 
     def all_gather(self, message: bytes, timeout_s: float | None = None) -> list[bytes] | None:
+        """On rank 0 the messages of all ranks, in order; `timeout_s` replaces its deadline."""
         if self.rank:
             self._send(message, [0])
             return None
@@ -233,6 +212,7 @@ class TorchChannel:
         return [message, *others.values()]
 
     def abort(self, reason: str) -> None:
+        """Closes this rank's end, which the others notice."""
         self._reason = self._reason or reason
         group, self._group = self._group, None
         if group is not None:

@@ -43,18 +43,12 @@ class Short:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Equally many tokens of long rows of each rank, attended together in order of position."""
+    """Pass-Q: queries are sent to the ranks that have the blocks. Equally many tokens of long rows
+    of each rank are attended together, in order of position."""
 
     tokens: Tensor  # int64 [k], indices into all ranks' tokens [ranks * n]
     order: Tensor  # int64 [ranks * width], index in `tokens` of each rank's tokens; 0 for padding
     rows: Rows
-
-
-@dataclass(frozen=True, slots=True)
-class PassQ:
-    """Pass-Q: queries are sent to the ranks that have the blocks."""
-
-    slices: tuple[Slice, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +69,7 @@ class Long:
 
     real: int  # tokens of this rank that are no padding
     slots: Tensor  # int64 [ranks * n], where this rank stores them; -1 for other ranks' tokens
-    way: PassQ | PassKV
+    way: tuple[Slice, ...] | PassKV
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +100,15 @@ def plan(
     `shard.moves_history`. All arguments but `tables` are equal on all ranks.
     """
     planner = _Planner(rows, tails, tables, group, block_size, window, device)
-    return planner.batch(geometry, history)
+    tail = tails[tables.rank]
+    stop = tail.short
+    short_slots = planner.to_device(planner.slots(tail.row[:stop], tail.offset[:stop]))
+    long = None
+    if len(tail.row) > stop:
+        row = np.stack([each.row[stop:] for each in tails])
+        offset = np.stack([each.offset[stop:] for each in tails])
+        long = planner.long(row, offset, geometry, history)
+    return ShardedBatch(stop, short_slots, tuple(planner.short(tail)), long, window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,18 +121,7 @@ class _Planner:
     window: int | None
     device: torch.device
 
-    def batch(self, geometry: Geometry, history: bool | None) -> ShardedBatch:
-        tail = self.tails[self.tables.rank]
-        stop = tail.short
-        short_slots = self.to_device(self._slots(tail.row[:stop], tail.offset[:stop]))
-        long = None
-        if len(tail.row) > stop:
-            row = np.stack([each.row[stop:] for each in self.tails])
-            offset = np.stack([each.offset[stop:] for each in self.tails])
-            long = self._long(row, offset, geometry, history)
-        return ShardedBatch(stop, short_slots, tuple(self._short(tail)), long, self.window)
-
-    def _short(self, tail: Tail) -> list[Short]:
+    def short(self, tail: Tail) -> list[Short]:
         """Short rows, in parts of at most SLICE_ROWS tokens; a row is never cut."""
         row, _, count = _runs(tail.row[: tail.short], tail.offset[: tail.short])
         ends = count.cumsum()
@@ -144,10 +135,10 @@ class _Planner:
             since, start = until, stop
         return parts
 
-    def _long(self, row: Ints, offset: Ints, geometry: Geometry, history: bool | None) -> Long:
+    def long(self, row: Ints, offset: Ints, geometry: Geometry, history: bool | None) -> Long:
         """row and offset int64 `[ranks, n]` of the tokens of long rows."""
         fetch = _Fetch(self, np.unique(row[row >= 0]))
-        slots = self._slots(row.flatten(), offset.flatten())
+        slots = self.slots(row.flatten(), offset.flatten())
         if history is None:
             cached = int(len(row) * fetch.counts.max()) * self.size  # as padded
             history = moves_history(cached, int((row >= 0).sum()), geometry)
@@ -155,7 +146,7 @@ class _Planner:
         real = int((row[self.tables.rank] >= 0).sum())
         return Long(real, self.to_device(slots), way)
 
-    def _pass_q(self, row: Ints, offset: Ints) -> PassQ:
+    def _pass_q(self, row: Ints, offset: Ints) -> tuple[Slice, ...]:
         ranks, n = row.shape
         width = max(1, SLICE_ROWS // ranks)
         index = np.arange(ranks * n).reshape(ranks, n)
@@ -170,9 +161,9 @@ class _Planner:
             at, first, count = _runs(rows[order], offsets[order])
             local = self._local(at, self.rows.start[at] + first, count)
             slices.append(Slice(self.to_device(tokens[order]), self.to_device(inverse), local))
-        return PassQ(tuple(slices))
+        return tuple(slices)
 
-    def _slots(self, row: Ints, offset: Ints) -> Ints:
+    def slots(self, row: Ints, offset: Ints) -> Ints:
         """Slots of tokens on this rank; -1 for stored tokens, those of other ranks and padding."""
         position = self.rows.start[row] + offset
         block = self.tables.blocks[self.group, self.rows.slot[row], position // self.size]
@@ -213,8 +204,6 @@ class _Planner:
             return to_device(x).expand(len(index), -1) if len(x) == 1 else to_device(x[index])
 
         return Rows(
-            query_start=to_device(np.concatenate([[0], count.cumsum()]).astype(np.int32)),
-            first=to_device(first.astype(np.int32)),
             table=select(table),
             blocks=to_device(np.array(blocks, np.int32)),
             logical=select(logical),

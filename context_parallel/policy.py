@@ -15,7 +15,7 @@ TILE = 64  # consecutive tokens of a long row that go to one rank
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class Placement:
     """Where a sequence may start: the ranks for its blocks, home first, and how many of its cached
     leading blocks it uses."""
 
@@ -36,7 +36,7 @@ class ShardPolicy:
     hit_tokens: int = 2048
     tile: ClassVar[int] = TILE
 
-    def wide(self, home: int) -> tuple[int, ...]:
+    def all_ranks(self, home: int) -> tuple[int, ...]:
         """All ranks, `home` first."""
         return tuple((home + i) % self.ranks for i in range(self.ranks))
 
@@ -44,7 +44,7 @@ class ShardPolicy:
         """Whether a sequence of so many tokens runs on all ranks for its length."""
         return self.ranks > 1 and tokens >= self.shard_from_tokens
 
-    def wide_for(self, tokens: int, *, block_size: int, rank_blocks: int) -> bool:
+    def needs_all_ranks(self, tokens: int, *, block_size: int, rank_blocks: int) -> bool:
         """As `sharded`, or because no rank has blocks for it and one more token."""
         return self.sharded(tokens) or -(-(tokens + 1) // block_size) > rank_blocks
 
@@ -56,7 +56,7 @@ class ShardPolicy:
         queued: Sequence[int],
         block_size: int,
         rank_blocks: int,
-    ) -> list[Start]:
+    ) -> list[Placement]:
         """Where a sequence of `tokens` may start, best first.
 
         `owners` are the ranks of its cached leading blocks, `queued` the tokens that each rank has
@@ -65,26 +65,21 @@ class ShardPolicy:
         run = sum(1 for _ in takewhile(lambda owner: owner == owners[0], owners))
         saved = (len(owners) - run) * block_size
         assert self.ranks > 1
-        wide = self.wide_for(tokens, block_size=block_size, rank_blocks=rank_blocks)
-        if wide or saved >= self.hit_tokens:
+        needed = self.needs_all_ranks(tokens, block_size=block_size, rank_blocks=rank_blocks)
+        if needed or saved >= self.hit_tokens:
             home = min(range(self.ranks), key=lambda rank: queued[rank])
-            return [Start(self.wide(home), len(owners))]
+            return [Placement(self.all_ranks(home), len(owners))]
         hits = [run if run and rank == owners[0] else 0 for rank in range(self.ranks)]
         costs = [queued[rank] + tokens - hits[rank] * block_size for rank in range(self.ranks)]
         order = sorted(range(self.ranks), key=lambda rank: costs[rank])
-        return [Start((rank,), hits[rank]) for rank in order]
+        return [Placement((rank,), hits[rank]) for rank in order]
 
     def share(self, count: int) -> int:
         """The most tokens of a row on all ranks that one rank computes."""
-        return share(count, self.ranks, self.tile)
+        rounds, rest = divmod(count, self.ranks * self.tile)
+        return rounds * self.tile + min(rest, self.tile)
 
     def most(self, budget: int) -> int:
         """The longest row on all ranks whose share is at most `budget`."""
         tiles, rest = divmod(budget, self.tile)
         return tiles * self.tile * self.ranks + rest
-
-
-def share(count: int, ranks: int, tile: int = TILE) -> int:
-    """The most tokens of a row on all ranks that one rank computes."""
-    rounds, rest = divmod(count, ranks * tile)
-    return rounds * tile + min(rest, tile)

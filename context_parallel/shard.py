@@ -25,7 +25,7 @@ HISTORY_BYTES_MAX = 48 << 20  # fetched for a layer: this memory is taken from t
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TokenPlace:
     """Where one token is stored."""
 
     rank: int
@@ -37,26 +37,19 @@ class Place:
 class ShardMap:
     """Where the tokens of one sequence and layer group are, from its gang-wide `blocks`."""
 
-    __slots__ = ("_local", "block_size", "owner", "physical")
-
     def __init__(self, blocks: Sequence[int], per_rank: int, block_size: int) -> None:
         """`per_rank` is the number of blocks of each rank's arena. NULL_BLOCK is on no rank."""
-        ids = np.asarray(blocks, np.int64)
         self.block_size = block_size
-        self.owner, self.physical = np.divmod(ids, per_rank)  # int64 [blocks]
-        order = np.argsort(self.owner, kind="stable")
-        owners = self.owner[order]
-        self._local = np.empty_like(ids)
-        self._local[order] = np.arange(len(ids)) - np.searchsorted(owners, owners)
+        self.owner, self.physical = np.divmod(np.asarray(blocks, np.int64), per_rank)  # [blocks]
 
-    def locate(self, position: int) -> Place:
+    def locate(self, position: int) -> TokenPlace:
         """The place of a token. Raises IndexError where no block has `position`."""
         index, offset = divmod(position, self.block_size)
         if not 0 <= index < len(self.owner):
             raise IndexError(f"position {position} is not in {len(self.owner)} blocks")
-        return Place(
-            int(self.owner[index]), int(self._local[index]), int(self.physical[index]), offset
-        )
+        rank = int(self.owner[index])
+        local = int((self.owner[:index] == rank).sum())
+        return TokenPlace(rank, local, int(self.physical[index]), offset)
 
     def local(self, rank: int) -> tuple[Ints, Ints]:
         """Physical and logical number of each block on `rank`, in ascending logical order."""

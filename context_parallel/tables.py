@@ -38,13 +38,9 @@ class LocalTables:
         self.logical = np.zeros(shape[1:], np.int32)
         self.length = np.zeros(max_num_seqs, np.int64)
         self.used = np.zeros(max_num_seqs, np.int64)
-        self._digest = 0
-
-    @property
-    def digest(self) -> int:
-        """64 bits over all entries of all slots, equal on all ranks: a sum of one number for each
-        (group, slot, index, block), so that a lost, doubled or swapped entry shows."""
-        return self._digest
+        # 64 bits over all entries of all slots, equal on all ranks: a sum of one number for each
+        # (group, slot, index, block), so that a lost, doubled or swapped entry shows.
+        self.digest = 0
 
     def change(self, slot: int, first: int, ids: Sequence[Sequence[int]]) -> None:
         """Replaces the blocks of a slot from logical block `first` on by the gang-wide `ids[g]`.
@@ -61,10 +57,10 @@ class LocalTables:
         owner = _filled(np.where(new == NULL_BLOCK, NULL_BLOCK, owners).max(0))
         if ((new != NULL_BLOCK) & (owners != owner)).any():
             raise ValueError(f"the groups of a block of slot {slot} lie on several ranks")
-        self._digest -= self._sum(slot, first, length)
+        self.digest -= self._sum(slot, first, length)
         self.blocks[:, slot, first:end] = new
         self.length[slot] = end
-        self._digest = (self._digest + self._sum(slot, first, end)) & MASK
+        self.digest = (self.digest + self._sum(slot, first, end)) & MASK
         kept = int(np.searchsorted(self.logical[slot, : self.used[slot]], first))
         mine = np.flatnonzero(owner == self.rank)
         used = kept + len(mine)

@@ -7,10 +7,9 @@ entries of the tables. All else (states, counts, lists, the forest of block hash
 from __future__ import annotations
 
 import logging
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from kvpaging.pool import ACTIVE, CACHED, FREE, NONE, PINNED, QUARANTINED, STATES
+from kvpaging.pool import CACHED, FREE, NONE, PINNED, QUARANTINED, STATES
 from kvpaging.windows import NULL_BLOCK
 
 if TYPE_CHECKING:
@@ -93,17 +92,6 @@ def count_entries(pool: BlockPool, tables: Iterable[BlockTable]) -> list[int]:
     return entries
 
 
-def derived_state(pool: BlockPool, block: int) -> int:
-    """The state that a block's record implies; see `kvpaging.pool`."""
-    if block in pool.quarantined:
-        return QUARANTINED
-    if pool._refs[block]:
-        return ACTIVE
-    if pool._pins[block] or pool._last[block] > pool._ended:
-        return PINNED
-    return FREE if pool._hash[block] is None else CACHED
-
-
 def _of_block(pool: BlockPool, block: int, entries: list[int]) -> list[Problem]:
     texts = []
     refs, pins, block_hash = pool._refs[block], pool._pins[block], pool._hash[block]
@@ -111,12 +99,12 @@ def _of_block(pool: BlockPool, block: int, entries: list[int]) -> list[Problem]:
         texts.append(f"{refs} references, {entries[block]} table entries")
     if pins == 0 and pool._pinned_tokens[block]:
         texts.append(f"no pin, but {pool._pinned_tokens[block]} tokens are pinned")
-    state, derived = pool._state[block], derived_state(pool, block)
+    state, derived = pool._state[block], pool.derived_state(block)
     if state != derived:
         texts.append(f"recorded as {STATES[state]}, is {STATES[derived]}")
     if block_hash is not None:
         texts += _of_hash(pool, block, block_hash)
-    elif pool._child[block] != NONE or pool._parent[block] != NONE:
+    elif block in pool._children or pool._parent[block] != NONE:
         texts.append("no block hash, but a parent or children")
     return [(block, f"block {block}: {text}") for text in texts]
 
@@ -127,19 +115,14 @@ def _of_hash(pool: BlockPool, block: int, block_hash: bytes) -> list[str]:
         texts.append("its block hash finds another block")
     if block in pool.quarantined:
         texts.append("quarantined, but findable")
-    parent, elder, younger = pool._parent[block], pool._elder[block], pool._younger[block]
+    parent = pool._parent[block]
     if parent != NONE and pool._hash[parent] is None:
         texts.append(f"findable although its parent {parent} is not")
-    if elder != NONE and (pool._younger[elder] != block or pool._parent[elder] != parent):
-        texts.append(f"not the next sibling of {elder}")
-    if younger != NONE and (pool._elder[younger] != block or pool._parent[younger] != parent):
-        texts.append(f"not the sibling before {younger}")
-    if parent != NONE and elder == NONE and pool._child[parent] != block:
+    if parent != NONE and block not in pool._children.get(parent, ()):
         texts.append(f"not among the children of {parent}")
-    child = pool._child[block]
-    if child != NONE and pool._parent[child] != block:
-        texts.append(f"its child {child} has another parent")
-    return texts
+    children = pool._children.get(block, ())
+    strange = [child for child in children if pool._parent[child] != block]
+    return texts + [f"its child {child} has another parent" for child in strange]
 
 
 def _of_tables(tables: Iterable[BlockTable]) -> list[Problem]:
@@ -182,31 +165,26 @@ def _of_ranks(table: BlockTable) -> list[Problem]:
 
 
 def _of_lists(pool: BlockPool) -> list[Problem]:
-    """Each list has exactly the blocks of its state, each once, linked both ways."""
-    heads: dict[str, int] = {}
+    """Each list has exactly the blocks of its state."""
+    lists = {f"step {step}": waiting.keys() for step, waiting in pool._waiting.items()}
     for rank in range(pool.ranks):
-        first = rank * pool.per_rank
-        heads[f"free{_on(pool, first)}"] = pool._free[first]
-        heads[f"cached{_on(pool, first)}"] = pool._cached[first]
-    heads.update((f"step {step}", head) for step, head in pool._waiting.items())
+        on = _on(pool, rank * pool.per_rank)
+        lists |= {f"free{on}": pool._free[rank].keys(), f"cached{on}": pool._cached[rank].keys()}
     expected: dict[str | None, set[int]] = {}
     for block in range(pool.blocks):
         expected.setdefault(_list_of(pool, block), set()).add(block)
-    found = []
-    for name, head in heads.items():
-        members = follow(pool, head)
-        if set(members) != expected.pop(name, set()):
-            found.append((NONE, f"the list '{name}' holds other blocks than its state says"))
-        ring = [head, *members, head]
-        if any(pool._prev[b] != a or pool._next[a] != b for a, b in pairwise(ring)):
-            found.append((NONE, f"the list '{name}' is not linked both ways"))
+    found = [
+        (NONE, f"the list '{name}' holds other blocks than its state says")
+        for name, members in lists.items()
+        if members != expected.pop(name, set())
+    ]
     expected.pop(None, None)
     found += [(NONE, f"there is no list '{name}' for blocks {b}") for name, b in expected.items()]
     return found
 
 
 def _list_of(pool: BlockPool, block: int) -> str | None:
-    state = derived_state(pool, block)
+    state = pool.derived_state(block)
     if state in (FREE, CACHED):
         return STATES[state] + _on(pool, block)
     if state == PINNED and pool._last[block] > pool._ended:
@@ -216,16 +194,6 @@ def _list_of(pool: BlockPool, block: int) -> str | None:
 
 def _on(pool: BlockPool, block: int) -> str:
     return f" on rank {pool.rank_of(block)}" if pool.ranks > 1 else ""
-
-
-def follow(pool: BlockPool, head: int) -> list[int]:
-    """The blocks of a list in order, as far as it can be followed."""
-    order: dict[int, None] = {}
-    block = pool._next[head]
-    while 0 <= block < pool.blocks and block not in order:
-        order[block] = None
-        block = pool._next[block]
-    return list(order)
 
 
 def _of_totals(pool: BlockPool) -> list[Problem]:
@@ -246,18 +214,17 @@ def _rebuild(pool: BlockPool) -> None:
     n = pool.blocks
     pool._found.clear()
     pool._hash[:] = [None] * n
-    for links in (pool._parent, pool._child, pool._elder, pool._younger):
-        links[:] = [NONE] * n
+    pool._parent[:] = [NONE] * n
+    pool._children.clear()
     pool._waiting.clear()
-    pool._spare.clear()
-    pool._next[n:] = pool._prev[n:] = range(n, n + 2 * pool.ranks)
+    for members in (*pool._free, *pool._cached):
+        members.clear()
     pool._state[:] = bytes([QUARANTINED]) * n
     for counts in pool._counts:
         counts[:] = [pool.per_rank, 0, 0, 0, 0]
     for block in range(n):
         if pool._pins[block] == 0:
             pool._pinned_tokens[block] = 0
-        if block not in pool.quarantined:
-            pool._update_state(block)
+        pool._settle(block)
     if pool.on_change is not None:
         pool.on_change("cleared", b"", None)

@@ -6,7 +6,7 @@ float, bool, str, bytes, records, `X | None`, `list[X]`, `tuple[X, ...]`, `tuple
 `Mapping[X, Y]`, and `Annotated[X, ...]` with a `Bound`, a `Form` or `ROW`.
 
 `plan` compiles a hint once. Decoding is strict: true is not 1, no field may be missing or unknown;
-only a float may arrive as an int. A wrong value raises `Refused`, which names the field and is
+only a float may arrive as an int. A wrong value raises `WrongField`, which names the field and is
 short whatever was received. `Codec` is a protocol of such records: maps with a version and a kind.
 Encoding checks nothing.
 """
@@ -33,16 +33,16 @@ _M = TypeVar("_M")
 _Change = Callable[[Any], Any]
 
 
-class Refused(ValueError):
+class WrongField(ValueError):
     """A value that the schema does not allow; `path` names the field, "" at the top."""
 
     def __init__(self, problem: str, path: str = "") -> None:
         self.problem, self.path = problem, path
         super().__init__(path + problem)
 
-    def inside(self, name: str) -> Refused:
+    def inside(self, name: str) -> WrongField:
         """The same error, with the record as field `name` of another."""
-        return Refused(self.problem, f"{name}.{self.path}" if self.path else name)
+        return WrongField(self.problem, f"{name}.{self.path}" if self.path else name)
 
 
 class Bound(NamedTuple):
@@ -53,7 +53,7 @@ class Bound(NamedTuple):
 
 
 class Form(NamedTuple):
-    """A field that is encoded by `write`, and decoded by `read`, which may raise Refused."""
+    """A field that is encoded by `write`, and decoded by `read`, which may raise WrongField."""
 
     write: _Change
     read: _Change
@@ -79,7 +79,7 @@ class Codec(Generic[_M]):
     def __init__(
         self, version: int, kinds: Mapping[str, type[Any]], error: type[ValueError]
     ) -> None:
-        self.version, self.kinds, self.error = version, dict(kinds), error
+        self.version, self.error = version, error
         self.kind_of = {cls: kind for kind, cls in kinds.items()}
         self._plans = {kind: plan(cls) for kind, cls in kinds.items()}
 
@@ -95,19 +95,21 @@ class Codec(Generic[_M]):
         try:
             body = unpack(data)
             if type(body) is not dict:
-                raise Refused(f"a message is a map, not {type(body).__name__}")
+                raise WrongField(f"a message is a map, not {type(body).__name__}")
             version, kind = body.pop("v", None), body.pop("kind", None)
             if type(version) is not int or version != self.version:
-                raise Refused(f"message version {shown(version)}, this side speaks {self.version}")
+                raise WrongField(
+                    f"message version {shown(version)}, this side speaks {self.version}"
+                )
             known = self._plans.get(kind) if type(kind) is str else None
             if known is None:
                 names = ", ".join(self._plans)
-                raise Refused(f"unknown kind {shown(kind)}, known are {names}")
+                raise WrongField(f"unknown kind {shown(kind)}, known are {names}")
             try:
                 message: _M = known.read(body)
-            except Refused as refusal:
+            except WrongField as refusal:
                 raise refusal.inside(kind) from None
-        except Refused as refusal:
+        except WrongField as refusal:
             raise self.error(str(refusal)) from None
         return message
 
@@ -119,11 +121,11 @@ def pack(body: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """The object in msgpack bytes. Raises Refused where they are not msgpack."""
+    """The object in msgpack bytes. Raises WrongField where they are not msgpack."""
     try:
         return msgpack.unpackb(data, strict_map_key=False)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise Refused(f"not a msgpack message: {error}") from None
+        raise WrongField(f"not a msgpack message: {error}") from None
 
 
 def shown(value: Any) -> str:
@@ -131,9 +133,9 @@ def shown(value: Any) -> str:
     return _REPR.repr(value)[:80]
 
 
-def wrong(wanted: str, value: Any) -> Refused:
+def wrong(wanted: str, value: Any) -> WrongField:
     """The error to raise for a value that should be `wanted`."""
-    return Refused(f" must be {wanted}, got {shown(value)}")
+    return WrongField(f" must be {wanted}, got {shown(value)}")
 
 
 def one_of(words: Iterable[str]) -> Bound:
@@ -213,7 +215,7 @@ def _bounded(read: _Change, bound: Bound) -> _Change:
     def bounded(value: Any) -> Any:
         try:
             made = read(value)
-        except Refused as refusal:
+        except WrongField as refusal:
             raise refusal if refusal.path else wrong(wanted, value) from None
         if not holds(made):
             raise wrong(wanted, value)
@@ -254,7 +256,7 @@ def _items(item: Plan, make: type[Any]) -> Plan:
             return value if make is list else tuple(value)
         try:
             return make([read(one) for one in value])
-        except Refused as refusal:
+        except WrongField as refusal:
             raise refusal if exact is None else wrong(wanted, value) from None
 
     return Plan(read_all, write and (lambda values: [write(one) for one in values]))
@@ -284,7 +286,7 @@ def _row(make: _Change, plans: Mapping[str, Plan], values_of: _Change | None = N
             for at, name, exact, read_one in steps:  # noqa: B007
                 if type(value[at]) is not exact:
                     value[at] = read_one(value[at])
-        except Refused as refusal:
+        except WrongField as refusal:
             raise refusal.inside(name) from None
         return make(value)
 
@@ -311,13 +313,13 @@ def _named(cls: type[Any], plans: Mapping[str, Plan]) -> Plan:
                 ", ".join(sorted(shown(n).strip("'") for n in differing)) or "none"
                 for differing in (names - value.keys(), value.keys() - names)
             )
-            raise Refused(f": missing fields: {missing}; unknown fields: {unknown[:80]}")
+            raise WrongField(f": missing fields: {missing}; unknown fields: {unknown[:80]}")
         name = ""
         try:
             for name, exact, read_one in steps:
                 if type(value[name]) is not exact:
                     value[name] = read_one(value[name])
-        except Refused as refusal:
+        except WrongField as refusal:
             raise refusal.inside(name) from None
         return cls(**value)
 

@@ -61,13 +61,6 @@ def root(
     return digest.digest()
 
 
-def block_hash(parent: bytes, tokens: Sequence[int], key: bytes = b"") -> bytes:
-    """The block hash of one full block after `parent`, 16 bytes. Raises as `block_hashes` does."""
-    digest = _block_hash(parent, key)
-    digest.update(parent + _packed(tokens))
-    return digest.digest()
-
-
 def block_hashes(
     root: bytes, tokens: Sequence[int], block_size: int, *, key: bytes = b""
 ) -> list[bytes]:
@@ -77,8 +70,10 @@ def block_hashes(
     for a token that is no integer from 0 to 2^32 - 1, a parent that is not 16 bytes
     long, or a key longer than 64 bytes.
     """
-    block_hashes = []
-    parent, start = root, _block_hash(root, key)
+    if len(root) != BLOCK_HASH_BYTES:
+        raise ValueError(f"a block hash has {BLOCK_HASH_BYTES} bytes, this parent {len(root)}")
+    start = blake2b(digest_size=BLOCK_HASH_BYTES, key=_checked(key), person=b"kvatlas.block")
+    block_hashes, parent = [], root
     data = _packed(tokens)
     width = 4 * block_size
     for at in range(0, len(tokens) // block_size * width, width):
@@ -87,12 +82,6 @@ def block_hashes(
         parent = digest.digest()
         block_hashes.append(parent)
     return block_hashes
-
-
-def _block_hash(parent: bytes, key: bytes) -> blake2b:
-    if len(parent) != BLOCK_HASH_BYTES:
-        raise ValueError(f"a block hash has {BLOCK_HASH_BYTES} bytes, this parent {len(parent)}")
-    return blake2b(digest_size=BLOCK_HASH_BYTES, key=_checked(key), person=b"kvatlas.block")
 
 
 def _checked(key: bytes) -> bytes:

@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvpaging.pool import NONE, BlockPool
+from kvpaging.pool import BlockPool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 
 GPU, HOST = TIERS = ("gpu", "host")
@@ -70,9 +70,8 @@ class HostPool:
         self._hash: list[bytes | None] = [None] * self.host_blocks
         self._parent: list[bytes | None] = [None] * self.host_blocks
         self._found: dict[bytes, int] = {}
-        self._children: dict[
-            bytes, dict[bytes, None]
-        ] = {}  # those here, of parents here or in the pool
+        # Those that are here, of parents here or in the pool.
+        self._children: dict[bytes, dict[bytes, None]] = {}
         pool.on_change = self._pool_changed
 
     def __len__(self) -> int:
@@ -243,35 +242,6 @@ class HostPool:
             self._withdraw(block_hash)
         self._notify(kind, block_hash, parent, GPU)
 
-    def check(self) -> list[str]:
-        """All problems; empty means sound. O(host blocks)."""
-        found = []
-        for rank in range(self.pool.ranks):
-            host_blocks = range(rank * self.per_rank, (rank + 1) * self.per_rank)
-            pinned = {s for s in host_blocks if self._pins[s]}
-            cached = {s for s in host_blocks if self._hash[s] is not None} - pinned
-            if set(self._cached[rank]) != cached:
-                found.append(f"rank {rank}: the cached host blocks are not those with a block hash")
-            if sorted(self._free[rank]) != sorted(set(host_blocks) - pinned - cached):
-                found.append(f"rank {rank}: the free host blocks are not those that nobody needs")
-            if sum(self.counts(rank)) != self.per_rank:
-                found.append(f"rank {rank}: the counts do not add up")
-        named = {h: host_block for host_block, h in enumerate(self._hash) if h is not None}
-        if named != self._found:
-            found.append("what is findable is not what the host blocks hold")
-        children: dict[bytes, dict[bytes, None]] = {}
-        for block_hash, host_block in named.items():
-            parent = self._parent[host_block]
-            if parent is not None:
-                children.setdefault(parent, {})[block_hash] = None
-                if parent not in self._found and self.pool.lookup(parent) is None:
-                    found.append(
-                        f"host block {host_block} is findable although its parent is nowhere"
-                    )
-        if children != self._children:
-            found.append("the children of some blocks are not those that name them")
-        return found
-
 
 class Union:
     """Read-only view of a pool and its host cache: numbers below `pool.blocks` are blocks, host
@@ -294,20 +264,3 @@ class Union:
     def rank_of(self, number: int) -> int:
         host_block = self.host_block(number)
         return self.pool.rank_of(number) if host_block is None else self.host.rank_of(host_block)
-
-
-def below(pool: BlockPool, block: int) -> Iterator[tuple[int, bytes, bytes | None]]:
-    """`block` and its descendants, which the pool would withdraw with it, leaves first: (block,
-    block hash, parent)."""
-    order, nodes = [], [block]
-    while nodes:
-        node = nodes.pop()
-        order.append(node)
-        child = pool._child[node]
-        while child != NONE:
-            nodes.append(child)
-            child = pool._younger[child]
-    for node in reversed(order):
-        block_hash = pool.block_hash(node)
-        assert block_hash is not None
-        yield node, block_hash, pool.parent(node)

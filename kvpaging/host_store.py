@@ -52,14 +52,14 @@ class HostStore:
     """
 
     def __init__(self, store: BlockStore, slices: int, clock: Callable[[], float]) -> None:
-        self.store, self.slices, self.clock = store, slices, clock
+        self.store, self.clock = store, clock
         layout = store.layout
-        self.on_gpu = store.device.type == "cuda"
+        on_gpu = store.device.type == "cuda"
         self.arenas = [
-            _memory(slices * layout.groups_in(a), size, locked=self.on_gpu)
+            _memory(slices * layout.groups_in(a), size, locked=on_gpu)
             for a, size in enumerate(layout.arena_block_bytes)
         ]
-        self._stream = torch.cuda.Stream(store.device) if self.on_gpu else None
+        self._stream = torch.cuda.Stream(store.device) if on_gpu else None
 
     def move(self, moves: Moves, *, wait: bool) -> Copying:
         """Start copies of this rank's blocks and host blocks, numbered from 0. With `wait` all work

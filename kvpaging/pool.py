@@ -26,11 +26,12 @@ Every operation is O(1), or O(1) per block it moves, and raises before anything 
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, MutableMapping
 
 log = logging.getLogger(__name__)
 
@@ -106,28 +107,19 @@ class BlockPool:
         self._ended = NONE  # all steps up to this one have
         self._state = bytearray([FREE]) * blocks
         self._counts = [[0, 0, 0, 0, per_rank] for _ in range(ranks)]
-        # By block, what belongs to its rank: the counts, the heads of its free and cached lists.
-        self._tally = [counts for counts in self._counts for _ in range(per_rank)]
-        self._free = [blocks + 2 * rank for rank in range(ranks) for _ in range(per_rank)]
-        self._cached = [blocks + 2 * rank + 1 for rank in range(ranks) for _ in range(per_rank)]
-        self._waiting: dict[int, int] = {}  # step -> head of the list of blocks that wait for it
-        self._spare: list[int] = []  # heads of such lists to be used again
-        # Doubly linked rings: free and cached blocks (least recently used first) of each rank, with
-        # their heads behind the blocks' own entries, and blocks that wait for a step.
-        self._next: list[int] = [*range(1, blocks + 1), *range(blocks, blocks + 2 * ranks)]
-        self._prev: list[int] = [*range(-1, blocks - 1), *range(blocks, blocks + 2 * ranks)]
-        for first in range(0, blocks, per_rank):
-            head, last = self._free[first], first + per_rank - 1
-            self._next[head] = first
-            self._next[last] = self._prev[first] = head
-            self._prev[head] = last
+        # Of each rank: free blocks, of which the last is taken first, and cached ones, least
+        # recently used first. Of each step: the blocks that wait for it.
+        self._free = [
+            dict.fromkeys(reversed(range(first, first + per_rank)))
+            for first in range(0, blocks, per_rank)
+        ]
+        self._cached: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(ranks)]
+        self._waiting: dict[int, dict[int, None]] = {}
         self._hash: list[bytes | None] = [None] * blocks
         self._found: dict[bytes, int] = {}
-        # The forest: each block's parent and first child, and its siblings on both sides.
+        # The forest: each block's parent, and the children of those that have any, oldest first.
         self._parent = [NONE] * blocks
-        self._child = [NONE] * blocks
-        self._elder = [NONE] * blocks
-        self._younger = [NONE] * blocks
+        self._children: dict[int, OrderedDict[int, None]] = {}
         self.audited = 0  # where the next audit goes on
 
     @property
@@ -151,9 +143,6 @@ class BlockPool:
 
     def references(self, block: int) -> int:
         return self._refs[block]
-
-    def pins(self, block: int) -> int:
-        return self._pins[block]
 
     def state(self, block: int) -> str:
         """One of the words in `STATES`."""
@@ -202,12 +191,10 @@ class BlockPool:
         if n > self.available_on(rank):
             raise OutOfBlocks(n, self.available_on(rank), (rank,))
         taken = []
-        head = self.blocks + 2 * rank
         for _ in range(n):
-            block = self._next[head]
-            if block == head:
-                block = self._evict(rank)
-            self._unlink(block)
+            if not self._free[rank]:
+                self._evict(rank)
+            block, _ = self._free[rank].popitem()
             self._set(block, ACTIVE)
             self._refs[block] = 1
             self.passed.discard(block)
@@ -240,15 +227,15 @@ class BlockPool:
         self._refs[block] = refs - 1
         if refs == 1 and passed:
             self.passed.add(block)
-        if refs == 1 and self._state[block] == ACTIVE:
-            self._release(block)
+        if refs == 1:
+            self._settle(block)
 
     def pin(self, block: int, tokens: int = ALL_TOKENS) -> None:
         """Keeps the first `tokens` tokens of a block as they are until `unpin`."""
         if not self.usable(block):
             raise ValueError(f"block {block} is {self.describe(block)}: it cannot be pinned")
         if self._state[block] == CACHED:
-            self._unlink(block)
+            self._detach(block)
             self._set(block, PINNED)
         self._pins[block] += 1
         self._pinned_tokens[block] = max(self._pinned_tokens[block], tokens)
@@ -262,7 +249,7 @@ class BlockPool:
         if pins == 1:
             self._pinned_tokens[block] = 0
             if self._state[block] == PINNED and self._last[block] <= self._ended:
-                self._release(block)
+                self._settle(block)
 
     def step_ended(self, step: int) -> None:
         """All steps up to and including `step` have ended; blocks waiting for them move on."""
@@ -270,11 +257,8 @@ class BlockPool:
             return
         self._ended = step
         for ended in sorted(s for s in self._waiting if s <= step):
-            head = self._waiting.pop(ended)
-            while (block := self._next[head]) != head:
-                self._unlink(block)
-                self._release(block)
-            self._spare.append(head)
+            for block in self._waiting.pop(ended):
+                self._settle(block)
 
     def register(
         self, block: int, block_hash: bytes, parent: bytes | None, *, quiet: bool = False
@@ -300,7 +284,9 @@ class BlockPool:
             return block
         self._hash[block] = block_hash
         self._found[block_hash] = block
-        self._adopt(block, above)
+        self._parent[block] = above
+        if above != NONE:
+            self._children.setdefault(above, OrderedDict())[block] = None
         self.stats.registered += 1
         if self.on_change is not None and not quiet:
             self.on_change("stored", block_hash, parent)
@@ -314,9 +300,9 @@ class BlockPool:
     def flush(self) -> int:
         """Withdraws the hashes of all cached blocks and their descendants; returns how many."""
         withdrawn = 0
-        for head in range(self.blocks + 1, self.blocks + 2 * self.ranks, 2):
-            while (block := self._next[head]) != head:
-                withdrawn += self._withdraw(block)
+        for cached in self._cached:
+            while cached:
+                withdrawn += self._withdraw(next(iter(cached)))
         return withdrawn
 
     def quarantine(self, block: int, reason: str) -> None:
@@ -338,124 +324,93 @@ class BlockPool:
         """Ends a quarantine (not the pins): whoever could still write is known to be gone."""
         if self.quarantined.pop(block, None) is None:
             raise ValueError(f"block {block} is {self.describe(block)}: not quarantined")
-        self._update_state(block)
+        self._settle(block)
+
+    def descendants(self, block: int) -> list[int]:
+        """`block` and all below it, which are withdrawn with it, in that order: leaves first."""
+        found, left = [], [block]
+        while left:
+            found.append(left.pop())
+            left += reversed(self._children.get(found[-1], ()))
+        return found[::-1]
+
+    def derived_state(self, block: int) -> int:
+        """The state that follows from a block's record; see the top of this file."""
+        if block in self.quarantined:
+            return QUARANTINED
+        if self._refs[block]:
+            return ACTIVE
+        if self._pins[block] or self._last[block] > self._ended:
+            return PINNED
+        return FREE if self._hash[block] is None else CACHED
 
     def _set(self, block: int, state: int) -> None:
-        counts = self._tally[block]
+        counts = self._counts[block // self.per_rank]
         counts[self._state[block]] -= 1
         counts[state] += 1
         self._state[block] = state
 
-    def _link(self, block: int, after: int) -> None:
-        then = self._next[after]
-        self._prev[block] = after
-        self._next[block] = then
-        self._next[after] = block
-        self._prev[then] = block
-
-    def _unlink(self, block: int) -> None:
-        before, then = self._prev[block], self._next[block]
-        self._next[before] = then
-        self._prev[then] = before
+    def _list_of(self, block: int) -> MutableMapping[int, None]:
+        """The list for a block in its state; one that is in none gets a list of its own."""
+        state, rank = self._state[block], block // self.per_rank
+        if state == FREE:
+            return self._free[rank]
+        if state == CACHED:
+            return self._cached[rank]
+        if state == PINNED and (step := self._last[block]) > self._ended:
+            return self._waiting.setdefault(step, {})
+        return {}
 
     def _detach(self, block: int) -> None:
-        """Unlinks a block without references; pinned ones that wait for no step are in no list."""
-        if self._state[block] != PINNED or self._last[block] > self._ended:
-            self._unlink(block)
+        """Takes a block out of its list."""
+        self._list_of(block).pop(block, None)
 
-    def _update_state(self, block: int) -> None:
-        if self._refs[block]:
-            self._set(block, ACTIVE)
-        else:
-            self._release(block)
+    def _settle(self, block: int) -> None:
+        """Derives the state of a block that is in no list, and puts it into that of its state."""
+        self._set(block, self.derived_state(block))
+        self._list_of(block)[block] = None
 
-    def _release(self, block: int) -> None:
-        """State and list of an unreferenced, unlinked block; free blocks are reused LIFO."""
-        if (step := self._last[block]) > self._ended:
-            self._set(block, PINNED)
-            self._link(block, self._prev[self._waiting_for(step)])
-        elif self._pins[block]:
-            self._set(block, PINNED)
-        elif self._hash[block] is not None:
-            self._set(block, CACHED)
-            self._link(block, self._prev[self._cached[block]])
-        else:
-            self._set(block, FREE)
-            self._link(block, self._free[block])
-
-    def _waiting_for(self, step: int) -> int:
-        head = self._waiting.get(step)
-        if head is None:
-            if self._spare:
-                head = self._spare.pop()
-            else:
-                head = len(self._next)
-                self._next.append(head)
-                self._prev.append(head)
-            self._waiting[step] = head
-        return head
-
-    def _evict(self, rank: int) -> int:
+    def _evict(self, rank: int) -> None:
         """Frees the least recently used cached block of a rank, or its last cached descendant
         there. Descendants on other ranks could not be found without it and are withdrawn too.
 
         Each child passed on the way down moves to the front, where the next eviction finds it: so a
         path of any length costs one move per block.
         """
-        head = self.blocks + 2 * rank + 1
-        block = found = self._next[head]
-        while (child := self._child[block]) != NONE and self._state[child] == CACHED:
-            block = child
-            if self._cached[child] == head:
-                self._unlink(child)
-                self._link(child, head)
-                found = child
+        cached = self._cached[rank]
+        block = found = next(iter(cached))
+        while children := self._children.get(block):
+            block = next(reversed(children))
+            if self._state[block] != CACHED:
+                break
+            if block in cached:
+                cached.move_to_end(block, last=False)
+                found = block
         if self.on_evict is not None:
             self.on_evict(found)
         self._withdraw(found)
         self.stats.evictions += 1
-        return found
-
-    def _adopt(self, block: int, parent: int) -> None:
-        self._parent[block] = parent
-        if parent != NONE:
-            first = self._child[parent]
-            self._younger[block] = first
-            if first != NONE:
-                self._elder[first] = block
-            self._child[parent] = block
 
     def _withdraw(self, block: int) -> int:
         """Withdraws the block hashes of `block` and its descendants, leaves first."""
-        withdrawn = 0
-        node = block
-        while True:
-            while self._child[node] != NONE:
-                node = self._child[node]
-            parent = self._parent[node]
-            self._drop(node, parent)
-            withdrawn += 1
-            if node == block:
-                self.stats.withdrawn += withdrawn
-                return withdrawn
-            node = parent
+        withdrawn = self.descendants(block)
+        for each in withdrawn:
+            self._drop(each)
+        self.stats.withdrawn += len(withdrawn)
+        return len(withdrawn)
 
-    def _drop(self, leaf: int, parent: int) -> None:
-        block_hash = self._hash[leaf]
+    def _drop(self, leaf: int) -> None:
+        block_hash, parent, above = self._hash[leaf], self._parent[leaf], self.parent(leaf)
         assert block_hash is not None
-        elder, younger = self._elder[leaf], self._younger[leaf]
-        if elder != NONE:
-            self._younger[elder] = younger
-        elif parent != NONE:
-            self._child[parent] = younger
-        if younger != NONE:
-            self._elder[younger] = elder
-        self._parent[leaf] = self._elder[leaf] = self._younger[leaf] = NONE
+        if parent != NONE:
+            del self._children[parent][leaf]
+            if not self._children[parent]:
+                del self._children[parent]
+        self._parent[leaf] = NONE
         self._hash[leaf] = None
         del self._found[block_hash]
         if self._state[leaf] == CACHED:
-            self._unlink(leaf)
-            self._release(leaf)
+            self._detach(leaf)
+            self._settle(leaf)
         if self.on_change is not None:
-            above = None if parent == NONE else self._hash[parent]
             self.on_change("removed", block_hash, above)

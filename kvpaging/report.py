@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvpaging.pool import STATES, BlockPool
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     from kvpaging.table import BlockTable
 
@@ -31,60 +31,22 @@ class Sharing:
         return self.saved / self.unshared if self.unshared else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class RankPages:
-    """One rank of `/debug/kv`, summed over all pools.
-
-    `blocks` is the sum of `free`, `active`, `cached`, `pinned` and `quarantined`.
-    `tokens` are stored (or being stored) by tables, shared ones counted once; `wasted_tokens` are
-    the unused slots after them in the same blocks. Both count in one layer group, the one that
-    keeps most: with one group `tokens + wasted_tokens == active * block_size`. `saved_blocks` and
-    `saved_ratio` are of `Sharing`.
-    """
-
-    rank: int
-    block_size: int
-    blocks: int
-    free: int
-    active: int
-    cached: int
-    pinned: int
-    quarantined: int
-    tokens: int
-    wasted_tokens: int
-    saved_blocks: int
-    saved_ratio: float
-
-
 MAP_BLOCKS = 16_384
-"""Blocks of one `PageMap`."""
+"""Blocks of one page map."""
 
 MAP_ENTRIES = 4 * MAP_BLOCKS
-"""Table entries of one `PageMap`, at most."""
-
-
-@dataclass(frozen=True, slots=True)
-class PageMap:
-    """At most `MAP_BLOCKS` blocks of a pool of `blocks`, from `first` on: the first letter of each
-    one's state, and by owner the table entries (block, layer group, index). `cut` where some of
-    these are left out."""
-
-    blocks: int
-    block_size: int
-    first: int
-    states: str
-    entries: dict[str, list[tuple[int, int, int]]]
-    cut: bool
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON, without a copy of the entries."""
-        return {name: getattr(self, name) for name in self.__slots__}
+"""Table entries of one page map, at most."""
 
 
 def page_map(
     pool: BlockPool, tables: Mapping[str, BlockTable], block_size: int, first: int
-) -> PageMap:
-    """The page map of a pool from block `first` on; `tables` by owner."""
+) -> dict[str, Any]:
+    """The page map of a pool, for JSON; `tables` by owner.
+
+    At most `MAP_BLOCKS` blocks of a pool of `blocks`, from `first` on: the first letter of each
+    one's state, and by owner the table entries (block, layer group, index). `cut` where some of
+    these are left out.
+    """
     last = min(pool.blocks, first + MAP_BLOCKS)
     entries: dict[str, list[tuple[int, int, int]]] = {}
     left = MAP_ENTRIES
@@ -102,7 +64,14 @@ def page_map(
         if left < 0:
             break
     states = "".join(pool.state(block)[0] for block in range(first, last))
-    return PageMap(pool.blocks, block_size, first, states, entries, cut=left < 0)
+    return {
+        "blocks": pool.blocks,
+        "block_size": block_size,
+        "first": first,
+        "states": states,
+        "entries": entries,
+        "cut": left < 0,
+    }
 
 
 def sharing(
@@ -118,14 +87,17 @@ def sharing(
 
 
 def snapshot(
-    pools: BlockPool | Sequence[BlockPool],
-    tables: Iterable[BlockTable],
-    block_size: int,
-    *,
-    rank: int = 0,
-) -> RankPages:
-    """Totals of the pools of one rank and of all their tables; O(table entries)."""
-    pools = [pools] if isinstance(pools, BlockPool) else list(dict.fromkeys(pools))
+    pools: Iterable[BlockPool], tables: Iterable[BlockTable], block_size: int, *, rank: int = 0
+) -> dict[str, Any]:
+    """Totals of the pools of one rank and of all their tables, as in `/debug/kv`; O(table entries).
+
+    `blocks` is the sum of `free`, `active`, `cached`, `pinned` and `quarantined`.
+    `tokens` are stored (or being stored) by tables, shared ones counted once; `wasted_tokens` are
+    the unused places after them in the same blocks. Both count in one layer group, the one that
+    keeps most: with one group `tokens + wasted_tokens == active * block_size`. `saved_blocks` and
+    `saved_ratio` are of `Sharing`.
+    """
+    pools = list(dict.fromkeys(pools))
     counts = [pool.counts(rank) for pool in pools]
     tables = list(tables)
     shared = sharing(pools, tables, rank)
@@ -140,13 +112,13 @@ def snapshot(
         if rest and pool.rank_of(blocks[n]) == rank:
             partial[blocks[n]] = max(rest, partial.get(blocks[n], 0))
     stored = [*{**partial, **dict.fromkeys(full, block_size)}.values()]
-    return RankPages(
-        rank=rank,
-        block_size=block_size,
-        blocks=sum(pool.per_rank for pool in pools),
+    return {
+        "rank": rank,
+        "block_size": block_size,
+        "blocks": sum(pool.per_rank for pool in pools),
         **{state: sum(getattr(c, state) for c in counts) for state in STATES},
-        tokens=sum(stored),
-        wasted_tokens=len(stored) * block_size - sum(stored),
-        saved_blocks=shared.saved,
-        saved_ratio=shared.ratio,
-    )
+        "tokens": sum(stored),
+        "wasted_tokens": len(stored) * block_size - sum(stored),
+        "saved_blocks": shared.saved,
+        "saved_ratio": shared.ratio,
+    }

@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpaging.quant import LARGEST, SCALE_BYTES, Scales
+from kvpaging.attention.page_view import PageView
+from kvpaging.quant import LARGEST, SCALE_BYTES
 from kvpaging.windows import NULL_BLOCK, Needs
 
 ALIGN_BYTES = 16
@@ -185,11 +186,10 @@ def _aligned(size: int) -> int:
 class BlockStore:
     """The KV memory of one rank, allocated once.
 
-    `arenas[a]` is uint8 `[blocks, block_bytes]`. `k(layer)` and `v(layer)` are strided views of it,
-    `[blocks, kv_heads, B, k_dim]` and `[blocks, kv_heads, B, v_dim]`, in the pages' dtype, and
-    `scales(layer)` of quantised pages two of `[blocks, kv_heads, B]` in bfloat16.
-    `slices` is how often a block of every group fits: an arena has that many blocks for each of its
-    groups.
+    `arenas[a]` is uint8 `[blocks, block_bytes]`. `pages[layer]` are strided views of it, k
+    `[blocks, kv_heads, B, k_dim]` and v `[blocks, kv_heads, B, v_dim]` in the pages' dtype, and of
+    quantised pages two scales `[blocks, kv_heads, B]` in bfloat16. `slices` is how often a block of
+    every group fits: an arena has that many blocks for each of its groups.
     """
 
     def __init__(self, layout: Layout, slices: int, dtype: torch.dtype, device: torch.device):
@@ -201,9 +201,9 @@ class BlockStore:
             torch.zeros(slices * layout.groups_in(a), size, dtype=torch.uint8, device=device)
             for a, size in enumerate(layout.arena_block_bytes)
         ]
-        self._views = [self._views_of(i) for i in range(layout.num_layers)]
+        self.pages = [self._pages_of(layer) for layer in range(layout.num_layers)]
 
-    def _views_of(self, layer: int) -> tuple[Tensor, Tensor, Scales | None]:
+    def _pages_of(self, layer: int) -> PageView:
         group = self.layout.groups[self.layout.group_of(layer)]
         arena, shape = self.arenas[group.arena], group.shape
         sizes = self.layout.page_bytes(group)
@@ -218,21 +218,9 @@ class BlockStore:
         tokens = shape.kv_heads, self.layout.block_size
         k, v = view(self.dtype, 0, *tokens, shape.k_dim), view(self.dtype, 1, *tokens, shape.v_dim)
         if not self.layout.quantised:
-            return k, v, None
-        return k, v, (view(torch.bfloat16, 2, *tokens), view(torch.bfloat16, 3, *tokens))
-
-    def blocks(self, arena: int) -> int:
-        return self.slices * self.layout.groups_in(arena)
-
-    def k(self, layer: int) -> Tensor:
-        return self._views[layer][0]
-
-    def v(self, layer: int) -> Tensor:
-        return self._views[layer][1]
-
-    def scales(self, layer: int) -> Scales | None:
-        """Of the layer's K and V pages; None where they are not quantised."""
-        return self._views[layer][2]
+            return PageView(k, v)
+        scales = view(torch.bfloat16, 2, *tokens), view(torch.bfloat16, 3, *tokens)
+        return PageView(k, v, scales)
 
     def locate(self, group: int, block: int, offset: int) -> dict[str, int]:
         """The byte address of one token's key in `block`: first layer of the group, head 0.
@@ -240,7 +228,7 @@ class BlockStore:
         `head_stride` and `layer_stride` (bytes) lead to its other heads and layers.
         """
         member = self.layout.groups[group]
-        pages = self.k(member.layers[0])
+        pages = self.pages[member.layers[0]].k
         return {
             "address": pages[block, 0, offset].data_ptr(),
             "head_stride": pages.stride(1) * pages.element_size(),
@@ -288,7 +276,7 @@ class BlockStore:
             raise ValueError(f"{len(groups)} equally long block lists are needed")
         total = 0
         for group, column in zip(groups, blocks, strict=True):
-            count, real = self.blocks(group.arena), [b for b in column if b != NULL_BLOCK]
+            count, real = len(self.arenas[group.arena]), [b for b in column if b != NULL_BLOCK]
             if not all(0 <= block < count for block in real):
                 raise ValueError(f"blocks are numbered from 0 to {count - 1}, not {list(column)}")
             total += len(real) * group.block_bytes

@@ -4,13 +4,6 @@ A sequence has one list of blocks per layer group. All groups share one length, 
 equally long, and entry i is logical block i. Group g draws from `pools[g]`; several groups may
 share a pool. A table is bookkeeping: it keeps one reference per entry and moves no bytes.
 
-  append              room for more tokens: new blocks, copy-on-write of a shared last block
-  attach              adopts cached full blocks, a prefix hit
-  fork                a second table of the same tokens, all blocks shared
-  truncate            drops the tail; `release` drops everything
-  free_out_of_window  drops blocks that have left a group's attention window
-  dedup               replaces a block by an earlier registered one with the same content
-
 Every operation happens in all groups, or raises ValueError or OutOfBlocks and changes nothing.
 
 A block freed out of the window leaves `NULL_BLOCK` in its place, so that indices remain those of
@@ -52,11 +45,6 @@ class BlockTable:
     """Blocks and length of one sequence. `length` counts tokens stored or being stored; the first
     `first[g]` blocks of group g were freed out of its window."""
 
-    __slots__ = (
-        *("_freed", "_limit", "block_size", "blocks", "first", "length", "blocks_by_rank", "pools"),
-        *("ranks", "windows"),
-    )
-
     def __init__(
         self,
         pools: Sequence[BlockPool],
@@ -94,7 +82,7 @@ class BlockTable:
             return sum(map(len, self.blocks)) - sum(self.first)
         return len(self.pools) * self.blocks_by_rank[rank] - self._freed[rank]
 
-    def held(self, group: int) -> int:
+    def num_blocks(self, group: int) -> int:
         """Its blocks in one group."""
         return len(self.blocks[group]) - self.first[group]
 
@@ -128,10 +116,6 @@ class BlockTable:
         """Why `append(n)` would fail now; None when it would succeed."""
         places = self._places(n, self.blocks_needed(n))
         return places if isinstance(places, OutOfBlocks) else None
-
-    def fits(self, n: int) -> bool:
-        """Whether `append(n)` would succeed now."""
-        return self.lacking(n) is None
 
     def append(self, n: int) -> list[Copy]:
         """Makes room for `n` more tokens; returns the copies to do before these are written.

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from kvpaging.attention import ops, shared_prefix
 from kvpaging.attention.inputs import AttentionOptions, Rows, SharedPrefix
+from kvpaging.attention.page_view import PageView
 from kvpaging.store import BlockStore, LayerShape, layout
 
 GEOMETRIES = {"smollm2-135m": (9, 3, 64), "llama-8b": (32, 8, 128)}  # heads, KV heads, head size
@@ -56,13 +57,13 @@ class Times:
         return min(self.ungrouped_ms, self.contiguous_ms) / self.grouped_ms
 
 
-def batch(load: Load) -> tuple[Rows, Tensor, Tensor]:
+def batch(load: Load) -> tuple[Rows, PageView]:
     """A step of single queries over random pages, their blocks in random order."""
     shared, width = load.shared // load.block, -(-(load.shared + load.private) // load.block)
     count = shared + load.rows * (width - shared)
     place = layout([LayerShape(load.kv_heads, load.dim, load.dim)], load.block, load.dtype.itemsize)
     store = BlockStore(place, count, load.dtype, load.device)
-    for pages in (store.k(0), store.v(0)):
+    for pages in store.pages[0][:2]:
         pages.normal_()
     order = np.random.default_rng(0).permutation(count).astype(np.int32)
     table = np.empty((load.rows, width), np.int32)
@@ -70,8 +71,6 @@ def batch(load: Load) -> tuple[Rows, Tensor, Tensor]:
     table[:, shared:] = order[shared:].reshape(load.rows, -1)
     first = load.shared + load.private - 1
     rows = Rows(
-        query_start=torch.arange(load.rows + 1, dtype=torch.int32, device=load.device),
-        first=torch.full((load.rows,), first, dtype=torch.int32, device=load.device),
         table=torch.from_numpy(table).to(load.device),
         blocks=torch.full((load.rows,), width, dtype=torch.int32, device=load.device),
         logical=None,
@@ -80,7 +79,7 @@ def batch(load: Load) -> tuple[Rows, Tensor, Tensor]:
         firsts=(first,) * load.rows,
         groups=find(load, table),
     )
-    return rows, store.k(0), store.v(0)
+    return rows, store.pages[0]
 
 
 def find(load: Load, table: np.ndarray) -> tuple[SharedPrefix, ...]:
@@ -94,21 +93,21 @@ def find(load: Load, table: np.ndarray) -> tuple[SharedPrefix, ...]:
 
 def measure(load: Load, seconds: float, progress: Callable[[int], None]) -> Times:
     """Raises RuntimeError where the ways differ by more than their number format explains."""
-    rows, k_pages, v_pages = batch(load)
+    rows, pages = batch(load)
     apart = replace(rows, groups=(), cache={})
     q = torch.randn(load.rows, load.heads, load.dim, device=load.device).to(load.dtype)
     length = load.shared + load.private
     k, v = (
-        pages[rows.table.long()].transpose(1, 2).flatten(2, 3)[:, :, :length].contiguous()
-        for pages in (k_pages, v_pages)
+        page[rows.table.long()].transpose(1, 2).flatten(2, 3)[:, :, :length].contiguous()
+        for page in pages[:2]
     )
     packed = q.view(load.rows, load.kv_heads, -1, load.dim)
     sdpa = torch.nn.functional.scaled_dot_product_attention
     options = AttentionOptions(load.dim**-0.5)
     table = rows.table.cpu().numpy()
     ways: list[Callable[[], object]] = [
-        lambda: ops.attend_finish(q, k_pages, v_pages, rows, options),
-        lambda: ops.attend_finish(q, k_pages, v_pages, apart, options),
+        lambda: ops.attend_finish(q, pages, rows, options),
+        lambda: ops.attend_finish(q, pages, apart, options),
         lambda: sdpa(packed, k, v),
         lambda: sdpa(q[:, :, None], k, v, enable_gqa=True),
         lambda: find(load, table),

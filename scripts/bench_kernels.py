@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvpaging.attention import ops
 from kvpaging.attention.inputs import AttentionOptions, Rows
+from kvpaging.attention.page_view import PageView
 
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 64
 DTYPE = torch.bfloat16
@@ -58,8 +59,6 @@ def rows_of(load: Load, device: torch.device) -> Rows:
     first = load.context - load.queries
     tokens = load.rows * load.queries
     return Rows(
-        query_start=torch.arange(0, tokens + 1, load.queries, dtype=torch.int32, device=device),
-        first=torch.full((load.rows,), first, dtype=torch.int32, device=device),
         table=order.view(load.rows, width).int().to(device),
         blocks=torch.full((load.rows,), width, dtype=torch.int32, device=device),
         logical=None,
@@ -94,8 +93,9 @@ def compare(load: Load) -> dict[str, float]:
     rows = rows_of(load, device)
     shape = (rows.table.numel(), KV_HEADS, BLOCK, DIM)
     k_pages, v_pages = (torch.randn(shape, dtype=DTYPE, device=device) for _ in range(2))
+    pages = PageView(k_pages, v_pages)
     q = torch.randn(load.rows * load.queries, HEADS, DIM, dtype=DTYPE, device=device)
-    k, v = contiguous(k_pages, rows), contiguous(v_pages, rows)
+    k, v = contiguous(pages.k, rows), contiguous(pages.v, rows)
     queries = q.view(load.rows, load.queries, HEADS, DIM).transpose(1, 2)
     causal = load.queries == load.context
     mask = None
@@ -104,7 +104,7 @@ def compare(load: Load) -> dict[str, float]:
         mask = seen.tril(load.context - load.queries)
 
     def ours() -> Tensor:
-        return ops.attend_finish(q, k_pages, v_pages, rows, AttentionOptions(DIM**-0.5))
+        return ops.attend_finish(q, pages, rows, AttentionOptions(DIM**-0.5))
 
     def torchs() -> Tensor:
         return torch.nn.functional.scaled_dot_product_attention(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.schema import SECTIONS, settings
+from configs.schema import FIELDS, SECTIONS
 
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -75,7 +75,7 @@ def is_module(name: str) -> bool:
 def problems(page: Path, text: str) -> list[str]:
     """What a page names that does not exist."""
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
-    known = {key for key, _ in settings()}
+    known = set(FIELDS)
     cli = (ROOT / "cluster" / "cli.py").read_text(encoding="utf-8")
     commands = set(re.findall(r'add_parser\("(\w+)"', cli))
     sources = "".join(path.read_text("utf-8") for path in (ROOT / "cluster").rglob("*.py"))

@@ -329,7 +329,7 @@ class GPUWorker:
             info = self._ranks[rank]
             evictions = sum(p.stats.evictions for p in dict.fromkeys(scheduler.pools))
             return {
-                **asdict(pages),
+                **pages,
                 **host_blocks(scheduler.host_cache, rank),
                 "copies": 0 if rank else scheduler.copies,  # these three are of the whole gang
                 "hit_tokens": 0 if rank else scheduler.prefix.stats.hit_tokens,
@@ -348,7 +348,7 @@ class GPUWorker:
     async def debug_map(self, first: int) -> dict[str, Any]:
         self._start()
         pages = await self.loop.call(lambda: self.loop.engine.scheduler.page_maps(first))
-        return {"gang": self.gang, "pools": [page.to_dict() for page in pages]}
+        return {"gang": self.gang, "pools": pages}
 
     async def debug_requests(self) -> list[dict[str, Any]]:
         self._start()

@@ -17,15 +17,18 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from kvpaging.attention.inputs import AttentionOptions, Rows
+from kvpaging.attention.inputs import AttentionOptions, Partial, Rows
 from kvpaging.attention.page_view import PageView
 from kvpaging.attention.page_view import write as write
-from kvpaging.attention.partials import Partial, finish_reference, merge_reference
-from kvpaging.quant import Scales
 
 SCORE_BYTES_MAX = 64 << 20
 SLICE_BYTES = 4 << 20  # of keys and values gathered at a time, per thread
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def copy(arena: Tensor, src: Tensor, dst: Tensor) -> None:
+    """See `kvpaging.attention.ops.copy`."""
+    arena.index_copy_(0, dst, arena.index_select(0, src))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +84,8 @@ def plan(rows: Rows, block_size: int, window: int | None) -> list[Bucket]:
             size = _bucket_size(count), _bucket_size(blocks), bool(gaps)
             members[size].append(_Member(row, start, lowest, gaps))
         start += count
-    for (queries, blocks, joins), group in members.items():
-        buckets.append(
-            _bucket(rows, block_size, window, queries, blocks=blocks, members=group, joins=joins)
-        )
+    for (queries, blocks, _), group in members.items():
+        buckets.append(_bucket(rows, block_size, window, queries, blocks=blocks, members=group))
     return buckets
 
 
@@ -93,19 +94,13 @@ def _shared(rows: Rows, block_size: int) -> tuple[list[Bucket], dict[int, list[t
     such buckets cover, ascending."""
     buckets: list[Bucket] = []
     shared: dict[int, list[tuple[int, int]]] = {}
+    tokens_of = torch.arange(sum(rows.lens)).split(list(rows.lens))
     for run in rows.groups:
-        starts = rows.query_start[list(run.rows)].tolist()
-        tokens = [
-            torch.arange(start, start + rows.lens[row])
-            for row, start in zip(run.rows, starts, strict=True)
-        ]
+        tokens = torch.cat([tokens_of[row] for row in run.rows])
         gap = run.start // block_size, run.stop // block_size
         table = rows.table[run.rows[0], gap[0] : gap[1]].long()
-        all_tokens = torch.cat(tokens)
         joins = any(row in shared for row in run.rows)
-        buckets.append(
-            Bucket(all_tokens, None, table[None], 1, len(all_tokens), hidden=None, joins=joins)
-        )
+        buckets.append(Bucket(tokens, None, table[None], 1, len(tokens), hidden=None, joins=joins))
         for row in run.rows:
             shared.setdefault(row, []).append(gap)
     return buckets, shared
@@ -128,7 +123,6 @@ def _bucket(
     queries: int,
     blocks: int,
     members: list[_Member],
-    joins: bool,
 ) -> Bucket:
     row = torch.tensor([m.row for m in members])
     start = torch.tensor([m.start for m in members])
@@ -138,7 +132,7 @@ def _bucket(
     inside = torch.minimum(index, count[:, None] - 1)
     tokens = (start[:, None] + inside).flatten()
     real = (index < count[:, None]).flatten()
-    position = rows.first.long()[row, None] + inside
+    position = torch.tensor([rows.firsts[m.row] for m in members])[:, None] + inside
     column = lowest[:, None] + torch.arange(blocks)
     for gap in zip_longest(*(m.gaps for m in members), fillvalue=(0, 0)):
         since, until = torch.tensor(gap).T[:, :, None]
@@ -163,40 +157,25 @@ def _bucket(
         queries=queries,
         hidden=hidden,
         blind=bool(hidden.all(2).any()),
-        joins=joins,
+        joins=bool(members[0].gaps),
     )
 
 
-def attend(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    rows: Rows,
-    options: AttentionOptions,
-    scales: Scales | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def attend(q: Tensor, pages: PageView, rows: Rows, options: AttentionOptions) -> Partial:
     """The Partial of q [T, Hq, Dk] over the pages of `rows`, already normalised: l is 1.
 
-    Returns acc [T, Hq, Dv], m [T, Hq], l [T, Hq] in float32 (float64 for float64 q); (0, -inf, 0)
-    where no key is visible.
+    In float32, or float64 for float64 q; (0, -inf, 0) where no key is visible.
     """
-    out, lse = _attend(q, PageView(k_pages, v_pages, scales), rows, options)
-    return out, lse, (lse > float("-inf")).to(lse.dtype)
+    out, lse = _attend(q, pages, rows, options)
+    return Partial(out, lse, (lse > float("-inf")).to(lse.dtype))
 
 
-def attend_finish(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    rows: Rows,
-    options: AttentionOptions,
-    scales: Scales | None = None,
-) -> Tensor:
+def attend_finish(q: Tensor, pages: PageView, rows: Rows, options: AttentionOptions) -> Tensor:
     """`finish(attend(...))` without the Partial: [T, Hq, Dv] in q's dtype.
 
     A sink takes `e^sink / (e^lse + e^sink)` of the weight, so the keys keep `sigmoid(lse - sink)`.
     """
-    out, lse = _attend(q, PageView(k_pages, v_pages, scales), rows, options, rounded=True)
+    out, lse = _attend(q, pages, rows, options, rounded=True)
     if options.sink is not None:
         out = out * torch.sigmoid(lse - options.sink.to(lse.dtype)).unsqueeze(2).to(out.dtype)
     return out.to(q.dtype)
@@ -237,8 +216,8 @@ def _attend(
 def _join(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Merge two normalised outputs [n, Hq, Dv] with their log-sum-exps [n, Hq] into one."""
     acc, m = (torch.stack([a, b.to(a.dtype)]) for a, b in zip(one, other, strict=True))
-    merged = merge_reference(Partial(acc, m, (m > float("-inf")).to(m.dtype)))
-    return finish_reference(merged, None, acc.dtype), merged.m + merged.l.log()
+    merged = merge(Partial(acc, m, (m > float("-inf")).to(m.dtype)))
+    return finish(merged, None, acc.dtype), merged.m + merged.l.log()
 
 
 def _attend_bucket(
@@ -328,3 +307,30 @@ def _plain(
         out.append(torch.matmul(scores.softmax(3), v))
         lse.append(scores.logsumexp(3))
     return torch.cat(out, 2), torch.cat(lse, 2)
+
+
+def merge(parts: Partial) -> Partial:
+    """A left fold of `m = max(a.m, b.m)`, `x = a.x e^(a.m-m) + b.x e^(b.m-m)` for acc and l."""
+    acc, m, l = parts.acc[0], parts.m[0], parts.l[0]  # noqa: E741
+    for next_acc, next_m, next_l in zip(parts.acc[1:], parts.m[1:], parts.l[1:], strict=True):
+        top = torch.maximum(m, next_m)
+        old, new = _weight(m, top), _weight(next_m, top)
+        acc = acc * old[..., None] + next_acc * new[..., None]
+        m, l = top, l * old + next_l * new  # noqa: E741
+    return Partial(acc, m, l)
+
+
+def finish(partial: Partial, sink: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """`acc / (l + e^(sink-m))`, both scaled by `e^(m-top)`, where `top = max(m, sink)`."""
+    acc, m, total = partial.acc, partial.m, partial.l
+    if sink is not None:
+        top = torch.maximum(m, sink.to(m.dtype))
+        weight = _weight(m, top)
+        acc, total = acc * weight[..., None], total * weight + _weight(sink.to(m.dtype), top)
+    seen = (m > -torch.inf)[..., None]
+    return torch.where(seen, acc / total[..., None], 0).to(dtype)
+
+
+def _weight(m: Tensor, top: Tensor) -> Tensor:
+    """`e^(m-top)`, which is 1 where both are the same infinity."""
+    return torch.exp(torch.where(m == top, 0, m - top))

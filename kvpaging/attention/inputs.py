@@ -1,4 +1,4 @@
-"""The arguments of attention over pages, shared by all backends.
+"""What attention over pages takes and gives, for all backends.
 
 Shapes are named as in `kvpaging.attention.ops`.
 """
@@ -6,7 +6,7 @@ Shapes are named as in `kvpaging.attention.ops`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -60,19 +60,28 @@ class SharedPrefix:
 class Rows:
     """One layer group's ragged batch.
 
-    Row r owns the queries `query_start[r]:query_start[r+1]`, at positions `first[r]`, `first[r]+1`,
-    and so on, and reads the keys in the first `blocks[r]` entries of `table[r]`.
+    Row r has the next `lens[r]` queries, at positions `firsts[r]`, `firsts[r] + 1`, and so on, and
+    reads the keys in the first `blocks[r]` entries of `table[r]`.
     """
 
-    query_start: Tensor  # int32 [R+1]
-    first: Tensor  # int32 [R], position of the row's first query
     table: Tensor  # int32 [R, W], physical blocks on this rank, in ascending logical order
     blocks: Tensor  # int32 [R], entries of the table in use
     logical: Tensor | None  # int32 [R, W], logical index of each entry; None means 0, 1, 2, ...
     slots: Tensor  # int64 [T], block * B + offset that receives token t's K and V; -1 for none
-    lens: tuple[int, ...]  # host copy of the rows' lengths
-    firsts: tuple[int, ...]  # host copy of `first`
+    lens: tuple[int, ...]
+    firsts: tuple[int, ...]
     groups: tuple[SharedPrefix, ...] = ()  # keys that several rows read from the same blocks
     held: tuple[int, ...] = ()  # host copy of `blocks`, needed where `logical` is given
     shards: int = 1  # ranks that share a row's keys: splits are shorter by this factor
     cache: dict[Any, Any] = field(default_factory=dict)  # of a backend's plans, for all layers
+
+
+class Partial(NamedTuple):
+    """Softmax-weighted sums over a part of the keys: `acc = sum e^(x-m) v`, `l = sum e^(x-m)`.
+
+    m is the largest logit.  Over no keys it is (0, -inf, 0), the exact identity of merge.
+    """
+
+    acc: Tensor  # [..., Hq, Dv]
+    m: Tensor  # [..., Hq]
+    l: Tensor  # [..., Hq]  # noqa: E741

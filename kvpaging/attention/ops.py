@@ -1,9 +1,9 @@
 """Attention over pages: the public ops.
 
 Shapes: T tokens of the step, R rows, Hq and Hkv query and KV heads, G = Hq / Hkv, Dk and Dv head
-sizes of keys and values, B slots of a block, W entries of a table.  Pages: `[blocks, Hkv, B, D]`;
-quantised ones (`kvpaging.quant`) have `scales` and mean `pages * scales`.  Partial sums are
-float32, or float64 for float64 queries; exponentials are base e.
+sizes of keys and values, B tokens of a block, W entries of a table.  Quantised pages have `scales`
+(`kvpaging.quant`) and mean `pages * scales`.  Partial sums are float32, or float64 for float64
+queries; exponentials are base e.
 """
 
 from __future__ import annotations
@@ -14,11 +14,8 @@ import torch
 from torch import Tensor
 
 from kvpaging.attention import cpu
-from kvpaging.attention.inputs import AttentionOptions, Rows
-from kvpaging.attention.partials import Partial as Partial
-from kvpaging.attention.partials import finish_reference as finish_reference
-from kvpaging.attention.partials import merge_reference as merge_reference
-from kvpaging.quant import Scales
+from kvpaging.attention.inputs import AttentionOptions, Partial, Rows
+from kvpaging.attention.page_view import PageView
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -26,71 +23,43 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def write(
-    k: Tensor,
-    v: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    slots: Tensor,
-    scales: Scales | None = None,
-) -> None:
+def write(k: Tensor, v: Tensor, pages: PageView, slots: Tensor) -> None:
     """Store the step's keys and values in their slots.
 
-    k `[T, Hkv, Dk]` and v `[T, Hkv, Dv]` are cast to the pages' dtype, or quantised into pages and
-    `scales`; slots int64 `[T]`, -1 stores nothing.  No slot may occur twice.  Numbers that are not
+    k `[T, Hkv, Dk]` and v `[T, Hkv, Dv]` are cast to the pages' dtype, or quantised; slots int64
+    `[T]`, -1 stores nothing.  No slot may occur twice.  Numbers that are not
     finite become zero: a page outlives its request, and a masked NaN would reach the next one.
     """
-    if k.is_cuda:
-        _kernels().write(k, v, k_pages, v_pages, slots=slots, scales=scales)
-    else:
-        cpu.write(k, v, k_pages, v_pages, slots=slots, scales=scales)
+    _backend(k).write(k, v, pages, slots)
 
 
-def attend(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    rows: Rows,
-    options: AttentionOptions,
-    scales: Scales | None = None,
-) -> Partial:
+def attend(q: Tensor, pages: PageView, rows: Rows, options: AttentionOptions) -> Partial:
     """Attend with q `[T, Hq, Dk]` over the rows' blocks; Partial of `[T, Hq, Dv]` without the sink.
 
     Query head h reads KV head `h // G`.
     """
-    backend = _kernels() if q.is_cuda else cpu
-    return Partial(*backend.attend(q, k_pages, v_pages, rows, options=options, scales=scales))
+    partial: Partial = _backend(q).attend(q, pages, rows, options)
+    return partial
 
 
-def attend_finish(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    rows: Rows,
-    options: AttentionOptions,
-    scales: Scales | None = None,
-) -> Tensor:
+def attend_finish(q: Tensor, pages: PageView, rows: Rows, options: AttentionOptions) -> Tensor:
     """`finish(attend(q, ...), options.sink, q.dtype)`, for rows whose keys are all on this rank."""
-    backend = _kernels() if q.is_cuda else cpu
-    out: Tensor = backend.attend_finish(q, k_pages, v_pages, rows, options=options, scales=scales)
+    out: Tensor = _backend(q).attend_finish(q, pages, rows, options)
     return out
 
 
 def merge(parts: Partial) -> Partial:
     """Fold partials along their leading axis, in ascending order; any may be empty."""
-    if parts.m.is_cuda:
-        return Partial(*_kernels().merge(parts.acc, parts.m, parts.l))
-    return merge_reference(parts)
+    merged: Partial = _backend(parts.m).merge(parts)
+    return merged
 
 
 def finish(partial: Partial, sink: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Attention output `[T, Hq, Dv]` in `dtype`, after the last merge; sink is a logit per head
     `[Hq]` without a value.  A query without visible keys gives zeros.
     """
-    if partial.m.is_cuda:
-        out: Tensor = _kernels().finish(partial.acc, partial.m, partial.l, sink, dtype=dtype)
-        return out
-    return finish_reference(partial, sink, dtype)
+    out: Tensor = _backend(partial.m).finish(partial, sink, dtype)
+    return out
 
 
 def copy(arena: Tensor, src: Tensor, dst: Tensor) -> None:
@@ -98,20 +67,15 @@ def copy(arena: Tensor, src: Tensor, dst: Tensor) -> None:
 
     arena uint8 `[blocks, block_bytes]`, src and dst int64 `[n]`; no dst is another dst or any src.
     """
-    if arena.is_cuda:
-        _kernels().copy(arena, src, dst)
-    else:
-        copy_reference(arena, src, dst)
+    _backend(arena).copy(arena, src, dst)
 
 
 def warm_up(
-    k_pages: Tensor,
-    v_pages: Tensor,
+    pages: PageView,
     heads: int,
     dtype: torch.dtype,
     *,
     options: AttentionOptions,
-    scales: Scales | None = None,
     partials: bool = False,
 ) -> None:
     """Compile and run every kernel that a layer's pages need; nothing is stored.
@@ -119,19 +83,15 @@ def warm_up(
     The layer has `heads` query heads of `dtype`. `partials` prepares attend, merge and finish,
     otherwise attend_finish is prepared.
     """
-    if k_pages.is_cuda:
-        _kernels().warm_up(
-            k_pages, v_pages, heads, dtype, options=options, scales=scales, partials=partials
-        )
+    if pages.k.is_cuda:
+        _backend(pages.k).warm_up(pages, heads, dtype, options=options, partials=partials)
 
 
-def _kernels() -> Any:
-    """The launchers; imported late because only GPUs need Triton."""
+def _backend(x: Tensor) -> Any:
+    """The module with the ops for tensors where x is. Only GPUs need Triton, so it is imported
+    late."""
+    if not x.is_cuda:
+        return cpu
     from kvpaging.kernels import launch
 
     return launch
-
-
-def copy_reference(arena: Tensor, src: Tensor, dst: Tensor) -> None:
-    """Gather, then scatter."""
-    arena.index_copy_(0, dst, arena.index_select(0, src))

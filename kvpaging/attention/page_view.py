@@ -5,7 +5,7 @@ torch cannot index fp8, so quantised pages are moved as bytes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,48 +14,12 @@ from kvpaging import quant
 from kvpaging.quant import Scales
 
 
-def write(
-    k: Tensor,
-    v: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    slots: Tensor,
-    scales: Scales | None = None,
-) -> None:
-    """See `kvpaging.attention.ops.write`."""
-    block_size = k_pages.shape[2]
-    if bool((slots < 0).any()):
-        keep = slots >= 0
-        k, v, slots = k[keep], v[keep], slots[keep]
-    block, offset = slots // block_size, slots % block_size
-    if scales is not None:
-        write_quantised((k, v), (k_pages, v_pages), scales, block, offset=offset)
-        return
-    k_pages[block, :, offset] = torch.nan_to_num(k.to(k_pages.dtype), 0.0, 0.0, 0.0)
-    v_pages[block, :, offset] = torch.nan_to_num(v.to(v_pages.dtype), 0.0, 0.0, 0.0)
-
-
-def write_quantised(
-    new: tuple[Tensor, Tensor],
-    pages: tuple[Tensor, Tensor],
-    scales: Scales,
-    block: Tensor,
-    offset: Tensor,
-) -> None:
-    """Store k and v `[n, Hkv, D*]`, quantised, and their scales; block and offset int64 `[n]`."""
-    for x, page, scale in zip(new, pages, scales, strict=True):
-        numbers, new_scale = quant.quantise(x, page.dtype)
-        page.view(torch.uint8)[block, :, offset] = numbers.view(torch.uint8)
-        scale[block, :, offset] = new_scale
-
-
-@dataclass(frozen=True, slots=True)
-class PageView:
-    """Pages of one layer, k and v `[blocks, H, B, D*]`, with their scales where quantised."""
+class PageView(NamedTuple):
+    """Pages of one layer, k and v `[blocks, Hkv, B, D*]`, with their scales where quantised."""
 
     k: Tensor
     v: Tensor
-    scales: Scales | None
+    scales: Scales | None = None
 
     def gather(
         self, heads: slice, table: Tensor, k_dtype: torch.dtype, v_dtype: torch.dtype
@@ -69,6 +33,20 @@ class PageView:
             _gather_quantised(k, k_scales, table, k_dtype),
             _gather_quantised(v, v_scales, table, v_dtype),
         )
+
+
+def write(k: Tensor, v: Tensor, pages: PageView, slots: Tensor) -> None:
+    """See `kvpaging.attention.ops.write`."""
+    if bool((slots < 0).any()):
+        keep = slots >= 0
+        k, v, slots = k[keep], v[keep], slots[keep]
+    block, offset = slots // pages.k.shape[2], slots % pages.k.shape[2]
+    for x, page, scale in zip((k, v), pages[:2], pages.scales or (None, None), strict=True):
+        if scale is None:
+            page[block, :, offset] = torch.nan_to_num(x.to(page.dtype), 0.0, 0.0, 0.0)
+        else:
+            numbers, scale[block, :, offset] = quant.quantise(x, page.dtype)
+            page.view(torch.uint8)[block, :, offset] = numbers.view(torch.uint8)
 
 
 def _gather(pages: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:

@@ -54,19 +54,6 @@ class Tile:
         return self.row, self.token, self.queries, self.position, split, splits, self.length, target
 
 
-@dataclass(frozen=True, slots=True)
-class WorkList:
-    """The work of one step, as flat lists of integers: `decode_tile` and `prefill_tile` have items
-    of ITEM_FIELDS, `merges` entries of MERGE_FIELDS that join partial sums."""
-
-    decode_tile: list[int]
-    prefill_tile: list[int]
-    merges: list[int]
-    sources: list[int]  # scratch rows, in the order in which a merge folds them
-    stacked: list[int]  # tokens of tiles over shared keys
-    scratch: int  # scratch rows used
-
-
 def split_length(position: int) -> int:
     """Keys of a split for a query at `position`: a power of two, with at most SPLITS splits."""
     needed = -(-(position + 1) // SPLITS)
@@ -132,27 +119,27 @@ def build(
         seen, cut = (first + count, window) if keys is None else (keys[row], None)
         to.extend(tiles(row, token, count, first, size=size, window=cut, keys=seen, shards=shards))
         token += count
-    work = _Builder((decode_tile, prefill_tile))
+    work = WorkList((decode_tile, prefill_tile))
     if groups:
-        lists = work.group(lists, groups)
-    work.split(lists, programs)
-    scratch = SCRATCH_ROWS - work.room
-    return WorkList(*work.items, work.merges, work.sources, work.stacked, scratch)
+        lists = work._group(lists, groups)
+    work._split(lists, programs)
+    return work
 
 
-class _Builder:
-    """The lists of a WorkList while they are built, and how many scratch rows are left."""
+class WorkList:
+    """The work of one step, as flat lists of integers: `items` of ITEM_FIELDS for decode and for
+    prefill tiles, and `merges` of MERGE_FIELDS that join partial sums."""
 
     def __init__(self, sizes: tuple[int, int]) -> None:
         """`sizes` are the queries of a decode and of a prefill tile."""
         self.sizes = sizes
         self.items: tuple[list[int], list[int]] = ([], [])
         self.merges: list[int] = []
-        self.sources: list[int] = []
-        self.stacked: list[int] = []
-        self.room = SCRATCH_ROWS
+        self.sources: list[int] = []  # scratch rows, in the order in which a merge folds them
+        self.stacked: list[int] = []  # tokens of tiles over shared keys
+        self.scratch = 0  # scratch rows used
 
-    def split(self, lists: tuple[list[Tile], list[Tile]], programs: int) -> None:
+    def _split(self, lists: tuple[list[Tile], list[Tile]], programs: int) -> None:
         """Each tile as one item, or as one item per split where that is faster."""
         count = len(lists[0]) + len(lists[1])
         mean = sum(tile.splits for kind in lists for tile in kind) / max(1, count)
@@ -161,16 +148,16 @@ class _Builder:
             lists, self.items, BUSY, (2 * mean, SPLITS), strict=True
         ):
             for tile in sorted(kind, key=lambda t: t.splits, reverse=True):
-                rows = tile.splits * tile.queries
+                fits = tile.splits * tile.queries <= SCRATCH_ROWS - self.scratch
                 # While the device is not full, or where the tile would outlast all others.
                 idle = programs * count + added < busy
-                if tile.splits > 1 and rows <= self.room and (idle or tile.splits > late):
+                if tile.splits > 1 and fits and (idle or tile.splits > late):
                     added += programs * (tile.splits - 1)
                     self._private(tile, [(split, 1) for split in tile.all_splits], {}, items)
                 else:
                     items += tile.item(tile.split, tile.splits, -1)
 
-    def group(
+    def _group(
         self, lists: tuple[list[Tile], list[Tile]], groups: Sequence[SharedPrefix]
     ) -> tuple[list[Tile], list[Tile]]:
         """Adds the items of rows with shared prefixes, while scratch rows last; returns the other
@@ -210,12 +197,12 @@ class _Builder:
         """
         members = dict.fromkeys(row for run in groups for row in run.rows if row in tiles)
         lead: dict[int, int] = {}
-        if sum(tiles[row].queries * tiles[row].splits for row in members) > self.room:
+        room = SCRATCH_ROWS - self.scratch
+        if sum(tiles[row].queries * tiles[row].splits for row in members) > room:
             for run in groups:
                 rows = [row for row in run.rows if row in tiles]
                 if all(tiles[row].split == run.split for row in rows):
                     lead |= dict.fromkeys(rows, run.splits)
-        room = self.room
         cells = {}
         for row in members:
             first, *others = tiles[row].all_splits
@@ -242,17 +229,9 @@ class _Builder:
         for split, splits in cells:
             base = self._take(count)
             for at in range(0, count, self.sizes[kind]):
-                queries = min(self.sizes[kind], count - at)
-                stack = Tile(
-                    row=members[0].row,
-                    token=-1 - (start + at),
-                    queries=queries,
-                    position=run.stop - 1,
-                    split=0,
-                    splits=0,
-                    length=run.length,
-                )
-                self.items[kind].extend(stack.item(split, splits, base + at))
+                tokens = -1 - (start + at), min(self.sizes[kind], count - at), run.stop - 1
+                cell = split, splits, run.length, base + at
+                self.items[kind].extend((members[0].row, *tokens, *cell))
             for tile in members:
                 found[tile.row, split] = base
                 base += tile.queries
@@ -277,10 +256,9 @@ class _Builder:
             self.sources += [row + i for row in rows]
 
     def _take(self, rows: int) -> int:
-        base = SCRATCH_ROWS - self.room
-        self.room -= rows
-        assert self.room >= 0
-        return base
+        self.scratch += rows
+        assert self.scratch <= SCRATCH_ROWS
+        return self.scratch - rows
 
 
 def padded(flat: list[int], fields: int) -> list[int]:

@@ -52,7 +52,7 @@ def test_an_empty_file_is_the_default(tmp_path: Path, text: str) -> None:
 
 def test_null_is_the_default_in_a_file_and_in_an_override(tmp_path: Path) -> None:
     everything = {name: {} for name in schema.SECTIONS}
-    for key, _ in schema.settings():
+    for key in schema.FIELDS:
         section, _, name = key.partition(".")
         everything[section][name] = None
     assert load(write(tmp_path, yaml.safe_dump(everything))) == Config()
@@ -75,7 +75,7 @@ def test_every_default_follows_its_own_rule_and_type() -> None:
 
 
 def test_every_setting_has_a_one_line_meaning() -> None:
-    for key, field in schema.settings():
+    for key, field in schema.FIELDS.items():
         assert re.fullmatch(r"[^\n|]{10,110}\.", field.metadata["doc"]), key
 
 
@@ -274,11 +274,11 @@ _json = st.recursive(
 )
 
 
-@given(key=st.sampled_from([key for key, _ in schema.settings()]), given_value=_json)
+@given(key=st.sampled_from([*schema.FIELDS]), given_value=_json)
 def test_any_value_is_either_taken_with_the_right_type_or_refused(
     key: str, given_value: object
 ) -> None:
-    field = dict(schema.settings())[key]
+    field = schema.FIELDS[key]
     try:
         parsed = field.metadata["rule"].parse(given_value)
     except ValueError:

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from context_parallel.attention import ShardedRows, attend, plan
+from context_parallel.attention import attend
 from context_parallel.exchange import Exchange
 from context_parallel.loopback import loopback
+from context_parallel.planning import ShardedRows, plan
 from context_parallel.shard import Geometry, tails
 from context_parallel.tables import LocalTables
 from kvpaging import quant
@@ -110,7 +111,7 @@ class Case:
                 position, place = position[mine], place[mine] % self.per_rank
             slots = place * self.size + position % self.size
             k, v = (x[position] for x in kv)
-            write_reference(k, v, store.k(0), store.v(0), slots, store.scales(0))
+            write_reference(k, v, store.pages[0], slots)
         return store
 
     def tables(self, rank: int) -> LocalTables:
@@ -138,8 +139,6 @@ class Case:
             slots.append(torch.where(position < row.stored, -1, slot))
         firsts = [row.start for row in self.rows]
         rows = Rows(
-            query_start=torch.tensor([0, *lens]).cumsum(0).int(),
-            first=torch.tensor(firsts, dtype=torch.int32),
             table=table,
             blocks=torch.tensor([len(blocks) for blocks in self.blocks], dtype=torch.int32),
             logical=None,
@@ -151,9 +150,8 @@ class Case:
             torch.cat([x[i][row.start :] for x, row in zip(self.keys, self.rows, strict=True)])
             for i in range(3)
         )
-        pages, scales = (store.k(0), store.v(0)), store.scales(0)
-        ops.write(k, v, *pages, rows.slots, scales)
-        out = ops.attend_finish(q, *pages, rows, self.options, scales)
+        ops.write(k, v, store.pages[0], rows.slots)
+        out = ops.attend_finish(q, store.pages[0], rows, self.options)
         return list(out.split(lens))
 
     def run(self, exchange: Exchange, history: bool | None = None) -> list[tuple[int, int, Tensor]]:
@@ -189,9 +187,7 @@ class Case:
             for j in range(3)
         )
         store = self.pages(rank)
-        out = attend(
-            q, k, v, store.k(0), store.v(0), batch, exchange, self.options, store.scales(0)
-        )  # fmt: skip
+        out = attend(q, k, v, store.pages[0], batch, exchange, self.options)
         self.check(rank, store)
         assert not out[torch.from_numpy(tail.row < 0)].any()
         return [(r, i, x) for (r, i), x in zip(at, out, strict=True) if r >= 0]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from context_parallel.exchange import ExchangeFailed, TorchExchange
-from context_parallel.group import Address, Deadline, MeetingFailed, Rendezvous, TorchChannel
+from context_parallel.group import Address, Channel, Deadline, MeetingFailed, Rendezvous
 
 HOST = "127.0.0.1"
 _CONTEXT = mp.get_context("forkserver")
@@ -27,9 +27,9 @@ def deadline(within_s: float = 60.0) -> Deadline:
     )
 
 
-def channel(meeting: Rendezvous, timeout_s: float) -> TorchChannel:
+def channel(meeting: Rendezvous, timeout_s: float) -> Channel:
     group = meeting.control(HOST, 60.0)  # to connect; a start is not what a test waits for
-    return TorchChannel(group, meeting, timeout_s=timeout_s, idle_s=60.0, now=time.monotonic)
+    return Channel(group, meeting, timeout_s=timeout_s, idle_s=60.0, now=time.monotonic)
 
 
 def exchange(meeting: Rendezvous, timeout_s: float) -> TorchExchange:
@@ -64,7 +64,7 @@ class Member:
 
 def _serve(pipe: Connection, address: Address, rank: int, ranks: int, timeout_s: float) -> None:
     meeting = Rendezvous.join(address, rank, ranks, deadline())
-    messages: TorchChannel | None = None
+    messages: Channel | None = None
     data: Any = None
     echo: bytes = b""
     while True:
@@ -107,7 +107,7 @@ def gang(ranks: int, timeout_s: float = 60.0) -> Iterator[tuple[Rendezvous, list
 
 
 @contextmanager
-def connected(ranks: int, timeout_s: float) -> Iterator[tuple[TorchChannel, list[Member]]]:
+def connected(ranks: int, timeout_s: float) -> Iterator[tuple[Channel, list[Member]]]:
     """The same with a channel that works."""
     with gang(ranks, timeout_s) as (meeting, members):
         for member in members:

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from context_parallel import planning
-from context_parallel.attention import ShardedRows, plan, workspace_bytes
+from context_parallel.attention import workspace_bytes
 from context_parallel.exchange import Exchange
 from context_parallel.loopback import loopback
-from context_parallel.planning import PassKV
+from context_parallel.planning import PassKV, ShardedRows, plan
 from context_parallel.shard import HISTORY_BYTES_MAX, Geometry, tails
 from context_parallel.tables import LocalTables
 from kvpaging import quant

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from context_parallel.exchange import ExchangeFailed
-from context_parallel.group import FRAME, Address, MeetingFailed, Rendezvous, TorchChannel, named
+from context_parallel.group import FRAME, Address, Channel, MeetingFailed, Rendezvous, named
 from tests.context_parallel.ranks import HOST, connected, deadline, exchange, gang
 
 
@@ -84,7 +84,7 @@ def test_a_dead_rank_is_named_and_the_others_are_told() -> None:
             channel.broadcast(b"more")
 
 
-def step(channel: TorchChannel) -> None:
+def step(channel: Channel) -> None:
     channel.broadcast(b"hello")
     channel.all_gather(b"")
 

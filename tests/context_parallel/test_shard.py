@@ -7,17 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from context_parallel.policy import TILE, share
+from context_parallel.policy import TILE, ShardPolicy
 from context_parallel.shard import (
     HISTORY_BYTES_MAX,
     SHORT_TOKENS,
     Geometry,
-    Place,
     ShardMap,
+    TokenPlace,
     interleave,
     moves_history,
     tails,
 )
+from tests.context_parallel.test_policy import with_tiles
 
 SIZES = st.sampled_from([1, 8, 16, 64, 256])
 
@@ -61,10 +62,10 @@ def test_ranks_hold_every_block_once(made: tuple[ShardMap, list[int], int]) -> N
 
 def test_places_of_a_striped_sequence_by_hand() -> None:
     shard = ShardMap([7, 13, 2, 10], 10, 8)  # ranks 0, 1, 0, 1
-    assert shard.locate(0) == Place(0, 0, 7, 0)
-    assert shard.locate(15) == Place(1, 0, 3, 7)
-    assert shard.locate(16) == Place(0, 1, 2, 0)
-    assert shard.locate(31) == Place(1, 1, 0, 7)
+    assert shard.locate(0) == TokenPlace(0, 0, 7, 0)
+    assert shard.locate(15) == TokenPlace(1, 0, 3, 7)
+    assert shard.locate(16) == TokenPlace(0, 1, 2, 0)
+    assert shard.locate(31) == TokenPlace(1, 1, 0, 7)
 
 
 @pytest.mark.parametrize("position", [-1, 16])
@@ -80,7 +81,7 @@ def test_dealt_tokens_are_all_and_even(count: int, ranks: int, tile: int) -> Non
     for rank, tokens in enumerate(dealt):
         assert all(token // tile % ranks == rank for token in tokens.tolist())
     sizes = [len(tokens) for tokens in dealt]
-    assert share(count, ranks, tile) == max(sizes)
+    assert with_tiles(ranks, tile).share(count) == max(sizes)
     assert max(sizes) - min(sizes) <= tile
 
 
@@ -103,7 +104,7 @@ def test_tails_have_every_short_token_everywhere_and_every_long_one_once(
         assert mine == sorted(mine)
         found += mine
     assert sorted(found) == long
-    dealt = sum(share(n, ranks) for n in counts if n > SHORT_TOKENS)
+    dealt = sum(ShardPolicy(ranks).share(n) for n in counts if n > SHORT_TOKENS)
     assert len(every[0].row) == len(short) + dealt
 
 

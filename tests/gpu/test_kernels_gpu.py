@@ -14,8 +14,9 @@ from torch import Tensor
 
 from kvpaging import quant
 from kvpaging.attention import ops, tiling
-from kvpaging.attention.inputs import AttentionOptions, Rows
-from kvpaging.attention.ops import Partial, finish_reference
+from kvpaging.attention.cpu import finish as finish_reference
+from kvpaging.attention.inputs import AttentionOptions, Partial, Rows
+from kvpaging.attention.page_view import PageView
 from kvpaging.store import BlockStore, LayerShape, layout
 from tests.kvpaging.attention.reference import attend_reference
 from tests.kvpaging.forest import TREE, alone, forest, pages
@@ -34,16 +35,16 @@ TOLERANCE = {"bf16": 2.5e-2, "fp16": 3e-3}
 def there(batch: Batch) -> Batch:
     rows: dict[str, Any] = {
         name: value.cuda()
-        for name in ("query_start", "first", "table", "blocks", "logical", "slots")
+        for name in ("table", "blocks", "logical", "slots")
         if isinstance(value := getattr(batch.rows, name), Tensor)
     }
-    q, k_pages, v_pages = (x.cuda() for x in (batch.q, batch.k_pages, batch.v_pages))
-    return Batch(q, k_pages, v_pages, replace(batch.rows, **rows, cache={}), batch.keys)
+    pages = PageView(*(x.cuda() for x in batch.pages[:2]))
+    return Batch(batch.q.cuda(), pages, replace(batch.rows, **rows, cache={}), batch.keys)
 
 
 def exact(batch: Batch, options: AttentionOptions) -> Partial:
-    pages = (x.double() for x in (batch.q, batch.k_pages, batch.v_pages))
-    return attend_reference(*pages, batch.rows, options)
+    pages = PageView(*(x.double() for x in batch.pages[:2]))
+    return attend_reference(batch.q.double(), pages, batch.rows, options)
 
 
 def error(got: Tensor, want: Tensor) -> float:
@@ -66,25 +67,17 @@ def test_attend_equals_the_formula(case: dict[str, Any], dtype: str) -> None:
     if case["pages"] == "fp8" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU has no fp8")
     gpu = there(batch)
-    *stored, scales = quantised(gpu.k_pages, gpu.v_pages, case["pages"])
-    sums = attend_reference(gpu.q.double(), *stored, gpu.rows, options, scales)
+    stored = quantised(gpu.pages, case["pages"])
+    sums = attend_reference(gpu.q.double(), stored, gpu.rows, options)
     sink = None if sink is None else sink.cuda()
     want = finish_reference(sums, sink, torch.float64).cpu()
-    pages = (gpu.q, *stored, gpu.rows)
-    assert (
-        error(ops.attend_finish(*pages, replace(options, sink=sink), scales), want)
-        < TOLERANCE[dtype]
-    )
-    partial = ops.attend(*pages, options, scales)
-    both = Partial(
-        *(torch.stack([x, y]) for x, y in zip(fields(partial), nothing(partial), strict=True))
-    )
+    given = (gpu.q, stored, gpu.rows)
+    out = ops.attend_finish(*given, replace(options, sink=sink))
+    assert error(out, want) < TOLERANCE[dtype]
+    partial = ops.attend(*given, options)
+    both = Partial(*(torch.stack([x, y]) for x, y in zip(partial, nothing(partial), strict=True)))
     merged = ops.finish(ops.merge(both), sink, torch.float32)
     assert error(merged, want) < TOLERANCE[dtype]
-
-
-def fields(partial: Partial) -> tuple[Tensor, Tensor, Tensor]:
-    return partial.acc, partial.m, partial.l
 
 
 def nothing(like: Partial) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,12 +88,12 @@ def test_write_then_read_back() -> None:
     batch = ragged((5,), (11,), k_dim=80, v_dim=64, dtype=torch.float16)
     k, v = batch.keys[0]
     gpu = there(batch)
-    k_pages, v_pages = torch.zeros_like(gpu.k_pages), torch.zeros_like(gpu.v_pages)
+    pages = PageView(*map(torch.zeros_like, gpu.pages[:2]))
     positions = torch.arange(len(k))
     slots = batch.rows.table[0, positions // 16].long() * 16 + positions % 16
-    ops.write(k.cuda(), v.cuda(), k_pages, v_pages, slots.cuda())
-    assert torch.equal(k_pages, gpu.k_pages.nan_to_num())
-    assert torch.equal(v_pages, gpu.v_pages.nan_to_num())
+    ops.write(k.cuda(), v.cuda(), pages, slots.cuda())
+    assert torch.equal(pages.k, gpu.pages.k.nan_to_num())
+    assert torch.equal(pages.v, gpu.pages.v.nan_to_num())
 
 
 @pytest.mark.parametrize("kind", quant.FORMATS)
@@ -117,7 +110,7 @@ def test_quantised_write_stores_what_the_formula_does(kind: str) -> None:
     for device in (torch.device("cpu"), torch.device("cuda")):
         store = BlockStore(place, 6, quant.FORMATS[kind], device)
         given = (x.to(device) for x in (k, v))
-        ops.write(*given, store.k(1), store.v(1), slots.to(device), store.scales(1))
+        ops.write(*given, store.pages[1], slots.to(device))
         arenas.append(store.arenas[0].cpu())
     assert torch.equal(*arenas)
 
@@ -135,15 +128,15 @@ def test_sums_keep_their_bits(dtype: str) -> None:
     gpu = there(
         ragged((1, 70), (5000, 600), heads=2, group=4, k_dim=128, v_dim=128, dtype=DTYPES[dtype])
     )
-    options: dict[str, Any] = {"scale": 0.1}
+    options = AttentionOptions(0.1)
     results = []
     for scratch in (tiling.SCRATCH_ROWS, 0):
         with mock.patch.object(tiling, "SCRATCH_ROWS", scratch):
             rows = replace(gpu.rows, cache={})
-            results.append(ops.attend(gpu.q, gpu.k_pages, gpu.v_pages, rows, **options))
-    for spread, folded in zip(*map(fields, results), strict=True):
+            results.append(ops.attend(gpu.q, gpu.pages, rows, options))
+    for spread, folded in zip(*results, strict=True):
         assert torch.equal(spread, folded)
-    alone = ops.attend(gpu.q[:1], gpu.k_pages, gpu.v_pages, first_row(gpu.rows), **options)
+    alone = ops.attend(gpu.q[:1], gpu.pages, first_row(gpu.rows), options)
     assert torch.equal(alone.acc[0], results[0].acc[0])
 
 
@@ -151,24 +144,23 @@ def test_sums_keep_their_bits(dtype: str) -> None:
 @pytest.mark.parametrize("window", [None, 600])
 def test_grouping_changes_no_bit(dtype: str, window: int | None) -> None:
     rows = forest(TREE, 16, window)
-    k, v = pages(rows, 16, 2, 128, 128, DTYPES[dtype])
+    stored = pages(rows, 16, 2, 128, 128, DTYPES[dtype])
     q = torch.randn(sum(rows.lens), 8, 128, generator=torch.Generator().manual_seed(3))
-    gpu = there(Batch(q.to(DTYPES[dtype]), k, v, rows, []))
-    options: dict[str, Any] = {"scale": 0.1, "window": window}
+    gpu = there(Batch(q.to(DTYPES[dtype]), stored, rows, []))
+    options = AttentionOptions(0.1, window)
     grouped, apart = (
-        ops.attend(gpu.q, gpu.k_pages, gpu.v_pages, some, **options)
-        for some in (gpu.rows, alone(gpu.rows))
+        ops.attend(gpu.q, gpu.pages, some, options) for some in (gpu.rows, alone(gpu.rows))
     )
-    for one, other in zip(fields(grouped), fields(apart), strict=True):
+    for one, other in zip(grouped, apart, strict=True):
         assert torch.equal(one, other)
-    want = finish_reference(exact(gpu, **options), None, torch.float64)
+    want = finish_reference(exact(gpu, options), None, torch.float64)
     got = ops.finish(grouped, None, torch.float32)
     assert error(got, want.cpu()) < TOLERANCE[dtype]
 
 
 def first_row(rows: Rows) -> Rows:
     return replace(
-        rows, table=rows.table[:1], blocks=rows.blocks[:1], first=rows.first[:1],
+        rows, table=rows.table[:1], blocks=rows.blocks[:1],
         lens=rows.lens[:1], firsts=rows.firsts[:1], cache={},
     )  # fmt: skip
 
@@ -177,12 +169,12 @@ def test_a_captured_graph_replays_with_new_pages() -> None:
     gpu = there(ragged((1, 1), (300, 40), k_dim=64, v_dim=64, dtype=torch.float16))
 
     def run() -> Tensor:
-        return ops.attend_finish(gpu.q, gpu.k_pages, gpu.v_pages, gpu.rows, scale=0.1)
+        return ops.attend_finish(gpu.q, gpu.pages, gpu.rows, AttentionOptions(0.1))
 
     run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = run()
-    gpu.v_pages.mul_(2)
+    gpu.pages.v.mul_(2)
     graph.replay()
     assert torch.equal(out, run())

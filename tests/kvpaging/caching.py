@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from kvpaging import audit
-from kvpaging.host_pool import HostPool, below
+from kvpaging.host_pool import HostPool
 from kvpaging.pool import BlockPool
 
 
@@ -36,9 +36,11 @@ def keeping(pool: BlockPool, slots: int) -> tuple[HostPool, list[tuple[int, int]
     host, copies = HostPool(pool, slots), []
 
     def evicted(block: int) -> None:
-        for each, block_hash, parent in below(pool, block):
+        for each in pool.descendants(block):
+            block_hash = pool.block_hash(each)
+            assert block_hash is not None
             if not host.touch(block_hash):
-                slot = host.keep(block_hash, parent, pool.rank_of(each))
+                slot = host.keep(block_hash, pool.parent(each), pool.rank_of(each))
                 if slot is not None:
                     copies.append((each, slot))
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from kvpaging.attention import shared_prefix
 from kvpaging.attention.inputs import Rows, SharedPrefix
+from kvpaging.attention.page_view import PageView
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -89,8 +89,6 @@ def forest(
     order = np.random.default_rng(0).permutation(int(table.max()) + 1).astype(np.int32)
     table = order[table]
     return Rows(
-        query_start=torch.tensor([0, *lens]).cumsum(0).int(),
-        first=torch.tensor(firsts, dtype=torch.int32),
         table=torch.from_numpy(table),
         blocks=torch.tensor([-(-row.length // size) for row in rows], dtype=torch.int32),
         logical=None,
@@ -121,11 +119,11 @@ def alone(rows: Rows) -> Rows:
 
 def pages(
     rows: Rows, size: int, heads: int, k_dim: int, v_dim: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Random K and V pages `[blocks, heads, size, D]`, views of one arena."""
+) -> PageView:
+    """Random pages, views of one arena."""
     generator = torch.Generator().manual_seed(1)
     blocks = int(rows.table.max()) + 1
     planes = [heads * size * dim for dim in (k_dim, v_dim)]
     arena = torch.randn(blocks, sum(planes), generator=generator, dtype=torch.float64).to(dtype)
     k, v = arena.split(planes, 1)
-    return k.view(blocks, heads, size, k_dim), v.view(blocks, heads, size, v_dim)
+    return PageView(k.view(blocks, heads, size, k_dim), v.view(blocks, heads, size, v_dim))

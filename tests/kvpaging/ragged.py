@@ -10,15 +10,14 @@ from torch import Tensor
 
 from kvpaging import quant
 from kvpaging.attention.inputs import Rows
-from kvpaging.quant import Scales
+from kvpaging.attention.page_view import PageView
 from kvpaging.store import BlockStore, LayerShape, layout
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     q: Tensor  # [T, Hq, Dk]
-    k_pages: Tensor
-    v_pages: Tensor  # [blocks, Hkv, B, D], views of one arena
+    pages: PageView  # views of one arena
     rows: Rows
     keys: list[tuple[Tensor, Tensor]]  # of each row: all its K and V, [length, Hkv, D]
 
@@ -66,8 +65,6 @@ def ragged(
     for r, blocks_held in enumerate(held):
         index[r, : len(blocks_held)] = torch.tensor(blocks_held, dtype=torch.int32)
     rows = Rows(
-        query_start=torch.tensor([0, *lens]).cumsum(0).int(),
-        first=torch.tensor(firsts, dtype=torch.int32),
         table=table.int(),
         blocks=torch.tensor([len(blocks_held) for blocks_held in held], dtype=torch.int32),
         logical=index if logical or ranks > 1 else None,
@@ -77,28 +74,26 @@ def ragged(
         held=tuple(map(len, held)),
         shards=ranks,
     )
-    return Batch(q.to(dtype), k_pages, v_pages, rows, keys)
+    return Batch(q.to(dtype), PageView(k_pages, v_pages), rows, keys)
 
 
-def quantised(
-    k_pages: Tensor, v_pages: Tensor, kind: str | None
-) -> tuple[Tensor, Tensor, Scales | None]:
+def quantised(pages: PageView, kind: str | None) -> PageView:
     """The same pages in 8 bits, where `kind` asks for it, as layer 1 of a store.
 
     Where the given ones are NaN, nothing is written: numbers and scales there are huge or NaN.
     """
     if kind is None:
-        return k_pages, v_pages, None
-    blocks, heads, size, k_dim = k_pages.shape
-    shape = LayerShape(heads, k_dim, v_pages.shape[3])
+        return pages
+    blocks, heads, size, k_dim = pages.k.shape
+    shape = LayerShape(heads, k_dim, pages.v.shape[3])
     dtype = quant.FORMATS[kind]
-    store = BlockStore(layout([shape] * 2, size, 1, quantised=True), blocks, dtype, k_pages.device)
+    store = BlockStore(layout([shape] * 2, size, 1, quantised=True), blocks, dtype, pages.k.device)
     store.arenas[0].fill_(0x7F)
-    found = store.k(1), store.v(1), store.scales(1)
-    assert found[2] is not None
-    for pages, into, scales in zip((k_pages, v_pages), found[:2], found[2], strict=True):
-        written = ~pages.isnan().any(-1)
-        numbers, made = quant.quantise(pages, dtype)
+    found = store.pages[1]
+    assert found.scales is not None
+    for page, into, scales in zip(pages[:2], found[:2], found.scales, strict=True):
+        written = ~page.isnan().any(-1)
+        numbers, made = quant.quantise(page, dtype)
         into.view(torch.uint8)[written] = numbers.view(torch.uint8)[written]
         scales[written] = made[written]
     return found

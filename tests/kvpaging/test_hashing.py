@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from array import array
+from hashlib import blake2b
 from itertools import product
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpaging.hashing import BLOCK_HASH_BYTES, block_hash, block_hashes, root
+from kvpaging.hashing import BLOCK_HASH_BYTES, block_hashes, root
 
 # Published: any other implementation, in any process, must come to the same bytes.
 ROOT = {"fingerprint": b"model-1", "kv_dtype": "bfloat16", "block_size": 4}
@@ -89,8 +90,10 @@ def test_no_two_assignments_of_crafted_fields_collide() -> None:
 
 def test_a_root_is_no_block_and_a_block_no_root() -> None:
     start = root(**ROOT)
-    assert block_hash(start, []) != start
-    assert block_hash(start, TOKENS) != block_hash(block_hash(start, TOKENS[:4]), TOKENS[4:])
+    assert blake2b(start, digest_size=16, person=b"kvatlas.block").digest() != start
+    [middle] = block_hashes(start, TOKENS[:4], 4)
+    [end] = block_hashes(middle, TOKENS[4:], len(TOKENS) - 4)
+    assert block_hashes(start, TOKENS, len(TOKENS)) != [end]
 
 
 @settings(derandomize=True, deadline=None)
@@ -104,7 +107,7 @@ def test_incremental_chain_equals_whole(tokens: list[int], size: int, data: st.D
     assert whole[:known] + block_hashes(behind, tokens[known * size :], size) == whole
     parent = start
     for i, found in enumerate(whole):
-        parent = block_hash(parent, tokens[i * size : (i + 1) * size])
+        [parent] = block_hashes(parent, tokens[i * size : (i + 1) * size], size)
         assert parent == found
 
 
@@ -132,14 +135,14 @@ def test_a_token_out_of_range_is_named(bad: Any) -> None:
     with pytest.raises(ValueError, match=rf"token {bad!r} is no integer from 0 to 4294967295"):
         block_hashes(root(**ROOT), [0, 1, 2, bad], 4)
     with pytest.raises(ValueError, match="is no integer"):
-        block_hash(root(**ROOT), [bad])
+        block_hashes(root(**ROOT), [bad], 1)
 
 
 def test_refuses_what_makes_no_identity() -> None:
     with pytest.raises(ValueError, match="65 bytes, at most 64"):
         root(**ROOT, key=b"k" * 65)
     with pytest.raises(ValueError, match="16 bytes, this parent 3"):
-        block_hash(b"abc", [1])
+        block_hashes(b"abc", [1], 1)
     with pytest.raises(ValueError, match="block size 0"):
         root(**{**ROOT, "block_size": 0})
     with pytest.raises(ValueError, match="layer group -1"):

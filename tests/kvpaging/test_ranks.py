@@ -99,8 +99,8 @@ def test_one_rank_lacks_what_another_has() -> None:
     with pytest.raises(OutOfBlocks):
         pool.allocate(1, 1)
     table.ranks = (1, 0)
-    assert table.fits(8)
-    assert not table.fits(9)
+    assert table.lacking(8) is None
+    assert table.lacking(9) is not None
 
 
 def test_a_copy_stays_on_the_rank_of_its_source() -> None:

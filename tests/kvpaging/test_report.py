@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import asdict
 from functools import partial
 
 import pytest
@@ -24,7 +23,7 @@ def test_snapshot_counts_blocks_tokens_and_waste() -> None:
     cached.release()
     waiting.release(step=1)
     doubted.release()
-    assert asdict(snapshot(pool, tables, 4, rank=2)) == {
+    assert snapshot([pool], tables, 4, rank=2) == {
         "rank": 2,
         "block_size": 4,
         "blocks": 12,
@@ -46,12 +45,12 @@ def test_shared_tokens_are_counted_once() -> None:
     twin, short = table.fork(), table.fork()
     short.truncate(5)
     tables = [table, twin, short]
-    pages = snapshot(pool, tables, 4)
-    assert (pages.active, pages.tokens, pages.wasted_tokens) == (3, 10, 2)
+    pages = snapshot([pool], tables, 4)
+    assert (pages["active"], pages["tokens"], pages["wasted_tokens"]) == (3, 10, 2)
     [copy] = twin.append(1)
-    pages = snapshot(pool, tables, 4)
-    assert (pages.active, pages.tokens, pages.wasted_tokens) == (4, 13, 3)
-    assert pages.tokens + pages.wasted_tokens == pages.active * pages.block_size
+    pages = snapshot([pool], tables, 4)
+    assert (pages["active"], pages["tokens"], pages["wasted_tokens"]) == (4, 13, 3)
+    assert pages["tokens"] + pages["wasted_tokens"] == pages["active"] * pages["block_size"]
     pool.unpin(copy.src)
 
 
@@ -66,7 +65,7 @@ def test_saved_blocks_are_unshared_minus_stored() -> None:
         table.pools[copy.group].unpin(copy.src)
     pools[1].quarantine(table.blocks[1][0], "doubted")
     pages = snapshot(table.pools, tables, 4)
-    assert (pages.active, pages.saved_blocks, pages.saved_ratio) == (11, 15, 15 / 27)
+    assert (pages["active"], pages["saved_blocks"], pages["saved_ratio"]) == (11, 15, 15 / 27)
     for each in tables:
         each.release()
     assert sharing(pools, []) == Sharing(unshared=0, stored=0)
@@ -76,11 +75,11 @@ def test_the_ranks_of_a_gang_add_up() -> None:
     pool = BlockPool(8, 2)
     wide, decode_tile = table_of(pool, 29, ranks=(1, 0)), table_of(pool, 7, ranks=(0,))
     tables = [wide, wide.fork(), decode_tile]
-    first, second = (snapshot(pool, tables, 4, rank=rank) for rank in range(2))
-    assert (first.active, first.tokens, first.wasted_tokens) == (6, 13 + 7, 3 + 1)
-    assert (second.active, second.tokens, second.wasted_tokens) == (4, 16, 0)
-    assert (first.free, second.free) == (2, 4)
-    assert (first.saved_blocks, second.saved_blocks) == (4, 4)
+    first, second = (snapshot([pool], tables, 4, rank=rank) for rank in range(2))
+    assert (first["active"], first["tokens"], first["wasted_tokens"]) == (6, 13 + 7, 3 + 1)
+    assert (second["active"], second["tokens"], second["wasted_tokens"]) == (4, 16, 0)
+    assert (first["free"], second["free"]) == (2, 4)
+    assert (first["saved_blocks"], second["saved_blocks"]) == (4, 4)
     assert sharing([pool], tables).saved == 8
 
 
@@ -89,13 +88,13 @@ def test_several_pools_of_a_rank_are_added_up() -> None:
     table = BlockTable([pools[0], pools[1], pools[0]], 4)
     table.append(5)
     pages = snapshot([pools[0], pools[1], pools[0]], [table], 4)
-    assert (pages.blocks, pages.active, pages.free) == (10, 6, 4)
-    assert (pages.tokens, pages.wasted_tokens) == (5, 3)
+    assert (pages["blocks"], pages["active"], pages["free"]) == (10, 6, 4)
+    assert (pages["tokens"], pages["wasted_tokens"]) == (5, 3)
 
 
 def test_an_empty_rank() -> None:
-    pages = snapshot(BlockPool(4), [], 16)
-    assert (pages.free, pages.tokens, pages.wasted_tokens) == (4, 0, 0)
+    pages = snapshot([BlockPool(4)], [], 16)
+    assert (pages["free"], pages["tokens"], pages["wasted_tokens"]) == (4, 0, 0)
 
 
 def test_a_page_map_says_who_has_the_blocks_of_its_piece(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,19 +106,19 @@ def test_a_page_map_says_who_has_the_blocks_of_its_piece(monkeypatch: pytest.Mon
     owners = {"r[0]": table, "r[1]": twin}
     whole = page_map(pool, owners, 4, 0)
     blocks = table.blocks[0]
-    assert (whole.blocks, whole.first, whole.cut) == (8, 0, False)
-    assert sorted(whole.states) == sorted("aaa" + "c" + "ffff")
-    assert [whole.states[block] for block in blocks] == ["a"] * 3
-    assert whole.entries["r[0]"] == whole.entries["r[1]"]
-    assert whole.entries["r[0]"] == [(block, 0, index) for index, block in enumerate(blocks)]
+    assert (whole["blocks"], whole["first"], whole["cut"]) == (8, 0, False)
+    assert sorted(whole["states"]) == sorted("aaa" + "c" + "ffff")
+    assert [whole["states"][block] for block in blocks] == ["a"] * 3
+    assert whole["entries"]["r[0]"] == whole["entries"]["r[1]"]
+    assert whole["entries"]["r[0]"] == [(block, 0, index) for index, block in enumerate(blocks)]
     monkeypatch.setattr(report, "MAP_BLOCKS", 3)
     pieces = [page_map(pool, owners, 4, first) for first in (0, 3, 6, 9)]
-    assert "".join(piece.states for piece in pieces) == whole.states
-    assert [len(piece.states) for piece in pieces] == [3, 3, 2, 0]
-    found = [entry for piece in pieces for entry in piece.entries.get("r[0]", [])]
-    assert sorted(found) == sorted(whole.entries["r[0]"])
+    assert "".join(piece["states"] for piece in pieces) == whole["states"]
+    assert [len(piece["states"]) for piece in pieces] == [3, 3, 2, 0]
+    found = [entry for piece in pieces for entry in piece["entries"].get("r[0]", [])]
+    assert sorted(found) == sorted(whole["entries"]["r[0]"])
     monkeypatch.setattr(report, "MAP_BLOCKS", 8)
     monkeypatch.setattr(report, "MAP_ENTRIES", 4)
     short = page_map(pool, owners, 4, 0)
-    assert sum(map(len, short.entries.values())) == 4
-    assert short.cut
+    assert sum(map(len, short["entries"].values())) == 4
+    assert short["cut"]

@@ -75,8 +75,12 @@ def test_other_block_bytes_are_another_arena():
     assert [g.arena for g in pages.groups] == [0, 1]
     store = BlockStore(pages, 5, torch.float32, CPU)
     assert [len(a) for a in store.arenas] == [5, 5]
-    assert [store.k(i).shape for i in range(3)] == [(5, 2, 8, 16), (5, 2, 8, 24), (5, 2, 8, 24)]
-    assert store.v(1).shape == (5, 2, 8, 10)
+    assert [store.pages[i].k.shape for i in range(3)] == [
+        (5, 2, 8, 16),
+        (5, 2, 8, 24),
+        (5, 2, 8, 24),
+    ]
+    assert store.pages[1].v.shape == (5, 2, 8, 10)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int8, torch.float8_e4m3fn])
@@ -89,7 +93,7 @@ def test_every_plane_has_its_own_bytes(dtype, shape):
     base = store.arenas[0].data_ptr()
     taken = torch.zeros(store.arenas[0].numel(), dtype=torch.bool)
     for layer in (0, 1):
-        for pages in (store.k(layer), store.v(layer), *(store.scales(layer) or ())):
+        for pages in (*store.pages[layer][:2], *(store.pages[layer].scales or ())):
             for block in pages:
                 start = block.data_ptr() - base
                 size = block.numel() * block.element_size()
@@ -105,12 +109,12 @@ def test_every_plane_has_its_own_bytes(dtype, shape):
 def test_a_block_moves_with_all_its_layers():
     store = BlockStore(layout([FULL, FULL], 8, 4), 4, torch.float32, CPU)
     for layer in (0, 1):
-        store.k(layer).normal_()
-        store.v(layer).normal_()
-    wanted = [store.k(1)[3].clone(), store.v(0)[3].clone()]
+        store.pages[layer].k.normal_()
+        store.pages[layer].v.normal_()
+    wanted = [store.pages[1].k[3].clone(), store.pages[0].v[3].clone()]
     store.arenas[0][1] = store.arenas[0][3]
-    assert torch.equal(store.k(1)[1], wanted[0])
-    assert torch.equal(store.v(0)[1], wanted[1])
+    assert torch.equal(store.pages[1].k[1], wanted[0])
+    assert torch.equal(store.pages[0].v[1], wanted[1])
 
 
 @pytest.mark.parametrize(("dim", "ratio"), [(128, 1.969), (64, 1.939)])
@@ -127,7 +131,7 @@ def test_a_quantised_block_moves_with_its_scales():
         arena.random_(0, 64)
     store.import_([[2], [2]], store.export([[1], [1]]))
     for layer in (0, 1):
-        for plane in (store.k(layer), store.v(layer), *(store.scales(layer) or ())):
+        for plane in (*store.pages[layer][:2], *(store.pages[layer].scales or ())):
             assert plane[1].any()
             assert torch.equal(plane[2], plane[1])
 
@@ -138,14 +142,14 @@ def test_locate_of_quantised_pages_leads_to_every_layer():
     for layer in (0, 1):
         for head in (0, 1):
             address = found["address"] + layer * found["layer_stride"] + head * found["head_stride"]
-            assert address == store.k(layer)[3, head, 5].data_ptr()
+            assert address == store.pages[layer].k[3, head, 5].data_ptr()
 
 
 def test_locate_is_the_address_of_the_key():
     shapes = [FULL, WINDOWED, FULL, WINDOWED]
     store = BlockStore(layout(shapes, 8, 4), 4, torch.float32, CPU)
     for layer in range(4):
-        store.k(layer).normal_()
+        store.pages[layer].k.normal_()
     for group, layers in enumerate([(0, 2), (1, 3)]):
         found = store.locate(group, 5, 3)
         for place, layer in enumerate(layers):
@@ -154,7 +158,7 @@ def test_locate_is_the_address_of_the_key():
                     found["address"] + place * found["layer_stride"] + head * found["head_stride"]
                 )
                 memory = (ctypes.c_float * 16).from_address(address)
-                assert list(memory) == store.k(layer)[5, head, 3].tolist()
+                assert list(memory) == store.pages[layer].k[5, head, 3].tolist()
 
 
 def filled(shapes, slices, itemsize=4, dtype=torch.float32):

@@ -55,7 +55,7 @@ def test_says_what_it_would_need() -> None:
         (3,),
         (4,),
     ]
-    assert [table.fits(n) for n in (12, 13)] == [True, False]
+    assert [table.lacking(n) is None for n in (12, 13)] == [True, False]
     table.append(2)
     assert [table.blocks_needed(n) for n in (2, 3)] == [(0,), (1,)]
     twin = table.fork()
@@ -84,7 +84,7 @@ def test_a_lack_in_one_pool_changes_nothing_in_any(layout: tuple[int, ...]) -> N
     table.append(7)
     twin = table.fork()
     before = ([list(b) for b in table.blocks], table.length, [p.counts() for p in pools])
-    assert not twin.fits(2)
+    assert twin.lacking(2) is not None
     with pytest.raises(OutOfBlocks) as error:
         twin.append(2)
     assert (error.value.asked, error.value.available) == (2, 0)
@@ -323,7 +323,7 @@ class Tables(RuleBasedStateMachine):
     def append(self, data: st.DataObject, n: int) -> None:
         table, tokens = self.pick(data)
         needed, before = table.blocks_needed(n), self.pool.available
-        fits = table.fits(n)
+        fits = table.lacking(n) is None
         assert fits == (sum(needed) <= before)
         if not fits:
             with pytest.raises(OutOfBlocks):

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvpaging import audit
-from kvpaging.audit import follow
 from kvpaging.pool import BlockPool, Counts, OutOfBlocks
 from kvpaging.table import BlockTable, Copy
 from kvpaging.windows import NULL_BLOCK
@@ -153,7 +152,7 @@ class World:
         needed = [fresh + copy for copy in copied]
         assert table.blocks_needed(n) == tuple(needed)
         places, lacking = self.places(table, fresh, copied)
-        assert table.fits(n) == (not lacking)
+        assert (table.lacking(n) is None) == (not lacking)
         before = [list(b) for b in table.blocks]
         if lacking:
             with pytest.raises(OutOfBlocks) as caught:
@@ -372,12 +371,11 @@ class World:
             assert +model.refs == Counter(held)
             for block in range(pool.blocks):
                 assert pool.references(block) == model.refs[block]
-                assert pool.pins(block) == model.holds[block]
+                assert pool._pins[block] == model.holds[block]
                 assert pool.block_hash(block) == model.name_of.get(block)
                 assert model.state_of[block] == model.state(block)
             for rank in range(pool.ranks):
-                cached = follow(pool, pool._cached[rank * pool.per_rank])
-                assert cached == model.on(rank, CACHED)
+                assert [*pool._cached[rank]] == model.on(rank, CACHED)
             assert [sum(c) for c in zip(*map(model.counts, range(pool.ranks)), strict=True)] == [
                 *BY_STATE(pool.counts())
             ]

@@ -31,10 +31,10 @@ def test_the_load_is_one_group() -> None:
         4, 2, 16, rows=5, shared=512, private=9, block=16, dtype=torch.float32,
         device=torch.device("cpu"),
     )  # fmt: skip
-    rows, k_pages, _ = bench_groups.batch(load)
+    rows, pages = bench_groups.batch(load)
     (run,) = rows.groups
     assert (run.rows, run.start, run.stop) == ((0, 1, 2, 3, 4), 0, 512)
-    assert sorted(set(rows.table.flatten().tolist())) == list(range(len(k_pages)))
+    assert sorted(set(rows.table.flatten().tolist())) == list(range(len(pages.k)))
 
 
 def test_ways_that_differ_are_no_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:

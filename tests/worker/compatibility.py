@@ -28,6 +28,7 @@ from context_parallel.policy import ShardPolicy
 from kvpaging import quant
 from kvpaging.windows import NULL_BLOCK
 from tests.families import build, reference_model
+from tests.kvpaging.helpers import host_problems
 from tests.worker.gangs import gang_engine
 from tests.worker.searching import transformers_beams, wide_softmax
 from tests.worker.served import FREE_BYTES, Models, answer, fill
@@ -293,7 +294,9 @@ class Lab:
             host_cache = scheduler.host_cache
             swaps = None if scheduler.swaps is None else scheduler.swaps.stats
             if host_cache is not None:
-                assert not any(host.check() or host.counts().pinned for host in host_cache.arenas)
+                assert not any(
+                    host_problems(host) or host.counts().pinned for host in host_cache.arenas
+                )
                 if host_cache.stats.loaded_blocks:
                     seen.add("back from the host")
             return Ran(

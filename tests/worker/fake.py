@@ -20,6 +20,7 @@ from kvpaging import audit
 from kvpaging.host_pool import HostPool, Moves
 from kvpaging.pool import BlockPool
 from kvpaging.windows import NULL_BLOCK
+from tests.kvpaging.helpers import host_problems
 from worker import messages
 from worker.blocks.host_cache import HostCache
 from worker.blocks.swap import Swaps
@@ -395,7 +396,7 @@ def check(engine: Engine) -> None:
         assert not problems, problems
     host_cache = engine.scheduler.host_cache
     for host in host_cache.arenas if host_cache is not None else ():
-        problems = host.check()
+        problems = host_problems(host)
         assert not problems, problems
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from context_parallel.loopback import loopback
-from context_parallel.policy import ShardPolicy, Start
+from context_parallel.policy import Placement, ShardPolicy
 from kvpaging.store import BlockStore
 from tests.context_parallel.channels import channels
 from tests.worker.served import fill, twin
@@ -34,7 +34,7 @@ class InTurn(ShardPolicy):
 
     turns = count()
 
-    def starts(self, *sequence: Any, queued: Any, **sizes: Any) -> list[Start]:
+    def starts(self, *sequence: Any, queued: Any, **sizes: Any) -> list[Placement]:
         turn = next(self.turns)
         queued = [(rank - turn) % self.ranks << 20 for rank in range(self.ranks)]
         return super().starts(*sequence, queued=queued, **sizes)

@@ -142,6 +142,6 @@ class Side:
         for pool in self.engine.scheduler.pools:
             counts = pool.counts()
             assert (counts.quarantined, counts.active, counts.pinned) == (0, 0, 0)
-            assert not any(pool.pins(block) for block in range(pool.blocks))
+            assert not any(pool._pins[block] for block in range(pool.blocks))
         assert not self.puller.transfers.incoming.coming
         assert self.stats.pulling == 0

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvpaging.host_pool import HostPool, Move, Moves, Union, below
+from kvpaging.host_pool import HostPool, Move, Moves, Union
 from kvpaging.pool import CACHED, STATES
 from kvpaging.table import BlockTable
 from kvpaging.windows import NULL_BLOCK
@@ -133,7 +133,9 @@ class HostCache:
     def _evicts(self, host: HostPool) -> Callable[[int], None]:
         def evicted(block: int) -> None:
             """Keep a block and those evicted with it, where the step has time for it."""
-            for each, block_hash, parent in below(host.pool, block):
+            for each in host.pool.descendants(block):
+                block_hash, parent = host.pool.block_hash(each), host.pool.parent(each)
+                assert block_hash is not None
                 on_other_rank = host.on_other_rank(block_hash, host.pool.rank_of(each))
                 passed = each in host.pool.passed
                 if not on_other_rank and host.touch(block_hash, first=passed):

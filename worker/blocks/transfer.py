@@ -203,9 +203,9 @@ class Transfers:
         here = self.state.owners(pull.kept)
         tokens = max(len(sequence.tokens) for sequence in pull.request.sequences)
         size, most = self.state.block_size, self.state.rank_blocks
-        sharded = policy.wide_for(tokens, block_size=size, rank_blocks=most)
+        sharded = policy.needs_all_ranks(tokens, block_size=size, rank_blocks=most)
         if sharded or len(set(here)) > 1:
-            return policy.wide((here[-1] + 1) % policy.ranks if here else 0)
+            return policy.all_ranks((here[-1] + 1) % policy.ranks if here else 0)
         return (here[-1] if here else max(range(policy.ranks), key=pool.available_on),)
 
     def land(self, pull: IncomingPull, chunk: Chunk, count: int) -> None:

@@ -30,7 +30,7 @@ class DraftModel:
         self.model, self.builder = model, builder
         self.max_model_len, self.chunk = builder.max_model_len, builder.limits.max_batch_tokens
         store = model.store
-        arenas = [BlockPool(store.blocks(a)) for a in range(len(store.arenas))]
+        arenas = [BlockPool(len(arena)) for arena in store.arenas]
         self.pools = tuple(arenas[group.arena] for group in store.layout.groups)
         self.slots = list(range(builder.limits.max_num_seqs - 1, -1, -1))
         self.step = 0

@@ -132,4 +132,4 @@ class AddressMap:
         }
 
     def _per_rank(self, group: int) -> int:
-        return self._store.blocks(self._spec.layout.groups[group].arena)
+        return len(self._store.arenas[self._spec.layout.groups[group].arena])

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from context_parallel.attention import ShardedBatch
+from context_parallel.planning import ShardedBatch
 from kvpaging.attention.inputs import Rows, SharedPrefix
 from kvpaging.attention.shared_prefix import find
 from kvpaging.store import Layout
@@ -142,22 +142,18 @@ class BatchBuilder:
             ids, positions = np.append(part.ids, ids), np.append(part.positions, positions)
         else:
             ids, positions = part.ids, part.positions
-        per_row = (part.starts, blocks, part.slots, part.ends, sampled_slots)
-        parts = (ids, positions, *part.where, scored, sampled, *per_row)
+        parts = (ids, positions, *part.where, scored, sampled, blocks, part.slots, sampled_slots)
         ids_, positions_, *rest = self._send(step, parts)
         slots_by_group, rest = rest[: len(groups)], rest[len(groups) :]
-        scored_, sampled_, first, blocks_, slots_, ends_, sampled_slots_ = rest
+        scored_, sampled_, blocks_, slots_, sampled_slots_ = rest
         row_sets: tuple[Rows, ...] = ()
         if len(blocks):
-            first, blocks_ = first.int(), blocks_.int()
-            query_start = torch.nn.functional.pad(ends_, (1, 0)).int()
+            blocks_ = blocks_.int()
             # In powers of two: few shapes, so that grids and graphs are reused.
             width = min(1 << (int(blocks.max()) - 1).bit_length(), self.max_blocks)
             lens, firsts = tuple(part.counts.tolist()), tuple(part.starts.tolist())
             row_sets = tuple(
                 Rows(
-                    query_start=query_start,
-                    first=first,
                     table=table[slots_, :width],
                     blocks=blocks_,
                     logical=None,

@@ -64,14 +64,13 @@ class Pages:
         row. Returns [T, Hq, Dv] in q's dtype. The window is the layer's, not that of `options`."""
         group, batch = self.group_of[layer], self.batch
         assert batch is not None
-        k_pages, v_pages = self.store.k(layer), self.store.v(layer)
-        scales = self.store.scales(layer)
+        pages = self.store.pages[layer]
         options = replace(options, window=self.store.layout.groups[group].shape.window)
 
         def local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             rows = batch.rows[group]
-            ops.write(k, v, k_pages, v_pages, slots=rows.slots, scales=scales)
-            return ops.attend_finish(q, k_pages, v_pages, rows, options=options, scales=scales)
+            ops.write(k, v, pages, rows.slots)
+            return ops.attend_finish(q, pages, rows, options)
 
         if not batch.sharded:
             return local(q, k, v)
@@ -81,12 +80,10 @@ class Pages:
             q[n:],
             k[n:],
             v[n:],
-            k_pages=k_pages,
-            v_pages=v_pages,
+            pages,
             batch=batch.sharded[group],
             exchange=self.exchange,
             options=options,
-            scales=scales,
         )
         return torch.cat((local(q[:n], k[:n], v[:n]), rest)) if n else rest
 

@@ -21,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from configs.schema import ClusterConfig, Config
 from context_parallel.exchange import TorchExchange
-from context_parallel.group import Rendezvous, TorchChannel
+from context_parallel.group import Channel, Rendezvous
 from kvpaging.store import BlockStore
 from worker.execution.runner import Runner
 from worker.gang.runner import GangComm
@@ -73,7 +73,7 @@ class GangMember:
     def epoch(self) -> int:
         return self.rendezvous.address.epoch
 
-    def connect(self, device: torch.device, pull_timeout_s: float) -> tuple[GangComm, TorchChannel]:
+    def connect(self, device: torch.device, pull_timeout_s: float) -> tuple[GangComm, Channel]:
         """Connections to the other ranks for steps, and a channel for blocks, which notices a rank
         that hangs before pulls time out. Raises MeetingFailed, ExchangeFailed."""
         channel = self._channel("steps", self.timeout_s)
@@ -85,8 +85,8 @@ class GangMember:
         exchange.calls = exchange.bytes_sent = 0
         return GangComm(exchange, channel, self.epoch), blocks
 
-    def _channel(self, name: str, timeout_s: float) -> TorchChannel:
-        return TorchChannel(
+    def _channel(self, name: str, timeout_s: float) -> Channel:
+        return Channel(
             self.rendezvous.control(self.host, self.timeout_s, name),
             self.rendezvous,
             timeout_s=timeout_s,
@@ -116,7 +116,7 @@ def reporting(member: GangMember | None, work: Callable[[], _T]) -> _T:
 
 def connected(
     config: Config, directory: Path, member: GangMember | None
-) -> tuple[EngineSpec, tuple[GangComm, TorchChannel] | None]:
+) -> tuple[EngineSpec, tuple[GangComm, Channel] | None]:
     """The spec, on which all ranks of a gang agree before weights are loaded, and the connections
     between them: for steps, and for blocks. Raises MeetingFailed, DoesNotFit."""
     torch.set_num_threads(threads_of(config.cluster, os.cpu_count() or 1))

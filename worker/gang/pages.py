@@ -180,7 +180,7 @@ class _Share:
         groups = store.layout.groups
         if len(columns) != len(groups) or any(len(c) != len(columns[0]) for c in columns):
             raise ValueError(f"{len(groups)} equally long block lists are needed")
-        per_rank = np.array([store.blocks(group.arena) for group in groups])[:, None]
+        per_rank = np.array([len(store.arenas[group.arena]) for group in groups])[:, None]
         self.store = store
         self.columns = [list(column) for column in columns]
         ids = np.array(self.columns, np.int64)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Annotated, Any, NamedTuple
 
 from kvpaging import codec
-from kvpaging.codec import ROW, Refused
+from kvpaging.codec import ROW, WrongField
 from kvpaging.host_pool import Moves
 from worker.execution.runner import StepResult
 from worker.params import SamplingParams
@@ -105,7 +105,7 @@ def read(message: bytes) -> tuple[int, list[Any]]:
     """The kind and the body of a message. Raises WrongMessage."""
     try:
         parts = codec.unpack(message)
-    except Refused as error:
+    except WrongField as error:
         raise WrongMessage(f"a message that cannot be read: {error}") from error
     if type(parts) is not list or len(parts) < 2:
         raise WrongMessage(f"a message that cannot be read: {codec.shown(parts)}")
@@ -121,7 +121,7 @@ def read(message: bytes) -> tuple[int, list[Any]]:
 def _decoded(plan: codec.Plan, body: list[Any], name: str) -> Any:
     try:
         return plan.read(body)
-    except Refused as error:
+    except WrongField as error:
         raise WrongMessage(f"{name} that cannot be read: {error}") from error
 
 

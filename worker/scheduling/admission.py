@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from context_parallel.policy import Start
+from context_parallel.policy import Placement
 from kvpaging.table import BlockTable
 from worker.blocks.host_cache import HostCache
 from worker.request import Sequence
@@ -53,7 +53,7 @@ def _placed(
     best of all where none can. The sequence waits for a busy rank that has the blocks."""
     policy = state.policy
     if policy.ranks == 1:
-        return _attached(state, sequence, Start((0,), len(hit[0])), hit)
+        return _attached(state, sequence, Placement((0,), len(hit[0])), hit)
     starts = policy.starts(
         len(sequence.tokens),
         state.owners(hit),
@@ -74,7 +74,7 @@ def _placed(
 
 
 def _attached(
-    state: SchedulerState, sequence: Sequence, start_at: Start, hit: list[list[int]]
+    state: SchedulerState, sequence: Sequence, start_at: Placement, hit: list[list[int]]
 ) -> BlockTable:
     if start_at.hit_blocks < len(hit[0]):  # groups with a window need earlier ones then
         hit = state.prefix.match(sequence, start_at.hit_blocks)

@@ -264,7 +264,7 @@ class Round:
         if len(table.ranks) == 1:
             if sequence.pending:
                 return False
-            table.ranks = self.policy.wide(table.ranks[0])
+            table.ranks = self.policy.all_ranks(table.ranks[0])
             self.reshards += 1
         return True
 
@@ -300,8 +300,8 @@ class Round:
         self.preempt(victim)
 
     def _fits_on_all(self, table: BlockTable, grow: int) -> bool:
-        ranks, table.ranks = table.ranks, self.policy.wide(table.ranks[0])
-        fits = table.fits(grow)
+        ranks, table.ranks = table.ranks, self.policy.all_ranks(table.ranks[0])
+        fits = table.lacking(grow) is None
         table.ranks = ranks
         return fits
 

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from kvpaging.events import Announcer
-from kvpaging.report import PageMap, page_map
+from kvpaging.report import page_map
 from kvpaging.table import BlockTable
 from worker.blocks.swap import Swaps
 from worker.decoding.speculation import Speculation
@@ -104,7 +105,7 @@ class Scheduler:
     def tables(self) -> list[BlockTable]:
         return [table for s in self.running if (table := s.table) is not None]
 
-    def page_maps(self, first: int) -> list[PageMap]:
+    def page_maps(self, first: int) -> list[dict[str, Any]]:
         """The map of each pool from block `first` on; owners are named `request[choice]`."""
         named = {f"{s.request.id}[{s.choice}]": s.table for s in self.running if s.table}
         return [page_map(p, named, self.block_size, first) for p in dict.fromkeys(self.pools)]

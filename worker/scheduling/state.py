@@ -120,6 +120,6 @@ class SchedulerState:
     def _more(self, table: BlockTable, tokens: int) -> list[int]:
         """At most how many blocks more of each group a table takes to store that many tokens."""
         if not self.needs.windowed:
-            return [max(0, -(-tokens // table.block_size) - table.held(0))] * len(table.pools)
+            return [max(0, -(-tokens // table.block_size) - table.num_blocks(0))] * len(table.pools)
         need = self.needs.blocks(tokens, tokens - table.length)
-        return [max(0, blocks - table.held(group)) for group, blocks in enumerate(need)]
+        return [max(0, blocks - table.num_blocks(group)) for group, blocks in enumerate(need)]

@@ -56,7 +56,7 @@ def build_engine(
     which sequences are sharded; None takes the configured one."""
     store, limits = model.store, spec.limits
     ranks = 1 if gang is None else gang.ranks
-    arenas = [BlockPool(store.blocks(a), ranks) for a in range(len(store.arenas))]
+    arenas = [BlockPool(len(arena), ranks) for arena in store.arenas]
     pools = [arenas[group.arena] for group in spec.layout.groups]
     cpu_clock = cpu_clock or clock
     prefix = PrefixCache(

@@ -126,7 +126,7 @@ def _paged_logits(model: PagedModel, prompts: list[Tensor]) -> Tensor:
     device, half = model.store.device, len(prompts[0]) // 2
     need = [-(-len(p) // size) for p in prompts]
     tables = torch.zeros(len(layout.groups), 2, max(need), dtype=torch.int32, device=device)
-    at = {arena: model.store.blocks(arena) for arena in range(len(model.store.arenas))}
+    at = [len(arena) for arena in model.store.arenas]
     for g, group in enumerate(layout.groups):
         for row, n in enumerate(need):
             # Backwards, so that ignoring the table gives wrong logits.
@@ -155,10 +155,7 @@ def rows_of(table: Tensor, spans: list[tuple[int, int, int]], size: int) -> Rows
     for r, a, b in spans:
         position = torch.arange(a, b, device=device)
         slots.append(table[r, position // size].long() * size + position % size)
-    start = torch.tensor([0, *lens], device=device).cumsum(0).int()
     return Rows(
-        query_start=start,
-        first=torch.tensor(firsts, dtype=torch.int32, device=device),
         table=table[[r for r, _, _ in spans]],
         blocks=torch.tensor([-(-b // size) for _, _, b in spans], dtype=torch.int32, device=device),
         logical=None,

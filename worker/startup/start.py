@@ -308,12 +308,10 @@ def warm_up(
         sink = torch.zeros(call.heads, device=store.device) if call.sink else None
         for with_partials in {False, partials}:
             ops.warm_up(
-                store.k(layer),
-                store.v(layer),
+                store.pages[layer],
                 call.heads,
                 dtype,
                 options=AttentionOptions(1.0, stored.window, call.softcap, sink),
-                scales=store.scales(layer),
                 partials=with_partials,
             )
 

@@ -112,10 +112,8 @@ def _paged(
     def small(values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=step.device)
 
-    ops.write(k, v, store.k(0), store.v(0), torch.cat(slots).to(step.device))
+    ops.write(k, v, store.pages[0], torch.cat(slots).to(step.device))
     rows = Rows(
-        query_start=small(range(len(widths) + 1)),
-        first=small(firsts),
         table=table.int().to(step.device),
         blocks=small(widths),
         logical=None,
@@ -124,7 +122,7 @@ def _paged(
         firsts=firsts,
     )
     scale = step.shape.k_dim**-0.5
-    return lambda: ops.attend_finish(q, store.k(0), store.v(0), rows, AttentionOptions(scale))
+    return lambda: ops.attend_finish(q, store.pages[0], rows, AttentionOptions(scale))
 
 
 def _one_by_one(step: Step, packed: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:

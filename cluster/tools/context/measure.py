@@ -17,15 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from context_parallel.attention import ShardedRows, attend, plan
+from context_parallel.attention import attend
 from context_parallel.exchange import Exchange
 from context_parallel.loopback import loopback
-from context_parallel.planning import SLICE_ROWS
-from context_parallel.policy import share
+from context_parallel.planning import SLICE_ROWS, ShardedRows, plan
+from context_parallel.policy import ShardPolicy
 from context_parallel.shard import SHORT_TOKENS, Geometry, moves_history, tails
 from context_parallel.tables import LocalTables
 from kvpaging.attention import ops
 from kvpaging.attention.inputs import AttentionOptions, Rows
+from kvpaging.attention.page_view import PageView
 
 Clock = Callable[[], float]
 
@@ -70,8 +71,7 @@ class Layer:
 class Stripe:
     """One rank's blocks of the sequence: every `ranks`-th."""
 
-    k_pages: Tensor
-    v_pages: Tensor
+    pages: PageView
     tables: LocalTables
 
     @classmethod
@@ -86,7 +86,7 @@ class Stripe:
             padded[: len(x)] = x
             mine = padded.unflatten(0, (-1, size))[rank::ranks]
             pages.append(mine.transpose(1, 2).contiguous())
-        return cls(pages[0], pages[1], tables)
+        return cls(PageView(*pages), tables)
 
 
 @dataclass(slots=True)
@@ -177,7 +177,7 @@ def one_step(
     real = torch.from_numpy(tail.row >= 0).to(layer.device)
 
     def run() -> tuple[Tensor, Tensor]:
-        out = attend(q, k, v, stripe.k_pages, stripe.v_pages, batch, exchange, layer.options)
+        out = attend(q, k, v, stripe.pages, batch, exchange, layer.options)
         return at[real] - start, out[real]
 
     return run
@@ -244,8 +244,6 @@ def alone(
         return torch.tensor(values, dtype=torch.int32, device=layer.device)
 
     rows = Rows(
-        query_start=small(0, count),
-        first=small(start),
         table=table,
         blocks=small(table.shape[1]),
         logical=None,
@@ -254,13 +252,12 @@ def alone(
         firsts=(start,),
     )
     synchronise, times = _synchroniser(layer.device), []
-    pages = stripe.k_pages, stripe.v_pages
     with torch.inference_mode():
         for _ in range(1 + turns):
             synchronise()
             since = clock()
-            ops.write(k[start:], v[start:], *pages, rows.slots)
-            out = ops.attend_finish(q[start:], *pages, rows, layer.options)
+            ops.write(k[start:], v[start:], stripe.pages, rows.slots)
+            out = ops.attend_finish(q[start:], stripe.pages, rows, layer.options)
             synchronise()
             times.append(clock() - since)
     return Cost(attention_s=(min(times[1:]),), calls=0, bytes_sent=0, moved=(), output=out)
@@ -298,7 +295,7 @@ def formula(
     shape, size = layer.geometry, layer.block_size
     if count <= SHORT_TOKENS:
         return 1, (ranks - 1) * count * shape.partial_token_bytes
-    own, blocks = share(count, ranks), -(-(context - count) // size)
+    own, blocks = ShardPolicy(ranks).share(count), -(-(context - count) // size)
     most = -(-blocks // ranks) * size
     new = own * layer.kv_heads * (layer.k_dim + layer.v_dim) * shape.q_bytes
     if history is None:

@@ -215,7 +215,7 @@ async def test_where_names_memory_that_holds_the_key(directory: Path) -> None:
                     memory = (ctypes.c_double * 16).from_address(
                         address + head * found["head_stride"]
                     )
-                    key = store.k(layer)[found["physical_block"], head, 5].tolist()
+                    key = store.pages[layer].k[found["physical_block"], head, 5].tolist()
                     assert list(memory) == key
                     assert any(key)
             too_far = {**query, "token": 10_000}

@@ -7,45 +7,28 @@ from torch import Tensor
 
 from kvpaging import quant
 from kvpaging.attention import page_view
-from kvpaging.attention.inputs import AttentionOptions, Rows
+from kvpaging.attention.inputs import AttentionOptions, Partial, Rows
 from kvpaging.attention.ops import accumulator
-from kvpaging.attention.partials import Partial, finite_maximum
-from kvpaging.quant import Scales
+from kvpaging.attention.page_view import PageView
 
 
-def write_reference(
-    k: Tensor,
-    v: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    slots: Tensor,
-    scales: Scales | None = None,
-) -> None:
+def write_reference(k: Tensor, v: Tensor, pages: PageView, slots: Tensor) -> None:
     """`pages[slot // B, :, slot % B] = x`, finite or zero, for every token with a slot."""
-    size = k_pages.shape[2]
+    size = pages.k.shape[2]
     kept = slots >= 0
     block, offset = slots[kept] // size, slots[kept] % size
-    if scales is not None:
-        page_view.write_quantised(
-            (k[kept], v[kept]), (k_pages, v_pages), scales, block, offset=offset
-        )
+    if pages.scales is not None:
+        page_view.write(k[kept], v[kept], pages, slots[kept])
         return
-    for x, pages in ((k, k_pages), (v, v_pages)):
-        stored = x[kept].to(pages.dtype)
-        pages[block, :, offset] = torch.where(stored.isfinite(), stored, 0)
+    for x, page in ((k, pages.k), (v, pages.v)):
+        stored = x[kept].to(page.dtype)
+        page[block, :, offset] = torch.where(stored.isfinite(), stored, 0)
 
 
-def attend_reference(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    rows: Rows,
-    options: AttentionOptions,
-    scales: Scales | None = None,
-) -> Partial:
+def attend_reference(q: Tensor, pages: PageView, rows: Rows, options: AttentionOptions) -> Partial:
     """Plain `attend`: a row at a time, all keys at once."""
     dtype = accumulator(q.dtype)
-    heads, size = k_pages.shape[1], k_pages.shape[2]
+    heads, size = pages.k.shape[1], pages.k.shape[2]
     acc, maxima, sums = [], [], []
     grouped = q.to(dtype).reshape(len(q), heads, q.shape[1] // heads, q.shape[2])
     queries = torch.split(grouped, list(rows.lens))
@@ -59,10 +42,10 @@ def attend_reference(
         if options.window is not None:
             visible &= ahead < options.window
         k, v = (
-            (pages[entries].to(dtype) if scale is None else _read(pages, scale, entries, dtype))
+            (page[entries].to(dtype) if scale is None else _read(page, scale, entries, dtype))
             .transpose(1, 2)
             .flatten(0, 1)  # [keys, Hkv, D]
-            for pages, scale in zip((k_pages, v_pages), scales or (None, None), strict=True)
+            for page, scale in zip(pages[:2], pages.scales or (None, None), strict=True)
         )
         v = torch.where(visible.any(0)[:, None, None], v, 0)  # unwritten slots may hold NaN
         x = torch.einsum("thgd,khd->thgk", query, k) * options.scale
@@ -71,7 +54,7 @@ def attend_reference(
         x = x.masked_fill(~visible[:, None, None, :], -torch.inf)
         x = torch.cat([x, x.new_full((*x.shape[:-1], 1), -torch.inf)], -1)  # a row without keys
         m = x.amax(-1)
-        p = torch.exp(x - finite_maximum(m)[..., None])
+        p = torch.exp(x - torch.where(m == -torch.inf, 0, m)[..., None])
         acc.append(torch.einsum("thgk,khd->thgd", p[..., :-1], v).flatten(1, 2))
         maxima.append(m.flatten(1, 2))
         sums.append(p.sum(-1).flatten(1, 2))

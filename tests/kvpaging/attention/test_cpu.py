@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from kvpaging import quant
 from kvpaging.attention import cpu
+from kvpaging.attention.cpu import finish as finish_reference
 from kvpaging.attention.inputs import AttentionOptions, Rows
-from kvpaging.attention.ops import Partial, finish_reference
+from kvpaging.attention.page_view import PageView
 from kvpaging.store import BlockStore, LayerShape, layout
 from tests.kvpaging.attention.reference import attend_reference, write_reference
 
@@ -34,8 +35,6 @@ def make_rows(lens, firsts, size, blocks, seed=0, logical=None) -> Rows:
         position = torch.arange(first, first + count)
         slots.append(table[row, position // size].long() * size + position % size)
     return Rows(
-        torch.tensor([0, *lens]).cumsum(0).int(),
-        torch.tensor(firsts, dtype=torch.int32),
         table,
         torch.tensor(need, dtype=torch.int32),
         logical,
@@ -49,8 +48,8 @@ def make_store(size, shape, blocks, dtype=torch.float64) -> BlockStore:
     torch.manual_seed(1)
     store = BlockStore(layout([shape, shape], size, dtype.itemsize), blocks, dtype, CPU)
     for layer in (0, 1):
-        store.k(layer).normal_()
-        store.v(layer).normal_()
+        store.pages[layer].k.normal_()
+        store.pages[layer].v.normal_()
     return store
 
 
@@ -64,14 +63,14 @@ def quantised_store(size, shape, blocks, kind) -> BlockStore:
             torch.randn(blocks * size, shape.kv_heads, dim) for dim in (shape.k_dim, shape.v_dim)
         )
         slots = torch.arange(blocks * size)
-        cpu.write(k, v, store.k(layer), store.v(layer), slots, store.scales(layer))
+        cpu.write(k, v, store.pages[layer], slots)
     return store
 
 
 def compare(q, store, rows, *, window, softcap, tolerance=1e-12):
-    options, scales = AttentionOptions(0.3, window, softcap), store.scales(1)
-    got = Partial(*cpu.attend(q, store.k(1), store.v(1), rows, options, scales))
-    want = attend_reference(q, store.k(1), store.v(1), rows, options, scales)
+    options = AttentionOptions(0.3, window, softcap)
+    got = cpu.attend(q, store.pages[1], rows, options)
+    want = attend_reference(q, store.pages[1], rows, options)
     seen = want.m > -torch.inf
     assert torch.equal(got.m > -torch.inf, seen)
     for side in (got, want):
@@ -107,15 +106,13 @@ def test_quantised_pages_are_read_as_what_they_stand_for(kind, window, softcap):
     options = AttentionOptions(0.3, window, softcap)
     plain = [
         quant.dequantise(pages, scales, torch.float64)
-        for pages, scales in zip((store.k(1), store.v(1)), store.scales(1), strict=True)
+        for pages, scales in zip(store.pages[1][:2], store.pages[1].scales, strict=True)
     ]
-    got = attend_reference(q, store.k(1), store.v(1), rows, options, store.scales(1))
-    want = attend_reference(q, *plain, rows, options)
+    got = attend_reference(q, store.pages[1], rows, options)
+    want = attend_reference(q, PageView(*plain), rows, options)
     assert torch.equal(got.acc, want.acc)
     sink = torch.randn(6, dtype=torch.float64)
-    out = cpu.attend_finish(
-        q, store.k(1), store.v(1), rows, replace(options, sink=sink), store.scales(1)
-    )
+    out = cpu.attend_finish(q, store.pages[1], rows, replace(options, sink=sink))
     assert torch.allclose(out, finish_reference(want, sink, torch.float64), atol=1e-12)
 
 
@@ -135,9 +132,9 @@ def test_quantised_write_stores_numbers_and_scales_in_their_slots_only(kind, wri
     k, v = torch.randn(3, 2, 16), torch.randn(3, 2, 8) * 100
     k[2, 1, 3], v[0, 0, 0] = torch.nan, torch.inf
     slots = torch.tensor([3 * 8 + 5, -1, 7])
-    write(k, v, store.k(1), store.v(1), slots, store.scales(1))
+    write(k, v, store.pages[1], slots)
     places = ((0, (3, 5)), (2, (0, 7)))
-    for x, pages, scales in zip((k, v), (store.k(1), store.v(1)), store.scales(1), strict=True):
+    for x, pages, scales in zip((k, v), store.pages[1][:2], store.pages[1].scales, strict=True):
         numbers, made = quant.quantise(x, pages.dtype)
         for i, (block, offset) in places:
             stored = pages.view(torch.uint8)[block, :, offset]
@@ -180,7 +177,7 @@ def test_low_precision_sums_in_float32():
     store = make_store(16, LayerShape(2, 64, 64), 30, torch.bfloat16)
     rows = make_rows([1, 20, 1], [100, 0, 3], 16, 30)
     q = torch.randn(22, 6, 64, dtype=torch.bfloat16)
-    state = cpu.attend(q, store.k(0), store.v(0), rows, AttentionOptions(0.125))
+    state = cpu.attend(q, store.pages[0], rows, AttentionOptions(0.125))
     assert {part.dtype for part in state} == {torch.float32}
     compare(q, store, rows, window=None, softcap=None, tolerance=2e-2)
 
@@ -191,9 +188,9 @@ def test_many_single_tokens_in_16_bit_are_right_within_16_bit(sink):
     rows = make_rows([1] * 9 + [4], [100, 0, 3, 16, 15, 70, 99, 101, 1, 30], 16, 60)
     q = torch.randn(13, 6, 64, dtype=torch.bfloat16)
     options = AttentionOptions(0.125)
-    got = cpu.attend_finish(q, store.k(0), store.v(0), rows, replace(options, sink=sink))
+    got = cpu.attend_finish(q, store.pages[0], rows, replace(options, sink=sink))
     assert got.dtype == torch.bfloat16
-    want = attend_reference(q, store.k(0), store.v(0), rows, options)
+    want = attend_reference(q, store.pages[0], rows, options)
     want = finish_reference(want, sink, torch.float32)
     assert (got.float() - want).abs().max() < 2e-2
 
@@ -234,8 +231,8 @@ def test_the_short_way_to_the_output_is_the_long_one(sink, softcap):
         rows = make_rows(lens, firsts, 8, 60)
         q = torch.randn(sum(lens), 4, 8, dtype=torch.float64)
         options = AttentionOptions(0.3, softcap=softcap)
-        got = cpu.attend_finish(q, store.k(0), store.v(0), rows, replace(options, sink=sink))
-        want = attend_reference(q, store.k(0), store.v(0), rows, options)
+        got = cpu.attend_finish(q, store.pages[0], rows, replace(options, sink=sink))
+        want = attend_reference(q, store.pages[0], rows, options)
         assert torch.allclose(got, finish_reference(want, sink, torch.float64), atol=1e-12)
 
 
@@ -244,10 +241,10 @@ def test_write_stores_tokens_in_their_slots_and_nothing_else():
     before = store.arenas[0].clone()
     slots = torch.tensor([3 * 8 + 5, -1, 7])
     k, v = torch.randn(3, 2, 16).double(), torch.randn(3, 2, 8).double()
-    cpu.write(k, v, store.k(1), store.v(1), slots)
+    cpu.write(k, v, store.pages[1], slots)
     for i, (block, offset) in ((0, (3, 5)), (2, (0, 7))):
-        assert torch.equal(store.k(1)[block, :, offset], k[i])
-        assert torch.equal(store.v(1)[block, :, offset], v[i])
+        assert torch.equal(store.pages[1].k[block, :, offset], k[i])
+        assert torch.equal(store.pages[1].v[block, :, offset], v[i])
     changed = int((store.arenas[0] != before).view(-1).sum())
     assert 0 < changed <= 2 * 2 * (16 + 8) * 8
 
@@ -256,16 +253,14 @@ def test_what_is_not_finite_never_reaches_the_next_owner_of_a_block():
     store = make_store(8, LayerShape(1, 8, 8), 8)
     poison = torch.full((8, 1, 8), torch.nan, dtype=torch.float64)
     poison[0], poison[1] = torch.inf, -torch.inf
-    cpu.write(poison, poison, store.k(0), store.v(0), torch.arange(8) + 16)
-    assert store.k(0).isfinite().all()
-    assert store.v(0).isfinite().all()
+    cpu.write(poison, poison, store.pages[0], torch.arange(8) + 16)
+    assert store.pages[0].k.isfinite().all()
+    assert store.pages[0].v.isfinite().all()
     table = torch.tensor([[2]], dtype=torch.int32)
     one = torch.ones(1, dtype=torch.int32)
-    rows = Rows(
-        torch.tensor([0, 1]).int(), one - 1, table, one, None, torch.tensor([16]), (1,), (0,)
-    )
+    rows = Rows(table, one, None, torch.tensor([16]), (1,), (0,))
     q = torch.randn(1, 1, 8, dtype=torch.float64)
     new = torch.randn(1, 1, 8, dtype=torch.float64)
-    cpu.write(new, new, store.k(0), store.v(0), rows.slots)
-    acc, _, total = cpu.attend(q, store.k(0), store.v(0), rows, AttentionOptions(1.0))
+    cpu.write(new, new, store.pages[0], rows.slots)
+    acc, _, total = cpu.attend(q, store.pages[0], rows, AttentionOptions(1.0))
     assert torch.allclose(acc[0] / total[0, :, None], new[0])

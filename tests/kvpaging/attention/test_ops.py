@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvpaging.attention import ops
-from kvpaging.attention.inputs import AttentionOptions
-from kvpaging.attention.ops import Partial
+from kvpaging.attention.inputs import AttentionOptions, Partial
+from kvpaging.attention.page_view import PageView
 from tests.kvpaging.attention.reference import attend_reference, write_reference
 from tests.kvpaging.ragged import Batch, ragged
 
@@ -58,7 +58,7 @@ def test_attend_is_softmax_attention(
     batch = ragged(LENS, FIRSTS, size=size, k_dim=k_dim, v_dim=v_dim, group=3)
     sink = torch.linspace(-2, 2, 6, dtype=torch.float64) if sinks else None
     partial = attend(
-        batch.q, batch.k_pages.nan_to_num(), batch.v_pages.nan_to_num(), batch.rows,
+        batch.q, PageView(*(x.nan_to_num() for x in batch.pages[:2])), batch.rows,
         AttentionOptions(0.3, window, softcap),
     )  # fmt: skip
     got = ops.finish(partial, sink, torch.float64)
@@ -68,20 +68,18 @@ def test_attend_is_softmax_attention(
 
 def test_the_formula_never_reads_what_nobody_wrote() -> None:
     batch = ragged(LENS, FIRSTS)
-    partial = attend_reference(
-        batch.q, batch.k_pages, batch.v_pages, batch.rows, AttentionOptions(0.3)
-    )
+    partial = attend_reference(batch.q, batch.pages, batch.rows, AttentionOptions(0.3))
     assert partial.acc.isfinite().all()
 
 
 def test_attend_finish_is_attend_then_finish() -> None:
     batch = ragged(LENS, FIRSTS, dtype=torch.float32)
-    k_pages, v_pages = batch.k_pages.nan_to_num(), batch.v_pages.nan_to_num()
+    pages = PageView(*(x.nan_to_num() for x in batch.pages[:2]))
     sink = torch.randn(4)
     options = AttentionOptions(0.3, 7, sink=sink)
-    got = ops.attend_finish(batch.q, k_pages, v_pages, batch.rows, options)
+    got = ops.attend_finish(batch.q, pages, batch.rows, options)
     partial = attend_reference(
-        batch.q.double(), k_pages.double(), v_pages.double(), batch.rows, options
+        batch.q.double(), PageView(*(x.double() for x in pages[:2])), batch.rows, options
     )
     want = ops.finish(partial, sink.double(), torch.float64)
     assert got.dtype == torch.float32
@@ -91,10 +89,7 @@ def test_attend_finish_is_attend_then_finish() -> None:
 @pytest.mark.parametrize("window", [None, 12])
 def test_ranks_merge_to_the_whole(window: int | None) -> None:
     shards = [ragged(LENS, FIRSTS, size=8, ranks=3, rank=rank) for rank in range(3)]
-    parts = [
-        attend_reference(s.q, s.k_pages, s.v_pages, s.rows, AttentionOptions(0.3, window))
-        for s in shards
-    ]
+    parts = [attend_reference(s.q, s.pages, s.rows, AttentionOptions(0.3, window)) for s in shards]
     assert any((part.m == -torch.inf).any() for part in parts)
     merged = ops.merge(
         Partial(
@@ -109,7 +104,7 @@ def test_ranks_merge_to_the_whole(window: int | None) -> None:
 def test_a_row_without_blocks_gives_the_empty_partial_and_zeros() -> None:
     batch = ragged((1, 2), (3, 5))
     rows = replace(batch.rows, blocks=torch.zeros_like(batch.rows.blocks))
-    partial = attend_reference(batch.q, batch.k_pages, batch.v_pages, rows, AttentionOptions(1.0))
+    partial = attend_reference(batch.q, batch.pages, rows, AttentionOptions(1.0))
     assert not partial.acc.any()
     assert not partial.l.any()
     assert (partial.m == -torch.inf).all()
@@ -124,7 +119,7 @@ def test_write_fills_slots_skips_minus_one_and_keeps_pages_finite(
     k_pages, v_pages = torch.zeros(3, 2, 8, 4), torch.zeros(3, 2, 8, 2)
     k, v = torch.randn(4, 2, 4), torch.randn(4, 2, 2)
     k[2, 1, 3], v[3, 0, 0] = torch.nan, torch.inf
-    write(k, v, k_pages, v_pages, torch.tensor([17, -1, 0, 23]))
+    write(k, v, PageView(k_pages, v_pages), torch.tensor([17, -1, 0, 23]))
     assert torch.equal(k_pages[2, :, 1], k[0])
     assert torch.equal(v_pages[2, :, 1], v[0])
     assert torch.equal(k_pages[0, :, 0], k[2].nan_to_num())

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpaging.attention import cpu, page_view, shared_prefix, tiling
+from kvpaging.attention.cpu import finish as finish_reference
 from kvpaging.attention.inputs import AttentionOptions, SharedPrefix
-from kvpaging.attention.ops import Partial, finish_reference
+from kvpaging.attention.page_view import PageView
 from kvpaging.attention.shared_prefix import SAVED_KEYS_MIN
 from tests.kvpaging.attention.reference import attend_reference
 from tests.kvpaging.forest import Sprout, alone, find, forest, pages, sprouts, table_of
@@ -121,18 +122,18 @@ def test_a_mirror_of_all_sequences_is_read_at_the_rows_of_the_step():
 
 
 def compare(rows, size, window, softcap, *, heads=2, group=2, k_dim=8, v_dim=8):
-    k, v = pages(rows, size, heads, k_dim, v_dim, torch.float64)
+    stored = pages(rows, size, heads, k_dim, v_dim, torch.float64)
     generator = torch.Generator().manual_seed(2)
     q = torch.randn(sum(rows.lens), heads * group, k_dim, generator=generator).double()
     options = AttentionOptions(0.4, window, softcap)
-    exact = attend_reference(q, k, v, rows, options)
+    exact = attend_reference(q, stored, rows, options)
     want = finish_reference(exact, None, torch.float64)
     for some in (rows, alone(rows)):
-        got = Partial(*cpu.attend(q, k, v, some, options))
+        got = cpu.attend(q, stored, some, options)
         assert (finish_reference(got, None, torch.float64) - want).abs().max() < 1e-12
         assert (got.m + got.l.log() - exact.m - exact.l.log()).abs().max() < 1e-12
     sink = torch.linspace(-1, 1, heads * group, dtype=torch.float64)
-    short = cpu.attend_finish(q, k, v, rows, replace(options, sink=sink))
+    short = cpu.attend_finish(q, stored, rows, replace(options, sink=sink))
     assert (short - finish_reference(exact, sink, torch.float64)).abs().max() < 1e-12
 
 
@@ -159,7 +160,7 @@ def test_a_tree_with_chunks_and_a_row_that_is_all_shared(dims):
     assert [run.rows for run in batch.groups] == [(0, 1, 2, 3), (4, 5), (0, 1)]
     compare(batch, 16, None, None, k_dim=dims[0], v_dim=dims[1])
     twins = forest([Sprout(0, 0, 513), Sprout(0, 512, 513)], 16)
-    twins.table[1], twins.first[:] = twins.table[0], 511
+    twins.table[1] = twins.table[0]
     twins.blocks[:] = 32
     found = find(twins.table.numpy(), [1, 1], [511, 511], 16)
     assert found == (SharedPrefix((0, 1), 0, 2, 256),)
@@ -168,18 +169,18 @@ def test_a_tree_with_chunks_and_a_row_that_is_all_shared(dims):
 
 def test_sixteen_bit_sums_are_right_within_16_bit():
     rows = forest([Sprout(0, 0, 700), *[Sprout(0, 512, 540 + i) for i in range(8)]], 16)
-    k, v = pages(rows, 16, 2, 64, 64, torch.bfloat16)
+    stored = pages(rows, 16, 2, 64, 64, torch.bfloat16)
     q = torch.randn(9, 6, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
     options = AttentionOptions(0.125)
-    exact = attend_reference(q.double(), k.double(), v.double(), rows, options)
-    got = cpu.attend_finish(q, k, v, rows, options)
+    exact = attend_reference(q.double(), PageView(*(x.double() for x in stored[:2])), rows, options)
+    got = cpu.attend_finish(q, stored, rows, options)
     assert got.dtype == torch.bfloat16
     assert (got.double() - finish_reference(exact, None, torch.float64)).abs().max() < 2e-2
 
 
 def test_a_shared_page_is_read_once(monkeypatch):
     rows = forest([Sprout(0, 0, 1100), *[Sprout(0, 1024, 1030 + i) for i in range(5)]], 16)
-    k, v = pages(rows, 16, 1, 8, 8, torch.float64)
+    stored = pages(rows, 16, 1, 8, 8, torch.float64)
     read = []
     gather = page_view._gather
     monkeypatch.setattr(
@@ -188,6 +189,6 @@ def test_a_shared_page_is_read_once(monkeypatch):
         ),
     )  # fmt: skip
     q = torch.randn(6, 2, 8, dtype=torch.float64)
-    cpu.attend(q, k, v, rows, AttentionOptions(1.0))
+    cpu.attend(q, stored, rows, AttentionOptions(1.0))
     times = Counter(read)
     assert {times[block] for block in rows.table[0, :64].tolist()} == {2}  # K and V

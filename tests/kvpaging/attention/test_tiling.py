@@ -43,7 +43,7 @@ def entries(flat: list[int], fields: int) -> list[list[int]]:
 
 
 def items(lists: tiling.WorkList) -> list[Item]:
-    return [Item(*e) for flat in (lists.decode_tile, lists.prefill_tile) for e in entries(flat, 8)]
+    return [Item(*e) for flat in lists.items for e in entries(flat, 8)]
 
 
 def build(
@@ -164,7 +164,7 @@ def test_neighbours_and_chunk_borders_move_no_cut(
 def test_tile_sizes_follow_the_row() -> None:
     lists = build([(DECODE_TILE, 0), (DECODE_TILE + 1, 0), (40, 0)])
     assert [item.queries for item in items(lists)] == [4, 5, 16, 16, 8]
-    assert len(lists.decode_tile) == 8
+    assert len(lists.items[0]) == 8
     assert not lists.merges
 
 

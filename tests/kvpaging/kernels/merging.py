@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpaging.attention.ops import Partial, finish_reference, merge_reference
+from kvpaging.attention.cpu import finish as finish_reference
+from kvpaging.attention.cpu import merge as merge_reference
+from kvpaging.attention.inputs import Partial
 from kvpaging.kernels import launch
 
 
@@ -28,7 +30,7 @@ def merged(splits: int, heads: int, dim: int) -> tuple[float, bool]:
     """Largest error of merge, and whether it is empty exactly where the formula is."""
     some = parts(splits, 5, heads, dim)
     packed = torch.cat([some.acc, some.m[..., None], some.l[..., None]], -1)  # as they travel
-    acc, m, total = launch.merge(packed[..., :dim], packed[..., dim], packed[..., dim + 1])
+    acc, m, total = launch.merge(Partial(packed[..., :dim], packed[..., dim], packed[..., dim + 1]))
     want = merge_reference(Partial(some.acc.double(), some.m.double(), some.l.double()))
     worst = max(error(acc, want.acc), error(total, want.l))
     return worst, torch.equal(m.double(), want.m)
@@ -39,7 +41,7 @@ def finished(heads: int, dim: int, sinks: bool, name: str) -> float:
     some = parts(1, 5, heads, dim)
     one = Partial(some.acc[0], some.m[0], some.l[0])
     sink = torch.linspace(-50, 50, heads) if sinks else None
-    got = launch.finish(one.acc, one.m, one.l, sink, dtype)
+    got = launch.finish(one, sink, dtype)
     assert got.dtype == dtype
     exact = Partial(one.acc.double(), one.m.double(), one.l.double())
     return error(got, finish_reference(exact, sink, torch.float64))
@@ -49,12 +51,12 @@ def beside_empty() -> bool:
     """Whether empty partials before, between and after leave every bit of the others' merge."""
     some = parts(3, 4, 2, 64)
     nothing = Partial(*(torch.zeros(4, 2, 64), torch.full((4, 2), -torch.inf), torch.zeros(4, 2)))
-    plain = launch.merge(some.acc, some.m, some.l)
+    plain = launch.merge(some)
     mixed = [
         torch.stack([empty, x[0], empty, x[1], x[2], empty])
         for x, empty in ((some.acc, nothing.acc), (some.m, nothing.m), (some.l, nothing.l))
     ]
-    return all(torch.equal(a, b) for a, b in zip(plain, launch.merge(*mixed), strict=True))
+    return all(torch.equal(a, b) for a, b in zip(plain, launch.merge(Partial(*mixed)), strict=True))
 
 
 def infinite() -> float:
@@ -65,11 +67,11 @@ def infinite() -> float:
     seen = (m > -torch.inf).float()
     acc = torch.randn(*m.shape, 16, generator=torch.Generator().manual_seed(1)) * seen[..., None]
     want = merge_reference(Partial(acc.double(), m.double(), seen.double()))
-    state = launch.merge(acc, m, seen)
+    state = launch.merge(Partial(acc, m, seen))
     figures = [error(state[0], want.acc), error(state[2], want.l)]
     for sink in (None, torch.tensor([torch.inf]), torch.tensor([0.0])):
         exact = finish_reference(want, sink, torch.float64)
-        figures.append(error(launch.finish(*state, sink, torch.float32), exact))
+        figures.append(error(launch.finish(state, sink, torch.float32), exact))
     return sum(figures)
 
 

@@ -10,14 +10,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from kvpaging.attention.inputs import AttentionOptions
+from kvpaging.attention.inputs import AttentionOptions, Partial
+from kvpaging.attention.page_view import PageView
 from kvpaging.kernels import launch
-from kvpaging.quant import Scales
 from tests.kvpaging.ragged import Batch, quantised, ragged
 
 
@@ -50,32 +49,31 @@ def recorded() -> Iterator[set[tuple[str, str]]]:
 @lru_cache
 def stored_batch(
     lens: tuple[int, ...], firsts: tuple[int, ...], ranks: int, kind: str | None
-) -> tuple[Batch, list[Tensor], Scales | None]:
+) -> tuple[Batch, PageView]:
     batch = ragged(
         lens, firsts, heads=3, group=3, k_dim=64, v_dim=64, dtype=torch.float16, ranks=ranks
     )
-    *stored, scales = quantised(batch.k_pages, batch.v_pages, kind)
-    return batch, stored, scales
+    return batch, quantised(batch.pages, kind)
 
 
 def steps(
     partials: bool, kind: str | None, lens: tuple[int, ...], firsts: tuple[int, ...], shift: int
 ) -> None:
     """One step of a layer, its inputs `shift` elements off any alignment."""
-    batch, stored, scales = stored_batch(lens, firsts, 2 if partials else 1, kind)
+    batch, pages = stored_batch(lens, firsts, 2 if partials else 1, kind)
     rows = replace(batch.rows, cache={})
     tokens = len(batch.q)
     buffer = torch.zeros(tokens * (9 + 2 * 3) * 64 + shift, dtype=torch.float16)[shift:]
     qkv = buffer.view(tokens, 15, 64)
     q, k, v = qkv[:, :9], qkv[:, 9:12], qkv[:, 12:]
-    launch.write(k, v, *stored, rows.slots, scales)
-    pages = (q, *stored, rows)
+    launch.write(k, v, pages, rows.slots)
     options = AttentionOptions(scale=1, softcap=30)
     if partials:
-        acc, m, total = launch.attend(*pages, options, scales)
-        launch.finish(*launch.merge(acc[None], m[None], total[None]), None, torch.float16)
+        partial = launch.attend(q, pages, rows, options)
+        merged = launch.merge(Partial(*(x[None] for x in partial)))
+        launch.finish(merged, None, torch.float16)
     else:
-        launch.attend_finish(*pages, options, scales)
+        launch.attend_finish(q, pages, rows, options)
 
 
 def asked_for(
@@ -84,10 +82,9 @@ def asked_for(
     """What warming up compiles, and what steps of many sizes then ask for."""
     with recorded() as warm:
         batch = ragged((1,), (0,), heads=3, k_dim=64, v_dim=64, dtype=torch.float16)
-        *stored, scales = quantised(batch.k_pages, batch.v_pages, kind)
         launch.warm_up(
-            *stored, 9, torch.float16,
-            options=AttentionOptions(1.0, softcap=30.0), scales=scales, partials=partials,
+            quantised(batch.pages, kind), 9, torch.float16,
+            options=AttentionOptions(1.0, softcap=30.0), partials=partials,
         )  # fmt: skip
     with recorded() as later:
         for lens, firsts in (

@@ -6,7 +6,8 @@ import numpy as np
 import torch
 
 from kvpaging import quant
-from kvpaging.attention.ops import copy_reference
+from kvpaging.attention import cpu
+from kvpaging.attention.page_view import PageView
 from kvpaging.kernels import launch
 from kvpaging.store import BlockStore, LayerShape, layout
 from tests.kvpaging.attention.reference import write_reference
@@ -29,7 +30,7 @@ def written(size: int, heads: int, k_dim: int, v_dim: int, name: str) -> bool:
     slots = torch.tensor([3 * size + 1, -1, 0, 5 * size - 1, size, -1])
     for store, write in zip(stores, (launch.write, write_reference), strict=True):
         with np.errstate(over="ignore"):  # as on a GPU, where a cast overflows silently
-            write(k, v, store.k(1), store.v(1), slots, store.scales(1))
+            write(k, v, store.pages[1], slots)
     return torch.equal(stores[0].arenas[0], stores[1].arenas[0])
 
 
@@ -38,7 +39,7 @@ def copied(block_bytes: int) -> bool:
     arena = torch.randint(0, 256, (9, block_bytes), dtype=torch.uint8, generator=generator)
     want = arena.clone()
     src, dst = torch.tensor([[8, 1], [0, 7], [8, 3]]).unbind(1)
-    copy_reference(want, src, dst)
+    cpu.copy(want, src, dst)
     launch.copy(arena, src, dst)
     return torch.equal(arena, want)
 
@@ -51,7 +52,7 @@ def far_away() -> list[float]:
     pages = torch.empty((block + 1) * 2 * plane, dtype=torch.float16).view(block + 1, 2 * plane)
     k_pages, v_pages = (pages[:, i * plane :][:, :plane].view(-1, 1, size, dim) for i in (0, 1))
     k, v = torch.full((1, 1, dim), 3.0), torch.full((1, 1, dim), 5.0)
-    launch.write(k, v, k_pages, v_pages, torch.tensor([block * size + 2]))
+    launch.write(k, v, PageView(k_pages, v_pages), torch.tensor([block * size + 2]))
     raw = 1 << 20
     arena = torch.empty(3000, raw, dtype=torch.uint8)
     arena[7].fill_(9)

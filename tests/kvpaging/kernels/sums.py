@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from kvpaging.attention import shared_prefix, tiling
-from kvpaging.attention.inputs import AttentionOptions, Rows
-from kvpaging.attention.ops import Partial, finish_reference
+from kvpaging.attention.cpu import finish as finish_reference
+from kvpaging.attention.inputs import AttentionOptions, Partial, Rows
+from kvpaging.attention.page_view import PageView
 from kvpaging.kernels import launch
 from tests.kvpaging.attention.reference import attend_reference
 from tests.kvpaging.forest import alone, forest, pages, tree
@@ -82,19 +83,19 @@ def worst(case: dict[str, Any]) -> float:
     heads = batch.q.shape[1]
     options = options_of(case, batch.q.shape[2])
     sink = torch.linspace(-1, 1, heads).to(batch.q.dtype) if case["sink"] else None
-    *pages, scales = quantised(batch.k_pages, batch.v_pages, case["pages"])
-    exact = attend_reference(batch.q.double(), *pages, batch.rows, options, scales)
+    pages = quantised(batch.pages, case["pages"])
+    exact = attend_reference(batch.q.double(), pages, batch.rows, options)
     want = finish_reference(exact, None if sink is None else sink.double(), torch.float64)
     with (
         mock.patch.object(launch, "chip", return_value=case["chip"]),
         mock.patch.object(tiling, "SCRATCH_ROWS", tiling.SCRATCH_ROWS if case["spread"] else 0),
     ):
-        given = (batch.q, *pages, batch.rows)
+        given = (batch.q, pages, batch.rows)
         if case["result"] == "output":
-            out = launch.attend_finish(*given, replace(options, sink=sink), scales)
+            out = launch.attend_finish(*given, replace(options, sink=sink))
             return error(out, want)
-        partial = Partial(*launch.attend(*given, options, scales))
-        got = launch.finish(partial.acc, partial.m, partial.l, sink, torch.float32)
+        partial = launch.attend(*given, options)
+        got = launch.finish(partial, sink, torch.float32)
     seen = exact.m > -torch.inf
     assert torch.equal(partial.m > -torch.inf, seen)
     sums = [(p.m + p.l.log())[seen] for p in (partial, exact)]
@@ -106,16 +107,14 @@ def given_back(size: int, keys: str, chip: str) -> float:
     case = {"head": "64", "group": 2, "block": size, "rows": "mixed", "dtype": "fp32", "keys": keys}
     batch = batch_of(case)
     rows, options = batch.rows, options_of(case | {"window": True, "softcap": False}, 64)
-    exact = attend_reference(batch.q.double(), batch.k_pages, batch.v_pages, rows, options)
-    pages = [
-        torch.cat([x, torch.full_like(x[:1], torch.nan)]) for x in (batch.k_pages, batch.v_pages)
-    ]
+    exact = attend_reference(batch.q.double(), batch.pages, rows, options)
+    pages = PageView(*(torch.cat([x, torch.full_like(x[:1], torch.nan)]) for x in batch.pages[:2]))
     index = torch.arange(rows.table.shape[1]) if rows.logical is None else rows.logical
-    behind = index < ((rows.first - WINDOW + 1).clip(0) // size)[:, None]
+    behind = index < ((torch.tensor(rows.firsts) - WINDOW + 1).clip(0) // size)[:, None]
     assert behind.any()
-    table = torch.where(behind, len(pages[0]) - 1, rows.table).int()
+    table = torch.where(behind, len(pages.k) - 1, rows.table).int()
     with mock.patch.object(launch, "chip", return_value=chip):
-        partial = Partial(*launch.attend(batch.q, *pages, replace(rows, table=table), options))
+        partial = launch.attend(batch.q, pages, replace(rows, table=table), options)
     got, want = (finish_reference(p, None, torch.float64) for p in (partial, exact))
     return error(got, want)
 
@@ -132,9 +131,7 @@ def spread_and_folded(dtype: str) -> tuple[list[bytes], list[bytes]]:
     for rows in (tiling.SCRATCH_ROWS, 0):
         with mock.patch.object(tiling, "SCRATCH_ROWS", rows):
             some = replace(batch.rows, cache={})
-            state = launch.attend(
-                batch.q, batch.k_pages, batch.v_pages, some, AttentionOptions(0.1)
-            )
+            state = launch.attend(batch.q, batch.pages, some, AttentionOptions(0.1))
         results.append([x.numpy().tobytes() for x in state])
     return results[0], results[1]
 
@@ -147,14 +144,13 @@ def alone_and_together() -> tuple[bytes, bytes]:
         rows,
         table=rows.table[:1],
         blocks=rows.blocks[:1],
-        first=rows.first[:1],
         lens=rows.lens[:1],
         firsts=rows.firsts[:1],
         cache={},
     )
     options = AttentionOptions(0.1)
-    acc, _, _ = launch.attend(both.q, both.k_pages, both.v_pages, rows, options)
-    alone, _, _ = launch.attend(both.q[:1], both.k_pages, both.v_pages, one, options)
+    acc, _, _ = launch.attend(both.q, both.pages, rows, options)
+    alone, _, _ = launch.attend(both.q[:1], both.pages, one, options)
     return acc[:1].numpy().tobytes(), alone.numpy().tobytes()
 
 
@@ -168,9 +164,9 @@ def long_context() -> float:
     )  # fmt: skip
     options = AttentionOptions(0.125)
     exact = attend_reference(
-        *(x.double() for x in (batch.q, batch.k_pages, batch.v_pages)), batch.rows, options
+        batch.q.double(), PageView(*(x.double() for x in batch.pages[:2])), batch.rows, options
     )
-    got = launch.attend_finish(batch.q, batch.k_pages, batch.v_pages, batch.rows, options)
+    got = launch.attend_finish(batch.q, batch.pages, batch.rows, options)
     return error(got, finish_reference(exact, None, torch.float64))
 
 
@@ -212,11 +208,9 @@ def shards(case: dict[str, Any]) -> float:
         lens, firsts, size=case["block"], heads=1, group=case["group"], k_dim=k_dim, v_dim=64,
         dtype=DTYPES[case["dtype"]],
     )  # fmt: skip
-    *pages, scales = quantised(
-        batch.k_pages.nan_to_num(), batch.v_pages.nan_to_num(), case["pages"]
-    )
+    pages = quantised(PageView(*(x.nan_to_num() for x in batch.pages[:2])), case["pages"])
     options = options_of(case, k_dim)
-    exact = batch.q.double(), *pages
+    exact = batch.q.double(), pages
     errors, parts = [], []
     with (
         mock.patch.object(launch, "chip", return_value=case["chip"]),
@@ -224,19 +218,17 @@ def shards(case: dict[str, Any]) -> float:
     ):
         for rank in range(ranks):
             rows = part_of(batch, case["owners"], ranks, rank)
-            parts.append(Partial(*launch.attend(batch.q, *pages, rows, options, scales)))
-            want = attend_reference(*exact, rows, options, scales)
+            parts.append(launch.attend(batch.q, pages, rows, options))
+            want = attend_reference(*exact, rows, options)
             seen = want.m > -torch.inf
             assert torch.equal(parts[-1].m > -torch.inf, seen)
             sums = [(p.m + p.l.log())[seen] for p in (parts[-1], want)]
             mean = [finish_reference(p, None, torch.float64) for p in (parts[-1], want)]
             errors += [error(*sums), error(*mean)]
         packed = torch.stack([torch.cat([p.acc, p.m[..., None], p.l[..., None]], 2) for p in parts])
-        merged = launch.merge(packed[..., :-2], packed[..., -2], packed[..., -1])
-        got = launch.finish(*merged, None, torch.float32)
-    whole = finish_reference(
-        attend_reference(*exact, batch.rows, options, scales), None, torch.float64
-    )
+        merged = launch.merge(Partial(packed[..., :-2], packed[..., -2], packed[..., -1]))
+        got = launch.finish(merged, None, torch.float32)
+    whole = finish_reference(attend_reference(*exact, batch.rows, options), None, torch.float64)
     return max(*errors, error(got, whole))
 
 
@@ -252,13 +244,13 @@ def _grouped(case: dict[str, Any], split: int) -> tuple[float, bool, int]:
     rows = forest(tree(split), case["block"], window)
     k_dim, _, v_dim = case["head"].partition("/")
     dims, dtype = (int(k_dim), int(v_dim or k_dim)), DTYPES[case["dtype"]]
-    k, v, scales = quantised(*pages(rows, case["block"], 1, *dims, dtype), case["pages"])
+    stored = quantised(pages(rows, case["block"], 1, *dims, dtype), case["pages"])
     heads = case["group"]
     q = torch.randn(sum(rows.lens), heads, dims[0], generator=torch.Generator().manual_seed(3))
     q = q.to(dtype)
     options = replace(options_of(case, dims[0]), window=window)
     sink = torch.linspace(-1, 1, heads).to(dtype) if case["sink"] else None
-    exact = attend_reference(q.double(), k, v, rows, options, scales)
+    exact = attend_reference(q.double(), stored, rows, options)
     want = finish_reference(exact, None if sink is None else sink.double(), torch.float64)
     results, worst_error = [], 0.0
     with (
@@ -269,16 +261,16 @@ def _grouped(case: dict[str, Any], split: int) -> tuple[float, bool, int]:
         for some in (rows, alone(rows)):
             if case["result"] == "output":
                 state: tuple[Tensor, ...] = (
-                    launch.attend_finish(q, k, v, some, replace(options, sink=sink), scales),
+                    launch.attend_finish(q, stored, some, replace(options, sink=sink)),
                 )
                 got = state[0]
             else:
-                state = launch.attend(q, k, v, some, options, scales)
-                got = launch.finish(*state, sink, torch.float32)
+                partial = launch.attend(q, stored, some, options)
+                state, got = partial, launch.finish(partial, sink, torch.float32)
             worst_error = max(worst_error, error(got, want))
             results.append([x.numpy().tobytes() for x in state])
         (sweep,) = rows.cache.values()
-    stacked = sum(int((items[:, 1] < 0).sum()) for items in (sweep.decode_tile, sweep.prefill_tile))
+    stacked = sum(int((items[:, 1] < 0).sum()) for items in sweep.items)
     return worst_error, results[0] == results[1], stacked
 
 
@@ -304,10 +296,11 @@ def far_blocks(size: int) -> float:
     for far, entry in zip(
         table.flatten().tolist(), near.rows.table.flatten().tolist(), strict=True
     ):
-        k_pages[far], v_pages[far] = near.k_pages[entry], near.v_pages[entry]
+        k_pages[far], v_pages[far] = near.pages.k[entry], near.pages.v[entry]
     options = AttentionOptions(0.125)
+    far_pages = PageView(k_pages, v_pages)
     got = launch.attend_finish(
-        near.q, k_pages, v_pages, replace(near.rows, table=table, cache={}), options
+        near.q, far_pages, replace(near.rows, table=table, cache={}), options
     )
-    want = launch.attend_finish(near.q, near.k_pages, near.v_pages, near.rows, options)
+    want = launch.attend_finish(near.q, near.pages, near.rows, options)
     return error(got, want.double())

@@ -31,10 +31,7 @@ def test_nothing_is_compiled_after_warming_up(
 
 def test_layers_of_a_group_share_one_plan() -> None:
     batch = ragged((1, 3), (5, 0), heads=2, k_dim=64, v_dim=64, dtype=torch.float16)
-    plans = [
-        launch.plan(batch.q, batch.k_pages, batch.v_pages, batch.rows, window)
-        for window in (None, None, 8)
-    ]
+    plans = [launch.plan(batch.q, batch.pages, batch.rows, window) for window in (None, None, 8)]
     assert plans[0] is plans[1]
     assert plans[2] is not plans[0]
 
@@ -43,5 +40,5 @@ def test_pages_that_are_no_whole_planes_are_our_mistake() -> None:
     batch = ragged((1,), (0,), heads=2, k_dim=64, v_dim=64, dtype=torch.float16)
     with pytest.raises(AssertionError):
         launch.write(
-            batch.q, batch.q, batch.k_pages[..., ::2], batch.v_pages, torch.tensor([0])
+            batch.q, batch.q, batch.pages._replace(k=batch.pages.k[..., ::2]), torch.tensor([0])
         )  # fmt: skip

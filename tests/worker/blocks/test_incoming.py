@@ -32,7 +32,7 @@ def begun(groups: int = 2, **options):
 
 
 def held(engine) -> int:
-    return sum(bool(p.pins(block)) for p in engine.scheduler.pools for block in range(p.blocks))
+    return sum(bool(p._pins[block]) for p in engine.scheduler.pools for block in range(p.blocks))
 
 
 def test_what_has_come_is_found_and_held_until_the_end() -> None:
@@ -88,8 +88,8 @@ def test_a_block_that_was_computed_meanwhile_takes_the_place_of_what_came(group:
     books.land(incoming, incoming.chunks[0], 1)
     assert incoming.kept[group] == [computed]
     assert incoming.kept[1 - group] == [came[1 - group]]
-    assert engine.scheduler.pools[group].pins(computed)
-    assert not engine.scheduler.pools[group].pins(came[group])
+    assert engine.scheduler.pools[group]._pins[computed]
+    assert not engine.scheduler.pools[group]._pins[came[group]]
     books.end(incoming)
     engine.scheduler.pools[group].unref(computed)
     assert held(engine) == 0

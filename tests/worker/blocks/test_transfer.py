@@ -207,7 +207,7 @@ class Books:
         for pool in self.engine.scheduler.pools:
             counts = pool.counts()
             assert counts.cached + counts.free == pool.blocks
-            assert not any(pool.pins(block) for block in range(pool.blocks))
+            assert not any(pool._pins[block] for block in range(pool.blocks))
         assert not self.transfers.incoming.coming
 
 

@@ -51,7 +51,7 @@ def test_storms_with_guesses(ranks, windows):
 
 def held(engine: Engine, name: str) -> list[int]:
     table = next(s.table for s in engine.scheduler.running if s.request.id == name)
-    return [table.held(group) for group in range(len(table.pools))]
+    return [table.num_blocks(group) for group in range(len(table.pools))]
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -116,7 +116,7 @@ def test_what_is_stored_is_what_is_read(models: Models, family: str, kind: str) 
 
     def silence(turn: int) -> None:
         for layer in range(store.layout.num_layers):
-            for scales in store.scales(layer):
+            for scales in store.pages[layer].scales:
                 scales.zero_()
 
     asked = [Request("0", prompts()[number], GREEDY)]
