@@ -69,9 +69,6 @@ class Engine:
         if request.id in self.requests:
             message = f"a request with id {request.id} is being served"
             return [messages.Rejected("duplicate_id", 0.0, message)]
-        for sequence in request.sequences[1:]:
-            seed = derive(request.params.seed, sequence.choice)
-            sequence.params = replace(request.params, seed=seed)
         search = None
         try:
             if request.params.beam_width:
@@ -85,6 +82,9 @@ class Engine:
             return [messages.Rejected("invalid", 0.0, str(error))]
         except QueueFull as full:
             return [messages.Rejected("queue_full", self._retry_after_s(), str(full))]
+        for sequence in request.sequences[1:]:  # not before: a refused request costs no time
+            seed = derive(request.params.seed, sequence.choice)
+            sequence.params = replace(request.params, seed=seed)
         events: list[messages.Event] = [messages.Accepted(request.id, len(request.prompt))]
         if request.params.prompt_logprobs is not None:
             events.append(messages.PromptLogprobs(0, [None]))

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import TypeVar
@@ -35,39 +35,47 @@ class Outbox:
     """The events that one request's stream has not fetched yet. Lives on the event loop."""
 
     def __init__(self) -> None:
-        self._events: dict[int, messages.Event] = {}  # by choice; others under negative keys
+        self._events: dict[int, list[messages.Event]] = {}  # by choice; others by negative keys
         self.any = asyncio.Event()
         self.urgent = asyncio.Event()
 
     def put(self, event: messages.Event) -> None:
-        """Add an event; tokens are joined to the delta of their choice."""
-        if isinstance(event, messages.Delta | messages.Finish):
-            first = self._events.get(event.choice)
-            self._events[event.choice] = event if first is None else _joined(first, event)
-        else:
-            self._events[-1 - len(self._events)] = event
+        """Add an event."""
+        tokens = isinstance(event, messages.Delta | messages.Finish)
+        self._events.setdefault(event.choice if tokens else -1 - len(self._events), []).append(
+            event
+        )
         self.any.set()
         if not isinstance(event, messages.Delta):
             self.urgent.set()
 
     def take(self, *, fine: bool = True) -> list[messages.Event]:
-        """All there is; where not `fine`, deltas stay until their choice ends."""
+        """All there is, one event for each choice; where not `fine`, deltas stay until their choice
+        ends."""
         events = self._events.items()
-        taken = [e for _, e in events if fine or not isinstance(e, messages.Delta)]
-        self._events = {k: e for k, e in events if not fine and isinstance(e, messages.Delta)}
+        stay = {k for k, e in events if not fine and isinstance(e[-1], messages.Delta)}
+        taken = [_joined(e) for k, e in events if k not in stay]
+        self._events = {k: e for k, e in events if k in stay}
         self.any.clear()
         self.urgent.clear()
         return taken
 
 
-def _joined(first: messages.Event, then: messages.Delta | messages.Finish) -> messages.Event:
-    """`then` with the tokens of `first`, of the same choice, in front."""
-    assert isinstance(first, messages.Delta)
-    logprobs = None
-    if first.logprobs is not None:
-        logprobs = [*first.logprobs, *(then.logprobs or ())]
-    tokens, started = [*first.tokens, *then.tokens], first.started or then.started
-    return replace(then, tokens=tokens, logprobs=logprobs, started=started)
+def _joined(events: Sequence[messages.Event]) -> messages.Event:
+    """The last of a choice's events, with the tokens of all. Copies each token once: joining at
+    every step would take time by the square of an answer's length."""
+    *before, last = events
+    if not before:
+        return last
+    assert isinstance(last, messages.Delta | messages.Finish)
+    parts = [e for e in events if isinstance(e, messages.Delta | messages.Finish)]
+    scored = parts[0].logprobs is not None
+    return replace(
+        last,
+        tokens=[token for part in parts for token in part.tokens],
+        logprobs=[entry for part in parts for entry in part.logprobs or ()] if scored else None,
+        started=next((part.started for part in parts if part.started), None),
+    )
 
 
 def ends_stream(event: messages.Event, choices_open: set[int]) -> bool:

@@ -265,3 +265,21 @@ def test_an_outbox_joins_deltas_of_one_choice_only():
         assert [type(e) for e in box.take()] == [messages.Delta, messages.Error]
 
     asyncio.run(main())
+
+
+def test_an_outbox_copies_a_token_once_however_long_nobody_takes_it(monkeypatch):
+    async def main():
+        box, steps = Outbox(), 1000
+        for token in range(steps):
+            box.put(messages.Delta(0, [token]))
+        box.put(messages.Finish(0, "length", 1, 0, steps + 1, tokens=[steps]))
+        (event,) = box.take(fine=False)
+        assert event.tokens == list(range(steps + 1))
+        assert joins == [steps + 1]
+
+    joins = []
+    replace = loops.replace
+    monkeypatch.setattr(
+        loops, "replace", lambda e, **new: joins.append(len(new["tokens"])) or replace(e, **new)
+    )
+    asyncio.run(main())
