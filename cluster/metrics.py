@@ -11,6 +11,7 @@ from collections import Counter as Tally
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 from prometheus_client import (
     CollectorRegistry,
@@ -74,7 +75,8 @@ class Record:
 
     def line(self) -> str:
         """One line for people: the request, its result, and its times."""
-        label = f" [{self.label}]" if self.label else ""
+        # Quoted like a part of a URL: with blanks and brackets a client could forge the fields.
+        label = f" [{quote(self.label, safe='/:@+=')}]" if self.label else ""
         tenant = f" of {self.tenant}" if self.tenant else ""
         head = f"{self.id or '-'}{label}{tenant} {self.route} {self.status}"
         if self.error:

@@ -199,6 +199,15 @@ class ServerConfig:
         rules.path(),
         "Key of `/debug` and `/metrics`, or KVATLAS_ADMIN_KEY; null opens them to this machine.",
     )
+    require_keys: bool = _setting(
+        False, rules.flag(), "Start only with API keys; off serves everybody where none are given."
+    )
+    route_header: bool | None = _setting(
+        None,
+        rules.flag(),
+        "Tell clients in `x-kvatlas-route` why a worker was chosen; null does without API keys.",
+        live=True,
+    )
     strict_params: bool = _setting(
         False,
         rules.flag(),

@@ -218,8 +218,8 @@ def _add_state(app: FastAPI, api: Api) -> None:
         return json_response({"status": "ok"})
 
     @app.get("/health/ready")
-    async def ready() -> Response:
-        report = api.report()
+    async def ready(request: Request) -> Response:
+        report = api.report(processes=api.access.sees_processes(request))
         return json_response(report, 200 if report["ready"] else 503)
 
     @app.get("/metrics", dependencies=[Depends(api.access.admin)])

@@ -197,7 +197,8 @@ class Completion(Response):
     def _routed(self, route: Route | None) -> None:
         if route is not None:
             self._record.gang, self._record.predicted_s = route.gang, route.ttft_s
-            self._extra_headers.append((b"x-kvatlas-route", route.explained.encode()))
+            if self._api.shows_routes:
+                self._extra_headers.append((b"x-kvatlas-route", route.explained.encode()))
 
     def _note_ignored(self, request: openai.Common) -> None:
         self._record.ignored = len(request.ignored)

@@ -56,6 +56,23 @@ class Access:
         self._admins: Sequence[tuple[str, bytes]] = ()
         self.problem = ""  # why the files as they are now are not in use
         self._read()
+        if server.require_keys and not self._tenants:
+            raise UserError(
+                "server.require_keys is on, and no API keys are configured: name a file of them in "
+                f"server.api_keys_file, or set {API_KEYS} where the ingresses run"
+            )
+
+    @property
+    def keyed(self) -> bool:
+        """Whether requests need API keys, so that clients may be strangers to each other."""
+        return bool(self._tenants)
+
+    def sees_processes(self, request: Request) -> bool:
+        """Whether a request may see hosts and process ids: with the admin key, and anybody where no
+        keys are configured at all."""
+        if not self._admins:
+            return not self._tenants
+        return bool(self._owner(request, self._admins))
 
     @property
     def from_files(self) -> bool:

@@ -126,6 +126,12 @@ class Api:
 
         return await self.waiting.until(served, failure)
 
+    @property
+    def shows_routes(self) -> bool:
+        """Whether clients see how busy the workers are that a request could have gone to."""
+        asked = self.config.server.route_header
+        return not self.access.keyed if asked is None else asked
+
     def state(self) -> IngressState:
         """The state of this ingress, for the others."""
         return IngressState(self.name, self.metrics.own(), dict(self.labels))
@@ -153,13 +159,17 @@ class Api:
             if problem != before:
                 log.warning("the previous keys stay in use: %s", problem)
 
-    def report(self) -> dict[str, Any]:
-        """The body of `/health/ready`."""
+    def report(self, *, processes: bool) -> dict[str, Any]:
+        """The body of `/health/ready`, with or without the workers' hosts and process ids."""
         problem = "files of keys have changed and cannot be used, the log says why"
         problems = [problem] if self.access.problem else []
         if self.resources is not None and self.resources.problem:
             problems.append(self.resources.problem)
-        return {**self.gangs.report(), "problems": problems}
+        report = self.gangs.report()
+        if not processes:
+            for gang in report["models"][0]["gangs"]:
+                del gang["host"], gang["pid"]
+        return {**report, "problems": problems}
 
     async def debug(self, method: str, *arguments: Any) -> tuple[list[Any], dict[str, Any]]:
         """The answers of the workers, and a `missing` entry if some do not answer in time.
