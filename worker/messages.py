@@ -21,6 +21,10 @@ from worker.params import SamplingParams
 
 VERSION = 1
 
+VALUES_MAX = 8192
+"""Tokens and log-probabilities in one message, about: more go into the next one. It bounds how long
+the event loops of both sides are busy with a message (10 ms), and its bytes."""
+
 
 class WireError(ValueError):
     """The bytes are not a message of this version."""
@@ -154,6 +158,11 @@ class Error:
 @dataclass(frozen=True, slots=True)
 class KeepAlive:
     """The worker is alive and has no event to send."""
+
+
+def values(event: Delta | Finish) -> int:
+    """Tokens and log-probabilities in an event."""
+    return len(event.tokens) + sum(1 + len(entry.top) for entry in event.logprobs or ())
 
 
 Event = Accepted | Rejected | Delta | PromptLogprobs | Finish | Error | KeepAlive

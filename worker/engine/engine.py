@@ -321,9 +321,14 @@ class Engine:
         self, sequence: Sequence, first: int, entries: list[messages.PromptLogprob]
     ) -> list[Output]:
         sequence.scored = first + len(entries)
-        if sequence.choice or not entries:
+        if sequence.choice:
             return []
-        return [(sequence.request, messages.PromptLogprobs(first + 1, [*entries]))]
+        alternatives = sequence.request.params.prompt_logprobs or 0
+        most = max(1, messages.VALUES_MAX // (2 + alternatives))
+        return [
+            (sequence.request, messages.PromptLogprobs(first + 1 + at, [*entries[at : at + most]]))
+            for at in range(0, len(entries), most)
+        ]
 
     def _mark_admitted(self, plan: StepPlan, now: float) -> None:
         for sequence in self.scheduler.sequences(plan):
