@@ -161,6 +161,12 @@ class LimitsConfig:
     max_body_bytes: int = _setting(
         16 * 2**20, rules.size(), "Largest request body; larger gets 413.", live=True
     )
+    max_body_values: int = _setting(
+        1_000_000,
+        rules.integer(1000),
+        "Most JSON values in one body: a list or object counts 50, a string or key 10.",
+        live=True,
+    )
     body_timeout_s: float = _setting(
         30.0,
         rules.number(0, above=True),

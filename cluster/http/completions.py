@@ -144,7 +144,7 @@ class Completion(Response):
     async def _answer(self, send: Send) -> None:
         api, record = self._api, self._record
         kind = openai.ChatRequest if self._chat else openai.CompletionRequest
-        request: openai.Common = bodies.parse(kind, self._body)
+        request: openai.Common = await bodies.read(kind, self._body, api.config.limits)
         self._body = b""
         timeout_s, limit = openai.patience(request, self._timeout, api.config.limits)
         try:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import secrets
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from cluster.errors import ApiError, invalid
 from configs.schema import LimitsConfig
@@ -83,15 +83,26 @@ class Served:
         )
 
 
-class StreamOptions(BaseModel):
+class Options(BaseModel):
+    """An object among the parameters. Null in it means left out, as for parameters themselves."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if isinstance(given, dict):
+            return {name: value for name, value in given.items() if value is not None}
+        return given
+
+
+class StreamOptions(Options):
     model_config = ConfigDict(strict=True)
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
-class SpeculationOptions(BaseModel):
-    """Speculative decoding of this request; null or left out means the server's setting."""
+class SpeculationOptions(Options):
+    """Speculative decoding of this request; what is left out is the server's setting."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -102,7 +113,7 @@ class SpeculationOptions(BaseModel):
 class Common(BaseModel):
     """Parameters of both kinds of completion."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(strict=True)
 
     model: str | None = None
     n: int = 1
@@ -133,6 +144,11 @@ class Common(BaseModel):
     priority: int = 0
     timeout: float | None = None
     speculation: SpeculationOptions = SpeculationOptions()
+    _ignored: list[str] = PrivateAttr([])
+
+    def note_ignored(self, names: Iterable[str]) -> None:
+        """Parameters that were sent and are not known; their values are not kept."""
+        self._ignored = sorted(names)
 
     @property
     def width(self) -> int:
@@ -170,7 +186,7 @@ class Common(BaseModel):
     @property
     def ignored(self) -> list[str]:
         """Names of unknown parameters, sorted."""
-        return sorted(self.model_extra or ())
+        return self._ignored
 
 
 class ChatRequest(Common):
@@ -214,7 +230,7 @@ class CompletionRequest(Common):
 class TokenizeRequest(BaseModel):
     """POST /tokenize: a text or a conversation."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(strict=True)
 
     model: str | None = None
     prompt: str | None = None
@@ -229,7 +245,7 @@ class TokenizeRequest(BaseModel):
 class DetokenizeRequest(BaseModel):
     """POST /detokenize."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(strict=True)
 
     model: str | None = None
     tokens: list[Any]
@@ -267,7 +283,8 @@ def check_common(request: Common, served: Served) -> None:
     if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
     if isinstance(request, ChatRequest) and request.asked_tokens == 0:
-        raise invalid("max_completion_tokens must be at least 1", "max_completion_tokens")
+        name = _client_name(request, "max_tokens")
+        raise invalid(f"{name} must be at least 1", name)
     if isinstance(request, CompletionRequest) and request.max_tokens == 0 and not request.echo:
         raise invalid("max_tokens must be at least 1 unless echo is true", "max_tokens")
     _params(request, served, request.asked_tokens)
@@ -362,7 +379,8 @@ def _params(request: Common, served: Served, max_tokens: int | None) -> Sampling
     try:
         check(params, served.params())
     except ParamError as error:
-        raise invalid(str(error), _client_name(request, error.parameter)) from None
+        name = _client_name(request, error.parameter)
+        raise invalid(str(error.named(name)), name) from None
     return replace(params, top_k=max(0, params.top_k))
 
 
@@ -400,6 +418,8 @@ def too_long(message: str, served: Served, param: str) -> ApiError:
 def _bias(raw: Mapping[str, Any]) -> dict[int, float]:
     bias = {}
     for token, value in raw.items():
+        if value is None:
+            continue
         if type(value) not in (int, float):
             raise invalid(f"logit_bias: {token[:80]!r} needs a valid number", "logit_bias")
         if not token.isascii() or not token.isdigit() or len(token) > 12:

@@ -233,7 +233,9 @@ class TextService:
 
     async def encode(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
         """The token ids of each text; `special` adds the model's first and last special tokens."""
-        return await self._off_loop(sum(map(len, texts)), lambda: self._encode(texts, special))
+        return await self._off_loop(
+            sum(map(len, texts)), lambda: self._encode(texts, special, "prompt")
+        )
 
     async def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
         """The text of all these tokens."""
@@ -272,17 +274,17 @@ class TextService:
                     "continue_final_message": continue_final_message,
                 },
             )
-            return self._encode([text], special=False)[0]
+            return self._encode([text], False, "messages")[0]
 
         return await self._off_loop(size, work)
 
-    def _encode(self, texts: Sequence[str], special: bool) -> list[list[int]]:
+    def _encode(self, texts: Sequence[str], special: bool, param: str) -> list[list[int]]:
         for text in texts:
             try:
                 text.encode()
             except UnicodeEncodeError as error:
                 where = f"lone surrogate at character {error.start}"
-                raise invalid(f"the text is not valid Unicode: {where}") from None
+                raise invalid(f"the text is not valid Unicode: {where}", param) from None
         if self._backend is None:
             return [self._tokenizer.encode(text, add_special_tokens=special) for text in texts]
         # `encode` would hold the interpreter lock, a batch does not. The fast variant keeps no

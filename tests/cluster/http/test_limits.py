@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from cluster.http import limits
-from tests.cluster.fakes import FakeWorker, Served, config, serving
+from tests.cluster.fakes import FakeWorker, Served, config, ids_of, serving
 
 pytestmark = pytest.mark.anyio
 PATH = "/v1/completions"
@@ -186,3 +187,49 @@ async def test_a_client_that_leaves_in_the_middle_of_its_body_disturbs_nobody() 
         await writer.wait_closed()
         assert (await served.post(PATH, {"prompt": "hi"})).status_code == 200
         assert not served.worker.submits[1:]
+
+
+async def gzipped(served: Served, body: bytes, encoding: str = "gzip") -> Any:
+    headers = {"Content-Encoding": encoding, "Content-Type": "application/json"}
+    return await served.http.post(PATH, content=body, headers=headers)
+
+
+async def test_a_gzip_body_is_decoded() -> None:
+    plain = json.dumps({"prompt": "hi", "user": "x" * 1000}).encode()
+    packed = gzip.compress(plain)
+    async with serving(FakeWorker()) as served:
+        answer = await gzipped(served, packed)
+        assert answer.status_code == 200
+        assert answer.json()["choices"][0]["text"]
+        assert served.worker.submits[0].prompt == ids_of("hi")
+
+        async def in_parts() -> AsyncIterator[bytes]:
+            for i in range(0, len(packed), 7):
+                yield packed[i : i + 7]
+
+        headers = {"Content-Encoding": "GZip"}
+        answer = await served.http.post(PATH, content=in_parts(), headers=headers)
+        assert answer.status_code == 200
+        for wrong in (packed[:-5], plain, packed + b"more", b""):
+            answer = await gzipped(served, wrong)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_body")
+        assert (await gzipped(served, plain, "identity")).status_code == 200
+
+
+async def test_a_gzip_body_may_be_no_larger_than_others() -> None:
+    bomb = gzip.compress(b" " * (64 << 20))  # 64 KiB
+    async with serving(FakeWorker(), f"limits.max_body_bytes={1 << 20}") as served:
+        answer = await gzipped(served, bomb)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+        assert f"{1 << 20} bytes (limits.max_body_bytes)" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("encoding", ["br", "deflate", "gzip, gzip", "zstd"])
+async def test_another_encoding_is_refused_by_name(encoding: str) -> None:
+    async with serving(FakeWorker()) as served:
+        answer = await gzipped(served, b"{}", encoding)
+        assert answer.status_code == 415
+        assert answer.headers["accept-encoding"] == "gzip"
+        error = answer.json()["error"]
+        assert error["code"] == "unsupported_encoding"
+        assert limits.printable(encoding) in error["message"]

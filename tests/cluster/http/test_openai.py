@@ -25,7 +25,8 @@ BAD: list[tuple[str, Any, int, str, str | None, str]] = [
     (CHAT, b"", 400, "invalid_json", None, "not JSON"),
     (CHAT, b"\xff\xfe", 400, "invalid_json", None, "not JSON"),
     (CHAT, b"[1]", 400, "invalid_json", None, "JSON object"),
-    (CHAT, b"[" * 100_000, 400, "invalid_json", None, "not JSON"),
+    (CHAT, b"[" * 60_000, 400, "invalid_json", None, "not JSON"),
+    (CHAT, b"[" * 100_000, 400, "body_too_large", None, "(limits.max_body_values)"),
     (CHAT, {"messages": None}, 400, "missing_required_parameter", "messages", "is missing"),
     (CHAT, {"messages": []}, 400, "invalid_value", "messages", "at least one"),
     (CHAT, {"messages": "hi"}, 400, "invalid_value", "messages", "valid list"),
@@ -49,6 +50,17 @@ BAD: list[tuple[str, Any, int, str, str | None, str]] = [
     (CHAT, {"messages": [{"role": "assistant", "content": "x"}]}, 400, "invalid_value", "messages",
      "a conversation starts with the user"),
     (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, 400, "invalid", None, ""),
+    (TEXT, b'{"prompt": "\\ud800"}', 400, "invalid", None, ""),
+    (CHAT, {"messages": [{"role": "user", "content": None}]}, 400, "invalid_value",
+     "messages[0].content", "a text"),
+    (CHAT, {"logprobs": True, "top_logprobs": 21}, 400, "invalid_value", "top_logprobs",
+     "top_logprobs must be an integer from 0 to 20, got 21"),
+    (CHAT, {"max_completion_tokens": -1}, 400, "invalid_value", "max_completion_tokens",
+     "max_completion_tokens must be"),
+    (CHAT, {"max_tokens": 0}, 400, "invalid_value", "max_tokens", "max_tokens must be at least 1"),
+    (TEXT, {"echo": True, "logprobs": 21}, 400, "invalid_value", "logprobs", "logprobs must be"),
+    (TEXT, {"stop": [None]}, 400, "invalid_value", "stop",
+     "stop must be a text or a list of texts, got [null]"),
     (CHAT, {"messages": [*USER, {"role": "assistant", "content": "", "tool_calls": [1]}]}, 400,
      "unsupported_parameter", "messages[1].tool_calls", "tool calls"),
     (CHAT, {"model": "nope"}, 404, "model_not_found", "model", f"served is '{MODEL}'"),
@@ -375,6 +387,25 @@ def test_messages_become_what_a_template_takes() -> None:
         {"role": "system", "content": "be kind", "name": "boss"},
         {"role": "user", "content": "ab"},
     ]
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ({}, ""),
+        ({"content": None}, ""),
+        ({"content": []}, ""),
+        ({"content": ""}, ""),
+        ({"refusal": "no"}, "no"),
+        ({"content": None, "refusal": "no", "tool_calls": []}, "no"),
+        ({"content": [{"type": "refusal", "refusal": "never"}]}, "never"),
+        ({"content": "yes", "refusal": None}, "yes"),
+    ],
+)
+def test_an_assistant_may_have_said_nothing(message: dict[str, Any], text: str) -> None:
+    """Histories hold such messages after tool calls and refusals."""
+    said = prompts.conversation([*USER, {"role": "assistant", **message}, *USER], served())
+    assert said[1] == {"role": "assistant", "content": text}
 
 
 def test_prompts_keep_their_order_and_kind() -> None:
