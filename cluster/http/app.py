@@ -66,7 +66,12 @@ def build_app(api: Api, *, echo_label: bool = True) -> FastAPI:
         api.text.close()
 
     app = FastAPI(title="kvatlas", lifespan=lifespan)
-    app.add_middleware(BodyLimit, limits=lambda: api.config.limits, echo=echo_label)
+    app.add_middleware(
+        BodyLimit,
+        limits=lambda: api.config.limits,
+        tenant=lambda scope: api.access.owner(Request(scope)),
+        echo=echo_label,
+    )
     app.add_exception_handler(ApiError, _on_api_error(api))
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
@@ -135,6 +140,11 @@ async def _on_any_error(request: Request, error: Exception) -> Response:
     return error_response(ApiError(500, "internal_error", message))
 
 
+async def whole(request: Request) -> bytes:
+    """The body. The request does not keep it, as it would by `body()` for as long as it lives."""
+    return b"".join([part async for part in request.stream()])
+
+
 def _body_docs(kind: type[Any]) -> dict[str, Any]:
     schema = {"schema": kind.model_json_schema()}
     return {"requestBody": {"content": {"application/json": schema}, "required": True}}
@@ -149,7 +159,7 @@ def _add_completions(app: FastAPI, api: Api) -> None:
             label, shown = label_of(request.headers), keys.shown(tenant)
             record = Record(request.url.path, time.monotonic(), label=label, tenant=shown)
             timeout = request.headers.get(openai.TIMEOUT_HEADER, "")
-            body = await request.body()
+            body = await whole(request)
             return Completion(api, body, record, chat=chat, tenant=tenant, timeout=timeout)
 
         return answer
@@ -179,37 +189,46 @@ def _add_completions(app: FastAPI, api: Api) -> None:
 
 
 def _add_text(app: FastAPI, api: Api) -> None:
-    keyed: dict[str, Any] = {"dependencies": [Depends(api.access.tenant)]}
-
-    @app.post("/tokenize", openapi_extra=_body_docs(openai.TokenizeRequest), **keyed)
+    @app.post("/tokenize", openapi_extra=_body_docs(openai.TokenizeRequest))
     async def tokenize(request: Request) -> Response:
-        asked = await bodies.read(openai.TokenizeRequest, await request.body(), api.config.limits)
+        tenant = api.access.tenant(request)
+        asked = await bodies.read(openai.TokenizeRequest, await whole(request), api.config.limits)
         served = await while_connected(request, api.served())
         openai.check_model(asked.model, served.model)
         if (asked.prompt is None) == (asked.messages is None):
             raise invalid("one of prompt and messages is needed", "prompt")
-        if asked.prompt is not None:
-            ids = (await api.text.encode([asked.prompt], special=asked.add_special_tokens))[0]
-        else:
-            ids = await api.text.encode_chat(
-                prompts.conversation(asked.messages or [], served),
-                add_generation_prompt=asked.add_generation_prompt,
-                continue_final_message=asked.continue_final_message,
-                variables=asked.chat_template_kwargs,
-            )
+        ids = await while_connected(request, _ids(api, asked, served, tenant))
         body = {"count": len(ids), "max_model_len": served.max_model_len, "tokens": ids}
         if asked.return_token_strs:
             body["token_strs"] = [api.text.token(token)[0] for token in ids]
         return json_response(body)
 
-    @app.post("/detokenize", openapi_extra=_body_docs(openai.DetokenizeRequest), **keyed)
+    @app.post("/detokenize", openapi_extra=_body_docs(openai.DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
-        asked = await bodies.read(openai.DetokenizeRequest, await request.body(), api.config.limits)
+        tenant = api.access.tenant(request)
+        asked = await bodies.read(openai.DetokenizeRequest, await whole(request), api.config.limits)
         served = await while_connected(request, api.served())
         openai.check_model(asked.model, served.model)
         prompts.check_ids(asked.tokens, served, "tokens", "tokens must be a list of token ids")
         skip = asked.skip_special_tokens
-        return json_response({"prompt": await api.text.decode(asked.tokens, skip_special=skip)})
+        work = api.text.decode(asked.tokens, skip_special=skip, tenant=tenant)
+        return json_response({"prompt": await while_connected(request, work)})
+
+
+async def _ids(
+    api: Api, asked: openai.TokenizeRequest, served: openai.Served, tenant: str
+) -> list[int]:
+    if asked.prompt is not None:
+        texts, special = [asked.prompt], asked.add_special_tokens
+        return (await api.text.encode(texts, special=special, tenant=tenant, served=served))[0]
+    return await api.text.encode_chat(
+        prompts.conversation(asked.messages or [], served),
+        tenant=tenant,
+        served=served,
+        add_generation_prompt=asked.add_generation_prompt,
+        continue_final_message=asked.continue_final_message,
+        variables=asked.chat_template_kwargs,
+    )
 
 
 def _add_state(app: FastAPI, api: Api) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -21,6 +21,7 @@ from cluster.errors import ApiError, invalid
 from cluster.http import bodies, keys, openai, prompts
 from cluster.http.choices import Choice
 from cluster.http.generation import Generation, Job
+from cluster.http.limits import RELEASE
 from cluster.http.responses import (
     DONE,
     KEEP_ALIVE,
@@ -100,9 +101,11 @@ class Completion(Response):
         self._timeout = timeout
         self._extra_headers: list[tuple[bytes, bytes]] = []  # besides those of every answer
         self._timed = False  # tokens come one by one, so their times can be measured
+        self._release: Callable[[], None] = lambda: None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = self._record
+        self._release = scope.get(RELEASE, self._release)
         self._api.metrics.started()
         complete = False
         try:
@@ -156,6 +159,8 @@ class Completion(Response):
         openai.check_common(request, served)
         self._note_ignored(request)
         texts, tokens = await self._tokens(request, served)
+        request.forget_prompt()
+        self._release()
         answer = (ChatAnswer if self._chat else CompletionAnswer)(
             served.model,
             api.text.token,
@@ -215,6 +220,8 @@ class Completion(Response):
         if isinstance(request, openai.ChatRequest):
             ids = await text.encode_chat(
                 prompts.conversation(request.messages, served),
+                tenant=self._tenant,
+                served=served,
                 add_generation_prompt=request.add_generation_prompt,
                 continue_final_message=request.continue_final_message,
                 variables=request.chat_template_kwargs,
@@ -223,7 +230,8 @@ class Completion(Response):
         assert isinstance(request, openai.CompletionRequest)
         given = prompts.prompts(request.prompt, served)
         texts = [part for part in given if isinstance(part, str)]
-        encoded = iter(await text.encode(texts, special=request.add_special_tokens))
+        special, tenant = request.add_special_tokens, self._tenant
+        encoded = iter(await text.encode(texts, special=special, tenant=tenant, served=served))
         tokens = [next(encoded) if isinstance(part, str) else part for part in given]
         if not all(tokens):
             raise invalid("prompt must have at least one token", "prompt")
@@ -231,7 +239,9 @@ class Completion(Response):
             return [""] * len(tokens), tokens
         skip = request.skip_special_tokens
         return [
-            part if isinstance(part, str) else await text.decode(part, skip_special=skip)
+            part
+            if isinstance(part, str)
+            else await text.decode(part, skip_special=skip, tenant=tenant)
             for part in given
         ], tokens
 

@@ -93,11 +93,14 @@ class Access:
 
     def tenant(self, request: Request) -> str:
         """The tenant whose key the request carries; "" if none is needed. Raises 401."""
-        if not self._tenants:
-            return ""
-        if not (found := self._owner(request, self._tenants)):
+        found = self.owner(request)
+        if self._tenants and not found:
             raise _unknown("a valid API key is needed")
         return found
+
+    def owner(self, request: Request) -> str:
+        """The tenant of a request; "" where it has no valid key too."""
+        return self._owner(request, self._tenants) if self._tenants else ""
 
     def admin(self, request: Request) -> None:
         """Raises 401 or 403 unless the request may use admin routes."""

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.errors import ApiError
 from cluster.http.responses import error_response
+from cluster.http.shares import Shares
 from configs.schema import LimitsConfig
 
 MAX_BODIES = 64
@@ -30,15 +31,27 @@ _LABEL_MAX = 128
 _CLOSE = (b"connection", b"close")
 
 
+RELEASE = "kvatlas.release"
+"""Key of the scope: a function to call when the request needs its body no more."""
+
+
 class BodyLimit:
     """Refuses a body that is too large (413, by Content-Length or by the bytes received), too slow
-    (408), or too much together with all bodies in memory (429). `limits` gives the current
-    settings; with `echo` the answer carries the client's X-Request-Id."""
+    (408), or too much together with all bodies in memory (429, see `Shares`). `limits` gives the
+    current settings and `tenant` whose a request is; with `echo` the answer carries the client's
+    X-Request-Id."""
 
-    def __init__(self, app: ASGIApp, *, limits: Callable[[], LimitsConfig], echo: bool) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        limits: Callable[[], LimitsConfig],
+        tenant: Callable[[Scope], str],
+        echo: bool,
+    ) -> None:
         self._app = app
-        self._limits = limits
-        self.held_bytes = 0  # of all requests that are not answered yet
+        self._limits, self._tenant = limits, tenant
+        self.held = Shares(0)  # bytes, until the answer or `RELEASE`
         self._echo = echo
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -50,9 +63,11 @@ class BodyLimit:
         if self._echo and label:
             send = _with(send, lambda: [(b"x-request-id", label.encode())])
         limits = self._limits()
+        self.held.most = MAX_BODIES * limits.max_body_bytes
         encoding = headers.get("content-encoding", "").strip().lower()
-        body = _Body(self, limits, receive, gzip=encoding == "gzip")
+        body = _Body(self.held, self._tenant(scope), limits, receive, gzip=encoding == "gzip")
         send = body.closing(send)
+        scope[RELEASE] = body.release
         try:
             refusal = _refusal(headers, encoding, limits)
             if refusal is not None:
@@ -62,7 +77,7 @@ class BodyLimit:
             else:
                 await self._app(scope, body, send)
         finally:
-            self.held_bytes -= body.received
+            body.release()
 
 
 class _Body:
@@ -70,14 +85,19 @@ class _Body:
     body are decoded."""
 
     def __init__(
-        self, all_bodies: BodyLimit, limits: LimitsConfig, receive: Receive, *, gzip: bool
+        self, held: Shares, tenant: str, limits: LimitsConfig, receive: Receive, *, gzip: bool
     ) -> None:
-        self._all, self._limits, self._receive = all_bodies, limits, receive
+        self._all, self._tenant, self._limits, self._receive = held, tenant, limits, receive
         self._gunzip = zlib.decompressobj(16 + zlib.MAX_WBITS) if gzip else None
         self._deadline = asyncio.get_running_loop().time() + limits.body_timeout_s
         self._complete = False
-        self.received = 0
+        self.received = self._held = 0
         self.refused = False
+
+    def release(self) -> None:
+        """The bytes received so far are not in memory any more."""
+        self._all.give(self._tenant, self._held)
+        self._held = 0
 
     async def __call__(self) -> Message:
         if self._complete:
@@ -93,12 +113,12 @@ class _Body:
             message = await self._decoded(self._gunzip, message)
         size = len(message.get("body", b""))
         self.received += size
-        self._all.held_bytes += size
         if self.received > limits.max_body_bytes:
             self.refused = True
             raise _too_large(limits)
-        if self._all.held_bytes > MAX_BODIES * limits.max_body_bytes:
+        if not self._all.take(self._tenant, size):
             raise self._refusal(429, "queue_full", "the server holds too many large bodies")
+        self._held += size
         self._complete = not message.get("more_body", False)
         return message
 

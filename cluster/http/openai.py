@@ -164,6 +164,10 @@ class Common(BaseModel):
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
+    @abstractmethod
+    def forget_prompt(self) -> None:
+        """Free the memory of the prompt, which has become tokens."""
+
     @property
     @abstractmethod
     def alternatives(self) -> int | None:
@@ -200,6 +204,9 @@ class ChatRequest(Common):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
 
+    def forget_prompt(self) -> None:
+        self.messages, self.chat_template_kwargs = [], {}
+
     @property
     def alternatives(self) -> int | None:
         return self.top_logprobs if self.logprobs else None
@@ -217,6 +224,9 @@ class CompletionRequest(Common):
     echo: bool = False
     logprobs: int | None = None
     add_special_tokens: bool = True
+
+    def forget_prompt(self) -> None:
+        self.prompt = None
 
     @property
     def alternatives(self) -> int | None:

@@ -7,6 +7,7 @@ import contextlib
 import gzip
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -233,3 +234,52 @@ async def test_another_encoding_is_refused_by_name(encoding: str) -> None:
         error = answer.json()["error"]
         assert error["code"] == "unsupported_encoding"
         assert limits.printable(encoding) in error["message"]
+
+
+async def test_a_body_is_held_only_until_its_prompt_is_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """1 GiB of bodies under requests of ten minutes refused the tiny bodies of everybody else."""
+    monkeypatch.setattr(limits, "MAX_BODIES", 1)
+    worker = FakeWorker()
+    worker.gate = asyncio.Semaphore(0)
+    large = json.dumps({"prompt": "hi", "user": "x" * (LIMIT - 100)}).encode()
+    async with serving(worker, f"limits.max_body_bytes={LIMIT}") as served:
+        asked = [asyncio.create_task(served.http.post(PATH, content=large))]
+        while len(worker.active) < 1:
+            await asyncio.sleep(0)
+        asked.append(asyncio.create_task(served.http.post(PATH, content=large)))
+        while len(worker.active) < 2:
+            await asyncio.sleep(0)
+        for _ in range(100):
+            worker.gate.release()
+        assert [answer.status_code for answer in await asyncio.gather(*asked)] == [200, 200]
+
+
+async def test_a_tenant_s_bodies_leave_room_for_another_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MAX_BODIES", 2)
+    keys = {name: f"key-of-{name}-0123456789" for name in ("flood", "other")}
+    (tmp_path / "keys").write_text("".join(f"{name}: {key}\n" for name, key in keys.items()))
+    settings = (f"limits.max_body_bytes={LIMIT}", f"server.api_keys_file={tmp_path}/keys")
+    async with serving(FakeWorker(), *settings) as served:
+
+        async def post(name: str) -> int:
+            headers = {"Authorization": f"Bearer {keys[name]}"}
+            body = json.dumps({"prompt": "hi"}).encode() + b" " * (LIMIT - 100)
+            return (await served.http.post(PATH, content=body, headers=headers)).status_code
+
+        host, _, port = served.url.removeprefix("http://").partition(":")
+        writers = []
+        for _ in range(2):
+            _, writer = await asyncio.open_connection(host, int(port))
+            bearer = f"Authorization: Bearer {keys['flood']}"
+            writer.write(head(bearer, f"Content-Length: {LIMIT}") + b" " * (LIMIT - 50))
+            writers.append(writer)
+        while await post("flood") != 429:
+            await asyncio.sleep(0)  # until both are there
+        assert await post("other") == 200
+        assert await post("flood") == 429
+        for writer in writers:
+            writer.close()
