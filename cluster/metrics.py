@@ -6,12 +6,12 @@ label `engine` and are built from the last snapshot of its statistics at each re
 
 from __future__ import annotations
 
+import re
 import resource
 from collections import Counter as Tally
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-from urllib.parse import quote
 
 from prometheus_client import (
     CollectorRegistry,
@@ -76,7 +76,8 @@ class Record:
     def line(self) -> str:
         """One line for people: the request, its result, and its times."""
         # Quoted like a part of a URL: with blanks and brackets a client could forge the fields.
-        label = f" [{quote(self.label, safe='/:@+=')}]" if self.label else ""
+        label = re.sub(r"[^\w/:@+=.-]", lambda found: f"%{ord(found[0]):02X}", self.label)
+        label = f" [{label}]" if label else ""
         tenant = f" of {self.tenant}" if self.tenant else ""
         head = f"{self.id or '-'}{label}{tenant} {self.route} {self.status}"
         if self.error:

@@ -138,6 +138,12 @@ class LimitsConfig:
     max_logprobs: int = _setting(
         20, rules.integer(0), "Most alternatives per token in `logprobs` and `top_logprobs`."
     )
+    max_logprob_values: int = _setting(
+        400_000,
+        rules.integer(1000),
+        "Most log-probabilities in one answer (140 bytes each); in all together 16 times that.",
+        live=True,
+    )
     max_stop_strings: int = _setting(
         16, rules.integer(0, MAX_ITEMS), "Most stop strings in one request.", live=True
     )

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from cluster.errors import ApiError
-from cluster.http.choices import Choice
+from cluster.http.choices import Choice, Echo
 from cluster.metrics import Metrics, Times
 from cluster.routing.calls import DeadlinePassed, EngineLost, Refused, Stream, Undelivered, ask
 from cluster.routing.dispatch import Dispatcher, Target
@@ -63,6 +63,7 @@ class Job:
 
     submit: messages.GenerateRequest
     choices: Sequence[Choice]
+    echo: Echo
     open_ended: bool = False
     generated: list[list[int]] = field(default_factory=list)
     scored: int = 0
@@ -291,8 +292,9 @@ class Generation:
                     known = min(len(event.entries), max(0, job.scored - event.start))
                     event = messages.PromptLogprobs(event.start + known, event.entries[known:])
                     job.scored = max(job.scored, event.start + len(event.entries))
+                    scored, text = job.echo.push(event)
                     for choice in job.choices:
-                        choice.echo_scored(event)
+                        choice.echo_scored(scored, text)
                 case messages.Error():
                     _raise_lost(event)
                     stream.finished = True

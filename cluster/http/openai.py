@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from cluster.errors import ApiError, invalid
 from configs.schema import LimitsConfig
+from worker import messages
 from worker.params import MAX_GUESSES, ParamError, ParamLimits, SamplingParams, check
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -172,6 +173,13 @@ class Common(BaseModel):
     @abstractmethod
     def alternatives(self) -> int | None:
         """Alternatives per token to return log-probabilities of; None returns none at all."""
+
+    @property
+    def values_per_token(self) -> int:
+        """Log-probabilities of a token that the answer is made with."""
+        if self.alternatives is None:
+            return int(self.choices > self.n)  # to find the best
+        return 1 + max(0, self.alternatives)
 
     @property
     def asked_tokens(self) -> int | None:
@@ -348,16 +356,46 @@ def check_model(name: str | None, served: str) -> None:
         raise ApiError(404, "model_not_found", message, param="model")
 
 
-def sampling(request: Common, served: Served, *, prompt_tokens: int) -> SamplingParams:
-    """The worker's parameters for one prompt; a seed is drawn where none is given.
+def sampling(
+    request: Common, served: Served, *, prompt_tokens: int, prompts: int = 1
+) -> SamplingParams:
+    """The worker's parameters for one of the request's prompts; a seed is drawn where none is
+    given.
 
-    Raises ApiError when a value is out of range or the prompt leaves no room for an answer.
+    Raises ApiError when a value is out of range, or the prompt leaves no room for an answer, or the
+    answer would have too many log-probabilities.
     """
     room = served.max_model_len - prompt_tokens
     asked = request.asked_tokens
     if room < (1 if asked is None else asked):
         raise _exceeds(request, served, prompt_tokens)
-    return _params(request, served, room if asked is None else asked)
+    most = served.limits.max_logprob_values // prompts
+    if asked is None and request.values_per_token:  # no limit was asked for, so this may be one
+        room = min(room, most // (request.choices * request.values_per_token))
+    params = _params(request, served, room if asked is None else asked)
+    if _values(request, params, prompt_tokens) > most or (asked is None and not room):
+        raise _too_many_logprobs(request, served, prompts)
+    return params
+
+
+def logprob_values(request: Common, submit: messages.GenerateRequest) -> int:
+    """Log-probabilities that the answer to one prompt may have."""
+    return _values(request, submit.params, len(submit.prompt))
+
+
+def _values(request: Common, params: SamplingParams, prompt_tokens: int) -> int:
+    tokens = params.max_tokens + (0 if params.prompt_logprobs is None else prompt_tokens)
+    return request.choices * tokens * request.values_per_token
+
+
+def _too_many_logprobs(request: Common, served: Served, prompts: int) -> ApiError:
+    counted = f"each token has {request.values_per_token}, for {request.choices} choices"
+    if prompts > 1:
+        counted += f" of each of {prompts} prompts"
+    most = f"{served.limits.max_logprob_values} (limits.max_logprob_values)"
+    name = "top_logprobs" if isinstance(request, ChatRequest) else "logprobs"
+    message = f"an answer may have {most} log-probabilities, and more are asked for: {counted}"
+    return invalid(f"{message}; ask for fewer, or for fewer tokens with max_tokens", name)
 
 
 def _params(request: Common, served: Served, max_tokens: int | None) -> SamplingParams:

@@ -10,6 +10,8 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,6 +19,7 @@ from cluster.errors import ApiError, invalid
 from cluster.http import openai
 from cluster.http.keys import Access
 from cluster.http.peers import IngressState, Peers
+from cluster.http.shares import Shares
 from cluster.http.text import TextService
 from cluster.metrics import Metrics, Record
 from cluster.routing.block_hashes import BlockHasher
@@ -35,6 +38,9 @@ requests_log = logging.getLogger("kvatlas.requests")
 
 DEBUG_DEADLINE_S = 2.0
 """How long workers may take to answer a debug call."""
+
+ANSWERS_SCORED = 16
+"""All answers together may have this many times `limits.max_logprob_values`."""
 
 
 class ResourceCheck(Protocol):
@@ -93,6 +99,7 @@ class Api:
         )
         self.waiting = Waiting(lambda: self.config)
         self.dispatcher = Dispatcher(self.gangs, router, self.waiting, name=name)
+        self._values = Shares(0)
         self.created = int(time.time())
         self.resources: ResourceCheck | None = None
         self.labels: dict[str, str] = {}  # X-Request-Id of the requests in flight, by id
@@ -131,6 +138,28 @@ class Api:
         """Whether clients see how busy the workers are that a request could have gone to."""
         asked = self.config.server.route_header
         return not self.access.keyed if asked is None else asked
+
+    @contextmanager
+    def logprob_values(self, tenant: str, values: int) -> Iterator[None]:
+        """Hold room for the log-probabilities of an answer. Raises 429 where there is none."""
+        self._values.most = ANSWERS_SCORED * self.config.limits.max_logprob_values
+        if not self._values.take(tenant, values):
+            message = "the server holds as many log-probabilities as it can, try again later"
+            raise ApiError(429, "queue_full", message, retry_after_s=1)
+        try:
+            yield
+        finally:
+            self._values.give(tenant, values)
+
+    @contextmanager
+    def labelled(self, labels: Mapping[str, str]) -> Iterator[None]:
+        """Requests in flight are known by these labels."""
+        self.labels.update(labels)
+        try:
+            yield
+        finally:
+            for request in labels:
+                del self.labels[request]
 
     def state(self) -> IngressState:
         """The state of this ingress, for the others."""

@@ -324,7 +324,7 @@ class Engine:
         if sequence.choice:
             return []
         alternatives = sequence.request.params.prompt_logprobs or 0
-        most = max(1, messages.VALUES_MAX // (2 + alternatives))
+        most = max(1, messages.VALUES_MAX // (messages.SCORED_COST + alternatives))
         return [
             (sequence.request, messages.PromptLogprobs(first + 1 + at, [*entries[at : at + most]]))
             for at in range(0, len(entries), most)

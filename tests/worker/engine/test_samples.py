@@ -112,10 +112,10 @@ def test_scores_of_a_long_prompt_come_in_several_messages(
     prompt = list(prompts()[LONGEST])
     asked = replace(SEEDED, max_tokens=1, prompt_logprobs=2)
     whole = sample(models.engine("llama", 8, chunk=1000), "whole", prompt, asked)
-    monkeypatch.setattr(messages, "VALUES_MAX", 40)
+    monkeypatch.setattr(messages, "VALUES_MAX", 180)
     parts = sample(models.engine("llama", 8, chunk=1000), "parts", prompt, asked)
     scores = [event for event in parts if isinstance(event, PromptLogprobs)]
-    assert max(len(event.entries) for event in scores) == 10  # of 4 values each
+    assert max(len(event.entries) for event in scores) == 10  # of 16 + 2 values each
     starts = [event.start for event in scores]
     assert starts == [sum(len(e.entries) for e in scores[:i]) for i in range(len(scores))]
     assert [x for e in parts for x in _entries(e)] == [x for e in whole for x in _entries(e)]
