@@ -87,6 +87,15 @@ def path() -> Rule:
     )
 
 
+def origins() -> Rule:
+    def allows(value: object) -> bool:
+        origin = r"https?://[^\s,/]+"
+        several = rf"(\*|{origin}(\s*,\s*{origin})*)"
+        return isinstance(value, str) and re.fullmatch(several, value) is not None
+
+    return checked("* or origins like https://host:8080, with commas between", allows)
+
+
 def flag() -> Rule:
     return checked("true or false", lambda value: type(value) is bool)
 

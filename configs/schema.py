@@ -211,6 +211,16 @@ class ServerConfig:
         rules.path(),
         "Key of `/debug` and `/metrics`, or KVATLAS_ADMIN_KEY; null opens them to this machine.",
     )
+    cors_origins: str | None = _setting(
+        None,
+        rules.origins(),
+        "Web pages whose browsers may ask: `https://HOST`, with commas between, or `*` for all.",
+    )
+    keep_alive_s: int = _setting(
+        90,
+        rules.integer(1, 86400),
+        "How long an idle connection stays; a load balancer in front must close its own earlier.",
+    )
     require_keys: bool = _setting(
         False, rules.flag(), "Start only with API keys; off serves everybody where none are given."
     )

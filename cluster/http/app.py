@@ -14,20 +14,22 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
+from importlib import metadata
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.routing import Route
 
 from cluster.errors import ApiError, invalid
-from cluster.http import bodies, debug, keys, openai, prompts
+from cluster.http import bodies, debug, keys, openai, paths, prompts
 from cluster.http.completions import Completion, while_connected
 from cluster.http.limits import BodyLimit, label_of
-from cluster.http.peers import merged
 from cluster.http.responses import error_response, json_response
-from cluster.http.state import DEBUG_DEADLINE_S, Api
+from cluster.http.state import DEBUG_DEADLINE_S, Api, merged
 from cluster.metrics import CONTENT_TYPE, Record
 
 log = logging.getLogger("kvatlas.ingress")
@@ -65,15 +67,24 @@ def build_app(api: Api, *, echo_label: bool = True) -> FastAPI:
         api.gangs.close()
         api.text.close()
 
-    app = FastAPI(title="kvatlas", lifespan=lifespan)
+    app = FastAPI(title="kvatlas", lifespan=lifespan, redirect_slashes=False)
     app.add_middleware(
         BodyLimit,
         limits=lambda: api.config.limits,
         tenant=lambda scope: api.access.owner(Request(scope)),
         echo=echo_label,
     )
+    if origins := api.config.server.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=[origin.strip() for origin in origins.split(",")],
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["*"],
+        )
+    app.add_middleware(paths.Paths)
     app.add_exception_handler(ApiError, _on_api_error(api))
-    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(HTTPException, _on_http_error(app))
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_any_error)
     _add_completions(app, api)
@@ -124,10 +135,19 @@ def _on_api_error(api: Api) -> Callable[[Request, Exception], Awaitable[Response
     return answer
 
 
-async def _on_http_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
-    return error_response(ApiError(error.status_code, code, str(error.detail)), error.headers)
+def _on_http_error(app: FastAPI) -> Callable[[Request, Exception], Awaitable[Response]]:
+    async def answer(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        status, path, message = error.status_code, request.url.path, str(error.detail)
+        routes = {route.path: route for route in app.routes if isinstance(route, Route)}
+        if status == 404:
+            message = paths.unknown(path, routes)
+        elif status == 405:
+            message = f"{path} takes no {request.method}, see the header Allow"
+        code = {404: "not_found", 405: "method_not_allowed"}.get(status, "http_error")
+        return error_response(ApiError(status, code, message), error.headers)
+
+    return answer
 
 
 async def _on_disconnect(_: Request, __: Exception) -> Response:
@@ -189,6 +209,7 @@ def _add_completions(app: FastAPI, api: Api) -> None:
 
 
 def _add_text(app: FastAPI, api: Api) -> None:
+    @app.post("/v1/tokenize", include_in_schema=False)
     @app.post("/tokenize", openapi_extra=_body_docs(openai.TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         tenant = api.access.tenant(request)
@@ -203,6 +224,7 @@ def _add_text(app: FastAPI, api: Api) -> None:
             body["token_strs"] = [api.text.token(token)[0] for token in ids]
         return json_response(body)
 
+    @app.post("/v1/detokenize", include_in_schema=False)
     @app.post("/detokenize", openapi_extra=_body_docs(openai.DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         tenant = api.access.tenant(request)
@@ -232,9 +254,14 @@ async def _ids(
 
 
 def _add_state(app: FastAPI, api: Api) -> None:
+    @app.get("/ping")
     @app.get("/health")
     async def health() -> Response:
         return json_response({"status": "ok"})
+
+    @app.get("/version")
+    async def version() -> Response:
+        return json_response({"version": metadata.version("kvatlas")})
 
     @app.get("/health/ready")
     async def ready(request: Request) -> Response:

@@ -107,6 +107,8 @@ class Completion(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = self._record
         self._release = scope.get(RELEASE, self._release)
+        if scope.get("http_version") == "1.0":
+            send = _whole(send)
         self._api.metrics.started()
         complete = False
         try:
@@ -386,6 +388,26 @@ class Completion(Response):
         record.finish_reasons = [c.finish_reason for c in choices if c.finish_reason]
         if generation.first_token_s is not None and self._timed:
             record.ttft_s = generation.first_token_s - record.started_s
+
+
+def _whole(send: Send) -> Send:
+    """`send` for HTTP/1.0, which knows no chunks: a stream is sent whole, with its length."""
+    head: Message = {}
+    parts = list[bytes]()
+
+    async def sending(message: Message) -> None:
+        nonlocal head
+        if message["type"] == "http.response.start":
+            head = message
+            return
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            body, length = b"".join(parts), b"content-length"
+            headers = [h for h in head["headers"] if h[0] != length]
+            await send({**head, "headers": [*headers, (length, str(len(body)).encode())]})
+            await send({"type": "http.response.body", "body": body})
+
+    return sending
 
 
 async def _joined(parts: Iterator[bytes]) -> bytes:

@@ -12,13 +12,15 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
+
+from prometheus_client.core import Metric
 
 from cluster.errors import ApiError, invalid
 from cluster.http import openai
 from cluster.http.keys import Access
-from cluster.http.peers import IngressState, Peers
 from cluster.http.shares import Shares
 from cluster.http.text import TextService
 from cluster.metrics import Metrics, Record
@@ -41,6 +43,23 @@ DEBUG_DEADLINE_S = 2.0
 
 ANSWERS_SCORED = 16
 """All answers together may have this many times `limits.max_logprob_values`."""
+
+
+@dataclass(frozen=True, slots=True)
+class IngressState:
+    """Metrics of one ingress, and its clients' labels of the requests in flight."""
+
+    ingress: str
+    families: list[Metric] = field(default_factory=list)
+    labels: dict[str, str] = field(default_factory=dict)
+
+
+class Peers(Protocol):
+    """All ingresses, this one among them."""
+
+    async def all(self) -> list[IngressState]:
+        """The state of each. Raises if one does not answer in time."""
+        ...
 
 
 class ResourceCheck(Protocol):
@@ -214,3 +233,15 @@ class Api:
             raise ApiError(503, "worker_lost", message, retry_after_s=1)
         missing = {gang: str(error) for gang, error in errors.items()}
         return list(answers.values()), {"missing": missing} if missing else {}
+
+
+def merged(own: IngressState, others: list[IngressState]) -> list[Metric]:
+    """The metrics of all, each family once."""
+    families: dict[str, Metric] = {}
+    for state in (own, *(other for other in others if other.ingress != own.ingress)):
+        for family in state.families:
+            if family.name in families:
+                families[family.name].samples.extend(family.samples)
+            else:
+                families[family.name] = family
+    return list(families.values())

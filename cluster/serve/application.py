@@ -32,7 +32,7 @@ from ray.serve.config import (
 from ray.serve.schema import LoggingConfig
 
 from cluster.errors import UserError
-from cluster.http.peers import IngressState
+from cluster.http.state import IngressState
 from cluster.routing import registry
 from cluster.routing.calls import Misrouted, ServeHandle
 from cluster.routing.sync import Reporter
@@ -182,7 +182,7 @@ async def _forever(turn: Callable[[], Awaitable[None]]) -> None:
 
 
 class ServePeers:
-    """All replicas of the ingress deployment, as `http.peers.Peers`."""
+    """All replicas of the ingress deployment, as `http.state.Peers`."""
 
     async def all(self) -> list[IngressState]:
         """The state of each. Raises TimeoutError, and what Serve raises."""

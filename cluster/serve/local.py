@@ -188,7 +188,11 @@ def _deploy(
     except ValueError as error:
         raise UserError(str(error)) from None
     say("starting the server")
-    http_options = {"host": config.server.host, "port": config.server.port}
+    http_options = {
+        "host": config.server.host,
+        "port": config.server.port,
+        "keep_alive_timeout_s": config.server.keep_alive_s,
+    }
     serve.start(http_options=http_options, logging_config={"log_level": "ERROR"})
     serve.run_many(
         [RunTarget(target=app, name=APP)],

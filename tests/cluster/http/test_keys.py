@@ -34,7 +34,7 @@ ADMIN = "admin-key-of-the-tests"
 SECRETS = (ALICE, ALICE_2, BOB, ADMIN)
 FILE = f"# who may ask\nalice: {ALICE}\n'alice': \"{ALICE_2}\"\n\nbob: {BOB}\n"
 TEXT = "/v1/completions"
-OPEN = {"/health", "/health/ready"}
+OPEN = {"/health", "/health/ready", "/ping", "/version"}
 
 
 @pytest.fixture

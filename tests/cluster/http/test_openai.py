@@ -153,7 +153,7 @@ BAD: list[tuple[str, Any, int, str, str | None, str]] = [
     (TEXT, {"prompt": ["x"] * 257}, 400, "invalid_value", "prompt", "256 prompts"),
     (TEXT, {"prompt": ["x"] * 50_000}, 400, "invalid_value", "prompt",
      "256 prompts (limits.max_prompts), got 50000"),
-    (TEXT, {"prompt": [[1]] * 100_000}, 400, "invalid_value", "prompt", "got 100000"),
+    (TEXT, {"prompt": [[1]] * 15_000}, 400, "invalid_value", "prompt", "got 15000"),
     (TEXT, {"prompt": [1] * 100_000}, 400, "context_length_exceeded", "prompt",
      "prompt has 100000 tokens; fake holds 256 (model.max_model_len)"),
     (TEXT, {"prompt": [[1], [1] * 100_000]}, 400, "context_length_exceeded", "prompt", "100000"),
