@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -196,7 +197,7 @@ class Generation:
         """Try gangs until the answer is complete. Raises ApiError, DeadlinePassed."""
         loop = asyncio.get_running_loop()
         target = self._dispatcher.choose(job.submit, job.length, ())
-        losses, undelivered, full = 0, 0, set[str]()
+        losses, undelivered, pauses, full = 0, 0, 0, set[str]()
         while True:
             if target is None:
                 begun = admitted is None or admitted.done()
@@ -211,7 +212,8 @@ class Generation:
                 if target is None or len(full) > MORE_GANGS:
                     if admitted is not None:
                         raise refused.answer from None
-                    await asyncio.sleep(refused.wait_s)
+                    await asyncio.sleep(pause_s(refused.wait_s, pauses))
+                    pauses += 1
                     full.clear()
                     target = self._dispatcher.choose(job.submit, job.length, ())
             except EngineLost as error:
@@ -337,6 +339,12 @@ class Generation:
             await ask(target.handle, "abort", request_id, choice, deadline_s=ABORT_S)
         except (EngineLost, Refused) as error:
             log.warning("could not end choice %d of %s: %s", choice, request_id, error)
+
+
+def pause_s(least_s: float, before: int) -> float:
+    """How long to wait for a place in a full queue after so many waits before: twice as long each
+    time, up to MAX_WAIT_S, and not as long as others who were refused at the same moment."""
+    return random.uniform(0.5, 1.0) * min(MAX_WAIT_S, 2.0 * least_s * 2.0 ** min(before, 10))
 
 
 def _raise_lost(error: messages.Error) -> None:

@@ -810,3 +810,11 @@ async def test_others_get_their_turn_while_a_large_answer_is_made(
             scored = answer.json()["choices"][0]["logprobs"]
             assert len(scored["tokens" if path == TEXT else "content"]) == 100
         assert size > 6 * longest
+
+
+def test_refused_prompts_come_back_ever_later_and_not_together() -> None:
+    least = 0.5
+    for before, most in ((0, 1.0), (1, 2.0), (2, 4.0), (3, 5.0), (1000, generation.MAX_WAIT_S)):
+        drawn = [generation.pause_s(least, before) for _ in range(50)]
+        assert all(most / 2 <= pause <= most for pause in drawn)
+        assert len(set(drawn)) > 40
