@@ -39,6 +39,7 @@ from cluster.routing.sync import Reporter
 from cluster.serve import haproxy, pools, scaling, secret
 from cluster.serve.delivery import ANYONE, Delivery
 from cluster.serve.hub import HubClient
+from cluster.serve.unread import Unread
 from configs.loading import ConfigError, adjusted, load
 from configs.pools import PoolConfig
 from configs.schema import Config
@@ -259,7 +260,7 @@ class Ingress:
     def __serve_build_asgi_app__(self) -> Any:
         from cluster.http.app import build_app
 
-        return build_app(self._api, echo_label=False)
+        return Unread(build_app(self._api, echo_label=False))
 
 
 def _reconfigured(config: Config, user_config: dict[str, Any]) -> Config:
