@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote, urlsplit
 
 from cluster import quickstart
@@ -23,6 +24,9 @@ from configs.loading import ConfigError, load
 from configs.schema import Config
 
 USAGE_ERROR, INTERRUPTED = 2, 130
+
+WHERE_S = 30.0
+"""How long `kvatlas where` waits for each part of the answer."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -130,22 +134,36 @@ def _where(options: argparse.Namespace) -> int:
     if options.block is not None:
         path = f"/debug/where?block={options.block}&rank={options.rank}&group={options.group}"
         path += f"&gang={quote(options.gang, safe='')}"
-    address = urlsplit(options.url)
-    connection = http.client.HTTPConnection(address.hostname or "127.0.0.1", address.port or 80)
+    print(json.dumps(_answer(options.url, path), indent=2))
+    return 0
+
+
+def _answer(url: str, path: str) -> Any:
+    """The JSON that a server at `url`, which may have a path of its own, answers. Raises UserError.
+    No proxy is asked, and the admin key goes over TLS where the URL says https."""
+    address = urlsplit(url)
+    kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
     try:
-        key = os.environ.get(ADMIN_KEY)
-        connection.request("GET", path, headers={"Authorization": f"Bearer {key}"} if key else {})
+        kind, host, port = kinds.get(address.scheme), address.hostname, address.port
+    except ValueError as error:  # the port is no number
+        raise UserError(f"--url {url}: {error}") from None
+    if kind is None or not host:
+        raise UserError(f"--url must be http://HOST[:PORT][/PATH] or https://..., got {url!r}")
+    key = os.environ.get(ADMIN_KEY)
+    connection = kind(host, port, timeout=WHERE_S)
+    try:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        connection.request("GET", address.path.rstrip("/") + path, headers=headers)
         response = connection.getresponse()
         body = json.loads(response.read())
     except (OSError, ValueError, http.client.HTTPException) as error:
-        raise UserError(f"{options.url} does not answer: {error}") from None
+        raise UserError(f"{url} does not answer: {error}") from None
     finally:
         connection.close()
     if response.status != 200:
         reason = body.get("error") if isinstance(body, dict) else None
         raise UserError(str(reason["message"] if reason else body))
-    print(json.dumps(body, indent=2))
-    return 0
+    return body
 
 
 if __name__ == "__main__":

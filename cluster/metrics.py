@@ -6,6 +6,7 @@ label `engine` and are built from the last snapshot of its statistics at each re
 
 from __future__ import annotations
 
+import re
 import resource
 from collections import Counter as Tally
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -74,7 +75,9 @@ class Record:
 
     def line(self) -> str:
         """One line for people: the request, its result, and its times."""
-        label = f" [{self.label}]" if self.label else ""
+        # Quoted like a part of a URL: with blanks and brackets a client could forge the fields.
+        label = re.sub(r"[^\w/:@+=.-]", lambda found: f"%{ord(found[0]):02X}", self.label)
+        label = f" [{label}]" if label else ""
         tenant = f" of {self.tenant}" if self.tenant else ""
         head = f"{self.id or '-'}{label}{tenant} {self.route} {self.status}"
         if self.error:

@@ -87,6 +87,14 @@ FLAG = checked("true or false", lambda value: type(value) is bool)
 PATH = checked(
     "absolute path of a file", lambda value: isinstance(value, str) and value.startswith("/")
 )
+_ORIGIN = r"https?://[^\s,/]+"
+ORIGINS = checked(
+    "* or origins like https://host:8080, with commas between",
+    lambda value: (
+        isinstance(value, str)
+        and re.fullmatch(rf"(\*|{_ORIGIN}(\s*,\s*{_ORIGIN})*)", value) is not None
+    ),
+)
 
 
 def choice(*options: str) -> Rule:

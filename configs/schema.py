@@ -137,6 +137,11 @@ class LimitsConfig:
     max_logprobs: int = _setting(
         20, rules.integer(0), "Most alternatives per token in `logprobs` and `top_logprobs`."
     )
+    max_logprob_values: int = _live(
+        400_000,
+        rules.integer(1000),
+        "Most log-probabilities in one answer (140 bytes each); in all together 16 times that.",
+    )
     max_stop_strings: int = _live(
         16, rules.integer(0, MAX_ITEMS), "Most stop strings in one request."
     )
@@ -158,6 +163,11 @@ class LimitsConfig:
     max_body_bytes: int = _live(16 * 2**20, rules.size(), "Largest request body; larger gets 413.")
     body_timeout_s: float = _live(
         30.0, rules.number(zero=False), "Time for a request body to arrive; later gets 408."
+    )
+    max_body_values: int = _live(
+        1_000_000,
+        rules.integer(1000),
+        "Most JSON values in one body: a list or object counts 50, a string or key 10.",
     )
     request_timeout_s: float = _live(
         600.0, rules.number(zero=False), "Longest life of a request, waiting included."
@@ -186,6 +196,24 @@ class ServerConfig:
         None,
         rules.PATH,
         "Key of `/debug` and `/metrics`, or KVATLAS_ADMIN_KEY; null opens them to this machine.",
+    )
+    cors_origins: str | None = _setting(
+        None,
+        rules.ORIGINS,
+        "Web pages whose browsers may ask: `https://HOST`, with commas between, or `*` for all.",
+    )
+    keep_alive_s: int = _setting(
+        90,
+        rules.integer(1, 86400),
+        "How long an idle connection stays; a load balancer in front must close its own earlier.",
+    )
+    require_keys: bool = _setting(
+        False, rules.FLAG, "Start only with API keys; off serves everybody where none are given."
+    )
+    route_header: bool | None = _live(
+        None,
+        rules.FLAG,
+        "Tell clients in `x-kvatlas-route` why a worker was chosen; null does without API keys.",
     )
     strict_params: bool = _live(
         False,

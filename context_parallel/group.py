@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
+import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -42,11 +43,13 @@ class MeetingFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where rank 0 of a gang listens, and for which epoch."""
+    """Where rank 0 of a gang listens, for which epoch, and the `secret` before all of its keys:
+    without it nobody guesses one. The store itself asks nobody who they are."""
 
     host: str
     port: int
     epoch: int
+    secret: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +74,26 @@ class Rendezvous:
     ) -> None:
         self.address, self.rank, self.ranks, self.deadline = address, rank, ranks, deadline
         self._tcp = store
-        self._store = dist.PrefixStore(str(address.epoch), store)
+        self._store = dist.PrefixStore(f"{address.epoch}/{address.secret}", store)
 
     @classmethod
-    def open(cls, host: str, epoch: int, ranks: int, deadline: Deadline) -> Rendezvous:
-        """Rank 0's side; `host` is how the others reach it."""
-        store = dist.TCPStore(
-            host, 0, is_master=True, timeout=_seconds(deadline.left_s), wait_for_workers=False
-        )
-        address = Address(host, store.port, epoch)
+    def open(
+        cls, host: str, epoch: int, ranks: int, deadline: Deadline, *, secret: str
+    ) -> Rendezvous:
+        """Rank 0's side, which listens at `host` alone: so the others reach it."""
+        # Left to itself the store would listen on all addresses of the machine.
+        family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+        with socket.create_server((host, 0), family=family, backlog=ranks) as listening:
+            port = listening.getsockname()[1]
+            store = dist.TCPStore(
+                host,
+                port,
+                is_master=True,
+                timeout=_seconds(deadline.left_s),
+                wait_for_workers=False,
+                master_listen_fd=listening.detach(),
+            )
+        address = Address(host, port, epoch, secret)
         return cls(store, address, rank=0, ranks=ranks, deadline=deadline)
 
     @classmethod

@@ -66,7 +66,7 @@ async def gap_while(work: Awaitable[Any]) -> tuple[float, float]:
 async def on_the_loop(service: TextService, work: Work) -> float:
     """Seconds of the work when it runs on the loop."""
 
-    async def on_loop(_: int, call: Callable[[], Any]) -> Any:
+    async def on_loop(_: int, call: Callable[[], Any], __: str) -> Any:
         return call()
 
     off, service._off_loop = service._off_loop, on_loop  # type: ignore[method-assign, assignment]

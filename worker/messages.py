@@ -20,6 +20,14 @@ from worker.params import SamplingParams
 
 VERSION = 1
 
+VALUES_MAX = 8192
+"""Tokens and log-probabilities in one message, about: more go into the next one. It bounds how long
+the event loops of both sides are busy with a message (10 ms), and its bytes."""
+
+SCORED_COST = 16
+"""A token with log-probabilities takes the ingress as long as so many without: its text is made
+alone."""
+
 
 class WireError(ValueError):
     """The bytes are not a message of this version."""
@@ -153,6 +161,11 @@ class Error:
 @dataclass(frozen=True, slots=True)
 class KeepAlive:
     """The worker is alive and has no event to send."""
+
+
+def values(event: Delta | Finish) -> int:
+    """What counts towards `VALUES_MAX` in an event."""
+    return len(event.tokens) + sum(SCORED_COST + len(e.top) for e in event.logprobs or ())
 
 
 Event = Accepted | Rejected | Delta | PromptLogprobs | Finish | Error | KeepAlive

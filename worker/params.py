@@ -36,8 +36,13 @@ class ParamError(ValueError):
         self.parameter = parameter
         self.value = value
         self.allowed = allowed
+        self.setting = setting
         change = f" (the setting {setting} changes this limit)" if setting else ""
         super().__init__(f"{parameter} must be {allowed}, got {_shown(value)}{change}")
+
+    def named(self, parameter: str) -> "ParamError":
+        """The same about the name that the client used."""
+        return ParamError(parameter, self.value, self.allowed, self.setting)
 
 
 @dataclass(frozen=True, slots=True)

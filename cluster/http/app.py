@@ -14,20 +14,22 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
+from importlib import metadata
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.routing import Route
 
 from cluster.errors import ApiError, invalid
-from cluster.http import bodies, debug, keys, openai, prompts
+from cluster.http import bodies, debug, keys, openai, paths, prompts
 from cluster.http.completions import Completion, while_connected
 from cluster.http.limits import BodyLimit, label_of
-from cluster.http.peers import merged
 from cluster.http.responses import error_response, json_response
-from cluster.http.state import DEBUG_DEADLINE_S, Api
+from cluster.http.state import DEBUG_DEADLINE_S, Api, merged
 from cluster.metrics import CONTENT_TYPE, Record
 
 log = logging.getLogger("kvatlas.ingress")
@@ -65,10 +67,24 @@ def build_app(api: Api, *, echo_label: bool = True) -> FastAPI:
         api.gangs.close()
         api.text.close()
 
-    app = FastAPI(title="kvatlas", lifespan=lifespan)
-    app.add_middleware(BodyLimit, limits=lambda: api.config.limits, echo=echo_label)
+    app = FastAPI(title="kvatlas", lifespan=lifespan, redirect_slashes=False)
+    app.add_middleware(
+        BodyLimit,
+        limits=lambda: api.config.limits,
+        tenant=lambda scope: api.access.owner(Request(scope)),
+        echo=echo_label,
+    )
+    if origins := api.config.server.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=[origin.strip() for origin in origins.split(",")],
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["*"],
+        )
+    app.add_middleware(paths.Paths)
     app.add_exception_handler(ApiError, _on_api_error(api))
-    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(HTTPException, _on_http_error(app))
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_any_error)
     _add_completions(app, api)
@@ -119,10 +135,19 @@ def _on_api_error(api: Api) -> Callable[[Request, Exception], Awaitable[Response
     return answer
 
 
-async def _on_http_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
-    return error_response(ApiError(error.status_code, code, str(error.detail)), error.headers)
+def _on_http_error(app: FastAPI) -> Callable[[Request, Exception], Awaitable[Response]]:
+    async def answer(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        status, path, message = error.status_code, request.url.path, str(error.detail)
+        routes = {route.path: route for route in app.routes if isinstance(route, Route)}
+        if status == 404:
+            message = paths.unknown(path, routes)
+        elif status == 405:
+            message = f"{path} takes no {request.method}, see the header Allow"
+        code = {404: "not_found", 405: "method_not_allowed"}.get(status, "http_error")
+        return error_response(ApiError(status, code, message), error.headers)
+
+    return answer
 
 
 async def _on_disconnect(_: Request, __: Exception) -> Response:
@@ -133,6 +158,11 @@ async def _on_any_error(request: Request, error: Exception) -> Response:
     # Starlette logs the traceback; the client gets only the type.
     message = f"the server failed on {request.url.path}: {type(error).__name__}"
     return error_response(ApiError(500, "internal_error", message))
+
+
+async def whole(request: Request) -> bytes:
+    """The body. The request does not keep it, as it would by `body()` for as long as it lives."""
+    return b"".join([part async for part in request.stream()])
 
 
 def _body_docs(kind: type[Any]) -> dict[str, Any]:
@@ -149,7 +179,7 @@ def _add_completions(app: FastAPI, api: Api) -> None:
             label, shown = label_of(request.headers), keys.shown(tenant)
             record = Record(request.url.path, time.monotonic(), label=label, tenant=shown)
             timeout = request.headers.get(openai.TIMEOUT_HEADER, "")
-            body = await request.body()
+            body = await whole(request)
             return Completion(api, body, record, chat=chat, tenant=tenant, timeout=timeout)
 
         return answer
@@ -179,47 +209,63 @@ def _add_completions(app: FastAPI, api: Api) -> None:
 
 
 def _add_text(app: FastAPI, api: Api) -> None:
-    keyed: dict[str, Any] = {"dependencies": [Depends(api.access.tenant)]}
-
-    @app.post("/tokenize", openapi_extra=_body_docs(openai.TokenizeRequest), **keyed)
+    @app.post("/v1/tokenize", include_in_schema=False)
+    @app.post("/tokenize", openapi_extra=_body_docs(openai.TokenizeRequest))
     async def tokenize(request: Request) -> Response:
-        asked = bodies.parse(openai.TokenizeRequest, await request.body())
+        tenant = api.access.tenant(request)
+        asked = await bodies.read(openai.TokenizeRequest, await whole(request), api.config.limits)
         served = await while_connected(request, api.served())
         openai.check_model(asked.model, served.model)
         if (asked.prompt is None) == (asked.messages is None):
             raise invalid("one of prompt and messages is needed", "prompt")
-        if asked.prompt is not None:
-            ids = (await api.text.encode([asked.prompt], special=asked.add_special_tokens))[0]
-        else:
-            ids = await api.text.encode_chat(
-                prompts.conversation(asked.messages or [], served),
-                add_generation_prompt=asked.add_generation_prompt,
-                continue_final_message=asked.continue_final_message,
-                variables=asked.chat_template_kwargs,
-            )
+        ids = await while_connected(request, _ids(api, asked, served, tenant))
         body = {"count": len(ids), "max_model_len": served.max_model_len, "tokens": ids}
         if asked.return_token_strs:
             body["token_strs"] = [api.text.token(token)[0] for token in ids]
         return json_response(body)
 
-    @app.post("/detokenize", openapi_extra=_body_docs(openai.DetokenizeRequest), **keyed)
+    @app.post("/v1/detokenize", include_in_schema=False)
+    @app.post("/detokenize", openapi_extra=_body_docs(openai.DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
-        asked = bodies.parse(openai.DetokenizeRequest, await request.body())
+        tenant = api.access.tenant(request)
+        asked = await bodies.read(openai.DetokenizeRequest, await whole(request), api.config.limits)
         served = await while_connected(request, api.served())
         openai.check_model(asked.model, served.model)
         prompts.check_ids(asked.tokens, served, "tokens", "tokens must be a list of token ids")
         skip = asked.skip_special_tokens
-        return json_response({"prompt": await api.text.decode(asked.tokens, skip_special=skip)})
+        work = api.text.decode(asked.tokens, skip_special=skip, tenant=tenant)
+        return json_response({"prompt": await while_connected(request, work)})
+
+
+async def _ids(
+    api: Api, asked: openai.TokenizeRequest, served: openai.Served, tenant: str
+) -> list[int]:
+    if asked.prompt is not None:
+        texts, special = [asked.prompt], asked.add_special_tokens
+        return (await api.text.encode(texts, special=special, tenant=tenant, served=served))[0]
+    return await api.text.encode_chat(
+        prompts.conversation(asked.messages or [], served),
+        tenant=tenant,
+        served=served,
+        add_generation_prompt=asked.add_generation_prompt,
+        continue_final_message=asked.continue_final_message,
+        variables=asked.chat_template_kwargs,
+    )
 
 
 def _add_state(app: FastAPI, api: Api) -> None:
+    @app.get("/ping")
     @app.get("/health")
     async def health() -> Response:
         return json_response({"status": "ok"})
 
+    @app.get("/version")
+    async def version() -> Response:
+        return json_response({"version": metadata.version("kvatlas")})
+
     @app.get("/health/ready")
-    async def ready() -> Response:
-        report = api.report()
+    async def ready(request: Request) -> Response:
+        report = api.report(processes=api.access.sees_processes(request))
         return json_response(report, 200 if report["ready"] else 503)
 
     @app.get("/metrics", dependencies=[Depends(api.access.admin)])

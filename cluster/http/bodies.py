@@ -1,35 +1,86 @@
 """Parses a request body: from bytes to a typed request, or a 400 for the first problem.
 
-This runs on the event loop, which a hostile body must not block: a list or an object that is too
-long is refused before its items are read, and a wrong value is cut while it is quoted.
+Parsing blocks the event loop, which a hostile body must not do for long: what a large body holds is
+counted first, in a thread. A list or an object that is too long is refused before its items are
+read, and a wrong value is cut while it is quoted.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import pydantic_core
 from pydantic import BaseModel, ValidationError
 
 from cluster.errors import ApiError, invalid
 from cluster.http import openai
-from configs.schema import MAX_ITEMS
+from configs.schema import MAX_ITEMS, LimitsConfig
 
 MAX_PARAMETERS = 1000  # of one request
+
+INLINE_BYTES = 64 << 10
+"""A smaller body is parsed without counting what it holds."""
+
+LIST_COST, STRING_COST = 50, 10
+"""A list or object takes as long to parse as so many numbers, and so does a string."""
+
+_SLICE = 1 << 18  # bytes counted at once
+_BOM = b"\xef\xbb\xbf"
 
 _SHOWN = 80  # characters of a wrong value
 _BOUNDED_ELSEWHERE = {"prompt", "messages", "tokens"}  # by limits.*, with a message of their own
 
+_UNIONS = {"stop": "a text or a list of texts"}  # pydantic names only one of the types
+
 _R = TypeVar("_R", bound=BaseModel)
+
+
+async def read(kind: type[_R], body: bytes, limits: LimitsConfig) -> _R:
+    """A body as a request, if parsing it does not take too long. Raises ApiError."""
+    if len(body) > INLINE_BYTES:
+        cost, most = await asyncio.to_thread(parse_cost, body), limits.max_body_values
+        if cost > most:
+            counted = f"a list or object counts {LIST_COST}, a string {STRING_COST}"
+            message = f"the body holds {cost} values ({counted}), possible are {most}"
+            raise invalid(f"{message} (limits.max_body_values)", code="body_too_large")
+    return parse(kind, body)
+
+
+def parse_cost(body: bytes) -> int:
+    """How long a JSON text takes to parse, in numbers that take as long. It need not be valid.
+
+    numpy does the work without the interpreter lock, so that the event loop goes on meanwhile.
+    """
+    cost = ends = inside = escapes = 0  # in a string; backslashes in a row before the slice
+    for start in range(0, len(body), _SLICE):
+        part = np.frombuffer(body, np.uint8, min(_SLICE, len(body) - start), start)
+        quotes = part == ord('"')
+        slashes = part == ord("\\")
+        if escapes or slashes.any():
+            places = np.arange(len(part))
+            other = np.where(slashes, -1 - escapes, places)
+            last = np.maximum.accumulate(np.concatenate(([-1 - escapes], other)))
+            quotes &= (places - 1 - last[:-1]) % 2 == 0  # an odd row of backslashes escapes one
+            escapes = len(part) - 1 - int(last[-1])
+        outside = (np.cumsum(quotes) + inside) % 2 == 0
+        lists = ((part == ord("[")) | (part == ord("{"))) & outside
+        values = (part == ord(",")) & outside
+        strings = int(np.count_nonzero(quotes))
+        inside = (inside + strings) % 2
+        cost += LIST_COST * int(np.count_nonzero(lists)) + int(np.count_nonzero(values))
+        ends += strings
+    return cost + STRING_COST * ends // 2
 
 
 def parse(kind: type[_R], body: bytes) -> _R:
     """A body as a request, its types checked. Raises ApiError for the first problem."""
     try:
-        raw = pydantic_core.from_json(body)
+        raw = pydantic_core.from_json(body.removeprefix(_BOM))
     except ValueError as error:
         raise invalid(f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(raw, dict):
@@ -42,10 +93,14 @@ def parse(kind: type[_R], body: bytes) -> _R:
             advice = f"leave it out or send {wanted}" if harmless else "leave it out"
             message = f"{name} is not supported: {advice}"
             raise invalid(message, name, code="unsupported_parameter")
+    unknown = given.keys() - kind.model_fields.keys() - openai.HARMLESS
     try:
-        return kind.model_validate({k: v for k, v in given.items() if k not in openai.HARMLESS})
+        request = kind.model_validate({k: v for k, v in given.items() if k in kind.model_fields})
     except ValidationError as error:
         raise _reason(error) from None
+    if isinstance(request, openai.Common):
+        request.note_ignored(unknown)
+    return request
 
 
 def _check_sizes(raw: dict[str, Any]) -> None:
@@ -67,6 +122,8 @@ def _reason(error: ValidationError) -> ApiError:
     name = str(first["loc"][0])
     if first["type"] == "missing":
         return invalid(f"{name} is missing", name, code="missing_required_parameter")
+    if name in _UNIONS:
+        return invalid(f"{name} must be {_UNIONS[name]}, got {shown(first['input'])}", name)
     # The branches of a union are in the path as well, as "str" and "list[str]".
     path = [str(part) for part in first["loc"]]
     branch = re.compile(r"(str|bool)$|(list|literal)\[")

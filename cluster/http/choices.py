@@ -38,6 +38,30 @@ class Piece:
     score: float | None = None
 
 
+NO_PIECE = Piece("", [], [])
+"""Nothing new, as a stream begins."""
+
+
+class Echo:
+    """A prompt that is part of the answer, with its log-probabilities; once for all choices."""
+
+    def __init__(self, prompt: Sequence[int], decode: Decode) -> None:
+        self._prompt, self._detokenizer, self._decoded = prompt, Detokenizer(decode), 0
+
+    def push(self, message: messages.PromptLogprobs) -> tuple[list[Scored], str]:
+        """These tokens of the prompt, scored, and the text that they complete."""
+        tokens = self._prompt[message.start : message.start + len(message.entries)]
+        scored, texts = list[Scored](), list[str]()
+        for token, entry in zip(tokens, message.entries, strict=True):
+            scored.append(Scored(token, self._decoded, entry))
+            texts.append(self._detokenizer.push([token]))
+            self._decoded += len(texts[-1])
+        if message.start + len(tokens) == len(self._prompt):
+            texts.append(self._detokenizer.flush())
+            self._decoded += len(texts[-1])
+        return scored, "".join(texts)
+
+
 class Choice:
     """Text, tokens and log-probabilities of one choice."""
 
@@ -62,7 +86,6 @@ class Choice:
         self.stop_reason: str | int | None = None
         self.score: float | None = None  # of a beam
         self._detokenizer = Detokenizer(decode, prompt)
-        self._echo = Detokenizer(decode)
         self._matcher = StopMatcher(stops, include=include_stop) if stops else None
         self._min_tokens = min_tokens
         self._include_stop = include_stop
@@ -85,18 +108,11 @@ class Choice:
         self._give(text)
         self._decoded += len(text)
 
-    def echo_scored(self, message: messages.PromptLogprobs) -> None:
+    def echo_scored(self, scored: Sequence[Scored], text: str) -> None:
         """These prompt tokens, with their log-probabilities, are part of the answer."""
-        tokens = self.prompt[message.start : message.start + len(message.entries)]
-        for token, entry in zip(tokens, message.entries, strict=True):
-            text = self._echo.push([token])
-            self._tokens.append(Scored(token, self._decoded, entry))
-            self._decoded += len(text)
-            self._give(text)
-        if message.start + len(tokens) == len(self.prompt):
-            text = self._echo.flush()
-            self._decoded += len(text)
-            self._give(text)
+        self._tokens.extend(scored)
+        self._decoded += len(text)
+        self._give(text)
 
     def add(self, tokens: Sequence[int], logprobs: Sequence[messages.TokenLogprob] | None) -> None:
         """New tokens; sets `finish_reason` when they complete a stop string."""

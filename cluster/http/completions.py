@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -19,8 +19,9 @@ from starlette.types import Message, Receive, Scope, Send
 
 from cluster.errors import ApiError, invalid
 from cluster.http import bodies, keys, openai, prompts
-from cluster.http.choices import Choice
+from cluster.http.choices import NO_PIECE, Choice, Echo, Piece
 from cluster.http.generation import Generation, Job
+from cluster.http.limits import RELEASE
 from cluster.http.responses import (
     DONE,
     KEEP_ALIVE,
@@ -36,6 +37,7 @@ from cluster.http.state import Api
 from cluster.metrics import Record
 from cluster.routing.router import Route
 from worker import messages
+from worker.params import SamplingParams
 
 log = logging.getLogger("kvatlas.ingress")
 
@@ -100,9 +102,13 @@ class Completion(Response):
         self._timeout = timeout
         self._extra_headers: list[tuple[bytes, bytes]] = []  # besides those of every answer
         self._timed = False  # tokens come one by one, so their times can be measured
+        self._release: Callable[[], None] = lambda: None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = self._record
+        self._release = scope.get(RELEASE, self._release)
+        if scope.get("http_version") == "1.0":
+            send = _whole(send)
         self._api.metrics.started()
         complete = False
         try:
@@ -144,7 +150,7 @@ class Completion(Response):
     async def _answer(self, send: Send) -> None:
         api, record = self._api, self._record
         kind = openai.ChatRequest if self._chat else openai.CompletionRequest
-        request: openai.Common = bodies.parse(kind, self._body)
+        request: openai.Common = await bodies.read(kind, self._body, api.config.limits)
         self._body = b""
         timeout_s, limit = openai.patience(request, self._timeout, api.config.limits)
         try:
@@ -156,6 +162,8 @@ class Completion(Response):
         openai.check_common(request, served)
         self._note_ignored(request)
         texts, tokens = await self._tokens(request, served)
+        request.forget_prompt()
+        self._release()
         answer = (ChatAnswer if self._chat else CompletionAnswer)(
             served.model,
             api.text.token,
@@ -163,32 +171,46 @@ class Completion(Response):
             token_ids=request.return_token_ids,
         )
         record.id = answer.id
+        many = len(tokens)
         jobs = [
-            self._job(request, served, answer, index=i, tokens=ids, text=text, timeout_s=timeout_s)
+            self._job(
+                request,
+                answer,
+                openai.sampling(request, served, prompt_tokens=len(ids), prompts=many),
+                index=i,
+                tokens=ids,
+                text=text,
+                timeout_s=timeout_s,
+            )
             for i, (ids, text) in enumerate(zip(tokens, texts, strict=True))
         ]
         self._timed = all(job.submit.stream for job in jobs)
-        names = dict.fromkeys((job.submit.id for job in jobs), record.label)
-        api.labels.update(names)
-        async with Generation(
+        generation = Generation(
             api.dispatcher,
             jobs,
             metrics=api.metrics,
             at_once=served.limits.prompts_at_once,
             timeout_s=timeout_s,
             limit=limit,
-        ) as generation:
-            try:
-                await generation.admit()
-                self._routed(generation.route)
-                if request.stream:
-                    await self._stream(request, answer, generation, send)
-                else:
-                    await self._complete(request, answer, generation, send)
-            finally:
-                self._note(generation)
-                for name in names:
-                    del api.labels[name]
+        )
+        values = sum(openai.logprob_values(request, job.submit) for job in jobs)
+        names = dict.fromkeys((job.submit.id for job in jobs), record.label)
+        with api.logprob_values(self._tenant, values), api.labelled(names):
+            async with generation:
+                await self._follow(request, answer, generation, send)
+
+    async def _follow(
+        self, request: openai.Common, answer: Answer, generation: Generation, send: Send
+    ) -> None:
+        try:
+            await generation.admit()
+            self._routed(generation.route)
+            if request.stream:
+                await self._stream(request, answer, generation, send)
+            else:
+                await self._complete(request, answer, generation, send)
+        finally:
+            self._note(generation)
 
     def _left_s(self, timeout_s: float) -> float:
         """Seconds left of the request's time."""
@@ -197,7 +219,8 @@ class Completion(Response):
     def _routed(self, route: Route | None) -> None:
         if route is not None:
             self._record.gang, self._record.predicted_s = route.gang, route.ttft_s
-            self._extra_headers.append((b"x-kvatlas-route", route.explained.encode()))
+            if self._api.shows_routes:
+                self._extra_headers.append((b"x-kvatlas-route", route.explained.encode()))
 
     def _note_ignored(self, request: openai.Common) -> None:
         self._record.ignored = len(request.ignored)
@@ -214,6 +237,8 @@ class Completion(Response):
         if isinstance(request, openai.ChatRequest):
             ids = await text.encode_chat(
                 prompts.conversation(request.messages, served),
+                tenant=self._tenant,
+                served=served,
                 add_generation_prompt=request.add_generation_prompt,
                 continue_final_message=request.continue_final_message,
                 variables=request.chat_template_kwargs,
@@ -222,7 +247,8 @@ class Completion(Response):
         assert isinstance(request, openai.CompletionRequest)
         given = prompts.prompts(request.prompt, served)
         texts = [part for part in given if isinstance(part, str)]
-        encoded = iter(await text.encode(texts, special=request.add_special_tokens))
+        special, tenant = request.add_special_tokens, self._tenant
+        encoded = iter(await text.encode(texts, special=special, tenant=tenant, served=served))
         tokens = [next(encoded) if isinstance(part, str) else part for part in given]
         if not all(tokens):
             raise invalid("prompt must have at least one token", "prompt")
@@ -230,15 +256,17 @@ class Completion(Response):
             return [""] * len(tokens), tokens
         skip = request.skip_special_tokens
         return [
-            part if isinstance(part, str) else await text.decode(part, skip_special=skip)
+            part
+            if isinstance(part, str)
+            else await text.decode(part, skip_special=skip, tenant=tenant)
             for part in given
         ], tokens
 
     def _job(
         self,
         request: openai.Common,
-        served: openai.Served,
         answer: Answer,
+        params: SamplingParams,
         *,
         index: int,
         tokens: list[int],
@@ -246,7 +274,6 @@ class Completion(Response):
         timeout_s: float,
     ) -> Job:
         """The request to the engine for one prompt, and the choices that take its answer."""
-        params = openai.sampling(request, served, prompt_tokens=len(tokens))
         decode = self._api.text.decoder(skip_special=request.skip_special_tokens)
         choices = [
             Choice(
@@ -265,7 +292,7 @@ class Completion(Response):
             choice.echo(text)
         submit = messages.GenerateRequest(
             id=answer.id if index == 0 else f"{answer.id}-{index}",
-            model=served.model,
+            model=answer.model,
             prompt=tokens,
             params=params,
             deadline_s=max(0.0, self._left_s(timeout_s)),
@@ -277,7 +304,7 @@ class Completion(Response):
             priority=request.priority,
             ingress=self._api.dispatcher.name,
         )
-        return Job(submit, choices, open_ended=request.asked_tokens is None)
+        return Job(submit, choices, Echo(tokens, decode), open_ended=request.asked_tokens is None)
 
     async def _complete(
         self, request: openai.Common, answer: Answer, generation: Generation, send: Send
@@ -285,14 +312,16 @@ class Completion(Response):
         jobs = generation.jobs
         while not generation.finished:
             await generation.news()
-        taken = []
+        choices = list[bytes]()
         for index, choice in enumerate(c for job in jobs for c in job.best(request.n)):
             piece = choice.take()
             assert piece is not None
-            taken.append(answer.complete(index, piece, choice.prompt))
-        body = answer.full(taken, _usage(jobs), jobs[0].submit.prompt)
+            choices.append(
+                await _joined(answer.encoded(answer.complete(index, piece, choice.prompt), piece))
+            )
+        body = answer.full(b",".join(choices), _usage(jobs), jobs[0].submit.prompt)
         self._record.status = 200
-        await self._send(send, 200, dumps(body))
+        await self._send(send, 200, body)
 
     async def _stream(
         self, request: openai.Common, answer: Answer, generation: Generation, send: Send
@@ -303,25 +332,26 @@ class Completion(Response):
         await send({**head, "headers": [*_SSE, *self._extra_headers]})
         self._record.status = 200
 
-        def chunk(body: Json, extra: Json | None = None) -> bytes:
+        async def chunk(body: Json, piece: Piece, extra: Json | None = None) -> bytes:
             extra = extra or {}
             if request.include_usage:
                 counts = _usage(jobs, sent=True) if request.continuous_usage else None
                 extra = {**extra, "usage": counts}
-            return answer.chunk(body, extra)
+            return answer.chunk(await _joined(answer.encoded(body, piece)), extra)
 
         out = [
-            chunk(opening, answer.extra_fields(choice.prompt))
+            await chunk(opening, NO_PIECE, answer.extra_fields(choice.prompt))
             for choice in choices
             if (opening := answer.opening(choice.index, choice.prompt)) is not None
         ]
         failure: ApiError | None = None
         while True:
+            last = generation.finished or failure is not None  # asked before anything is taken
             for choice in choices:
                 piece = choice.take()
                 if piece is not None:
-                    out.append(chunk(answer.delta(choice.index, piece)))
-            if generation.finished or failure is not None:
+                    out.append(await chunk(answer.delta(choice.index, piece), piece))
+            if last:
                 break
             if out:
                 await _body(send, out, more=True)
@@ -336,7 +366,7 @@ class Completion(Response):
             out.append(event(failure.body()))
         else:
             if request.include_usage:
-                out.append(answer.chunk(None, {"usage": _usage(jobs)}))
+                out.append(answer.chunk(b"", {"usage": _usage(jobs)}))
             out.append(DONE)
         await _body(send, out, more=False)
 
@@ -358,6 +388,35 @@ class Completion(Response):
         record.finish_reasons = [c.finish_reason for c in choices if c.finish_reason]
         if generation.first_token_s is not None and self._timed:
             record.ttft_s = generation.first_token_s - record.started_s
+
+
+def _whole(send: Send) -> Send:
+    """`send` for HTTP/1.0, which knows no chunks: a stream is sent whole, with its length."""
+    head: Message = {}
+    parts = list[bytes]()
+
+    async def sending(message: Message) -> None:
+        nonlocal head
+        if message["type"] == "http.response.start":
+            head = message
+            return
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            body, length = b"".join(parts), b"content-length"
+            headers = [h for h in head["headers"] if h[0] != length]
+            await send({**head, "headers": [*headers, (length, str(len(body)).encode())]})
+            await send({"type": "http.response.body", "body": body})
+
+    return sending
+
+
+async def _joined(parts: Iterator[bytes]) -> bytes:
+    """All parts; between two of them others get their turn."""
+    found = [next(parts)]
+    for part in parts:
+        await asyncio.sleep(0)
+        found.append(part)
+    return b"".join(found)
 
 
 async def _body(send: Send, parts: Sequence[bytes], *, more: bool) -> None:

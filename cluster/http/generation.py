@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from cluster.errors import ApiError
-from cluster.http.choices import Choice
+from cluster.http.choices import Choice, Echo
 from cluster.metrics import Metrics, Times
 from cluster.routing.calls import DeadlinePassed, EngineLost, Refused, Stream, Undelivered, ask
 from cluster.routing.dispatch import Dispatcher, Target
@@ -63,6 +64,7 @@ class Job:
 
     submit: messages.GenerateRequest
     choices: Sequence[Choice]
+    echo: Echo
     open_ended: bool = False
     generated: list[list[int]] = field(default_factory=list)
     scored: int = 0
@@ -195,7 +197,7 @@ class Generation:
         """Try gangs until the answer is complete. Raises ApiError, DeadlinePassed."""
         loop = asyncio.get_running_loop()
         target = self._dispatcher.choose(job.submit, job.length, ())
-        losses, undelivered, full = 0, 0, set[str]()
+        losses, undelivered, pauses, full = 0, 0, 0, set[str]()
         while True:
             if target is None:
                 begun = admitted is None or admitted.done()
@@ -210,7 +212,8 @@ class Generation:
                 if target is None or len(full) > MORE_GANGS:
                     if admitted is not None:
                         raise refused.answer from None
-                    await asyncio.sleep(refused.wait_s)
+                    await asyncio.sleep(pause_s(refused.wait_s, pauses))
+                    pauses += 1
                     full.clear()
                     target = self._dispatcher.choose(job.submit, job.length, ())
             except EngineLost as error:
@@ -291,8 +294,9 @@ class Generation:
                     known = min(len(event.entries), max(0, job.scored - event.start))
                     event = messages.PromptLogprobs(event.start + known, event.entries[known:])
                     job.scored = max(job.scored, event.start + len(event.entries))
+                    scored, text = job.echo.push(event)
                     for choice in job.choices:
-                        choice.echo_scored(event)
+                        choice.echo_scored(scored, text)
                 case messages.Error():
                     _raise_lost(event)
                     stream.finished = True
@@ -335,6 +339,12 @@ class Generation:
             await ask(target.handle, "abort", request_id, choice, deadline_s=ABORT_S)
         except (EngineLost, Refused) as error:
             log.warning("could not end choice %d of %s: %s", choice, request_id, error)
+
+
+def pause_s(least_s: float, before: int) -> float:
+    """How long to wait for a place in a full queue after so many waits before: twice as long each
+    time, up to MAX_WAIT_S, and not as long as others who were refused at the same moment."""
+    return random.uniform(0.5, 1.0) * min(MAX_WAIT_S, 2.0 * least_s * 2.0 ** min(before, 10))
 
 
 def _raise_lost(error: messages.Error) -> None:

@@ -56,6 +56,23 @@ class Access:
         self._admins: Sequence[tuple[str, bytes]] = ()
         self.problem = ""  # why the files as they are now are not in use
         self._read()
+        if server.require_keys and not self._tenants:
+            raise UserError(
+                "server.require_keys is on, and no API keys are configured: name a file of them in "
+                f"server.api_keys_file, or set {API_KEYS} where the ingresses run"
+            )
+
+    @property
+    def keyed(self) -> bool:
+        """Whether requests need API keys, so that clients may be strangers to each other."""
+        return bool(self._tenants)
+
+    def sees_processes(self, request: Request) -> bool:
+        """Whether a request may see hosts and process ids: with the admin key, and anybody where no
+        keys are configured at all."""
+        if not self._admins:
+            return not self._tenants
+        return bool(self._owner(request, self._admins))
 
     @property
     def from_files(self) -> bool:
@@ -76,11 +93,14 @@ class Access:
 
     def tenant(self, request: Request) -> str:
         """The tenant whose key the request carries; "" if none is needed. Raises 401."""
-        if not self._tenants:
-            return ""
-        if not (found := self._owner(request, self._tenants)):
+        found = self.owner(request)
+        if self._tenants and not found:
             raise _unknown("a valid API key is needed")
         return found
+
+    def owner(self, request: Request) -> str:
+        """The tenant of a request; "" where it has no valid key too."""
+        return self._owner(request, self._tenants) if self._tenants else ""
 
     def admin(self, request: Request) -> None:
         """Raises 401 or 403 unless the request may use admin routes."""

@@ -1,16 +1,20 @@
-"""ASGI middleware: bounds on request bodies, and the client's X-Request-Id as a label."""
+"""ASGI middleware: bounds on request bodies, gzip bodies decoded within them, and the client's
+X-Request-Id as a label."""
 
 from __future__ import annotations
 
 import asyncio
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.errors import ApiError
 from cluster.http.responses import error_response
+from cluster.http.shares import Shares
 from configs.schema import LimitsConfig
 
 MAX_BODIES = 64
@@ -19,19 +23,35 @@ MAX_BODIES = 64
 LINGER_S = 2.0
 """A refused body is read on until a pause is longer than this."""
 
+_GUNZIP_BYTES = 1 << 18
+"""A gzip body is decoded in parts of this size (1 ms)."""
+
+_NOT_GZIP = "the body is not complete gzip data, as its Content-Encoding says"
 _LABEL_MAX = 128
 _CLOSE = (b"connection", b"close")
 
 
+RELEASE = "kvatlas.release"
+"""Key of the scope: a function to call when the request needs its body no more."""
+
+
 class BodyLimit:
     """Refuses a body that is too large (413, by Content-Length or by the bytes received), too slow
-    (408), or too much together with all bodies in memory (429). `limits` gives the current
-    settings; with `echo` the answer carries the client's X-Request-Id."""
+    (408), or too much together with all bodies in memory (429, see `Shares`). `limits` gives the
+    current settings and `tenant` whose a request is; with `echo` the answer carries the client's
+    X-Request-Id."""
 
-    def __init__(self, app: ASGIApp, *, limits: Callable[[], LimitsConfig], echo: bool) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        limits: Callable[[], LimitsConfig],
+        tenant: Callable[[Scope], str],
+        echo: bool,
+    ) -> None:
         self._app = app
-        self._limits = limits
-        self.held_bytes = 0  # of all requests that are not answered yet
+        self._limits, self._tenant = limits, tenant
+        self.held = Shares(0)  # bytes, until the answer or `RELEASE`
         self._echo = echo
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -43,27 +63,41 @@ class BodyLimit:
         if self._echo and label:
             send = _with(send, lambda: [(b"x-request-id", label.encode())])
         limits = self._limits()
-        body = _Body(self, limits, receive)
+        self.held.most = MAX_BODIES * limits.max_body_bytes
+        encoding = headers.get("content-encoding", "").strip().lower()
+        body = _Body(self.held, self._tenant(scope), limits, receive, gzip=encoding == "gzip")
         send = body.closing(send)
+        scope[RELEASE] = body.release
         try:
-            if _announced(headers) > limits.max_body_bytes:
+            refusal = _refusal(headers, encoding, limits)
+            if refusal is not None:
                 body.refused = True
-                await error_response(_too_large(limits))(scope, body, send)
+                accepted = {"accept-encoding": "gzip"} if refusal.status == 415 else {}
+                await error_response(refusal, accepted)(scope, body, send)
             else:
                 await self._app(scope, body, send)
         finally:
-            self.held_bytes -= body.received
+            body.release()
 
 
 class _Body:
-    """The messages of a request; raises ApiError for a body that breaks a bound."""
+    """The messages of a request; raises ApiError for a body that breaks a bound. Those of a `gzip`
+    body are decoded."""
 
-    def __init__(self, all_bodies: BodyLimit, limits: LimitsConfig, receive: Receive) -> None:
-        self._all, self._limits, self._receive = all_bodies, limits, receive
+    def __init__(
+        self, held: Shares, tenant: str, limits: LimitsConfig, receive: Receive, *, gzip: bool
+    ) -> None:
+        self._all, self._tenant, self._limits, self._receive = held, tenant, limits, receive
+        self._gunzip = zlib.decompressobj(16 + zlib.MAX_WBITS) if gzip else None
         self._deadline = asyncio.get_running_loop().time() + limits.body_timeout_s
         self._complete = False
-        self.received = 0
+        self.received = self._held = 0
         self.refused = False
+
+    def release(self) -> None:
+        """The bytes received so far are not in memory any more."""
+        self._all.give(self._tenant, self._held)
+        self._held = 0
 
     async def __call__(self) -> Message:
         if self._complete:
@@ -75,16 +109,34 @@ class _Body:
         except TimeoutError:
             allowed = f"{limits.body_timeout_s:g} s (limits.body_timeout_s)"
             raise self._refusal(408, "timeout", f"the body took more than {allowed}") from None
+        if self._gunzip is not None and message["type"] == "http.request":
+            message = await self._decoded(self._gunzip, message)
         size = len(message.get("body", b""))
         self.received += size
-        self._all.held_bytes += size
         if self.received > limits.max_body_bytes:
             self.refused = True
             raise _too_large(limits)
-        if self._all.held_bytes > MAX_BODIES * limits.max_body_bytes:
+        if not self._all.take(self._tenant, size):
             raise self._refusal(429, "queue_full", "the server holds too many large bodies")
+        self._held += size
         self._complete = not message.get("more_body", False)
         return message
+
+    async def _decoded(self, gunzip: Any, message: Message) -> Message:
+        """The message with its part of the body decoded, of which no more is kept than a body may
+        have. Other requests get their turn in between."""
+        more, parts, size = message.get("body", b""), [], self.received
+        try:
+            while more and size <= self._limits.max_body_bytes:
+                parts.append(gunzip.decompress(more, _GUNZIP_BYTES))
+                more, size = gunzip.unconsumed_tail, size + len(parts[-1])
+                await asyncio.sleep(0)
+        except zlib.error:
+            raise self._refusal(400, "invalid_body", _NOT_GZIP) from None
+        ended = gunzip.eof and not gunzip.unused_data
+        if not message.get("more_body", False) and not more and not ended:
+            raise self._refusal(400, "invalid_body", _NOT_GZIP)
+        return {**message, "body": b"".join(parts)}
 
     def closing(self, send: Send) -> Send:
         """`send` that closes the connection after the answer to a refused body."""
@@ -114,6 +166,14 @@ class _Body:
         self.refused = True
         retry_after_s = 1.0 if status == 429 else None
         return ApiError(status, code, message, retry_after_s=retry_after_s)
+
+
+def _refusal(headers: Headers, encoding: str, limits: LimitsConfig) -> ApiError | None:
+    """Why a body is not read at all."""
+    if encoding not in ("", "identity", "gzip"):
+        message = f"Content-Encoding {printable(encoding)!r} is not understood: send gzip, or leave"
+        return ApiError(415, "unsupported_encoding", f"{message} it out", param="content-encoding")
+    return _too_large(limits) if _announced(headers) > limits.max_body_bytes else None
 
 
 def _too_large(limits: LimitsConfig) -> ApiError:

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import secrets
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from cluster.errors import ApiError, invalid
 from configs.schema import LimitsConfig
+from worker import messages
 from worker.params import MAX_DRAFT_TOKENS, ParamError, ParamLimits, SamplingParams, check
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -83,15 +84,26 @@ class Served:
         )
 
 
-class StreamOptions(BaseModel):
+class Options(BaseModel):
+    """An object among the parameters. Null in it means left out, as for parameters themselves."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if isinstance(given, dict):
+            return {name: value for name, value in given.items() if value is not None}
+        return given
+
+
+class StreamOptions(Options):
     model_config = ConfigDict(strict=True)
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
-class SpeculationOptions(BaseModel):
-    """Speculative decoding of this request; null or left out means the server's setting."""
+class SpeculationOptions(Options):
+    """Speculative decoding of this request; what is left out is the server's setting."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -102,7 +114,7 @@ class SpeculationOptions(BaseModel):
 class Common(BaseModel):
     """Parameters of both kinds of completion."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(strict=True)
 
     model: str | None = None
     n: int = 1
@@ -133,6 +145,11 @@ class Common(BaseModel):
     priority: int = 0
     timeout: float | None = None
     speculation: SpeculationOptions = SpeculationOptions()
+    _ignored: list[str] = PrivateAttr([])
+
+    def note_ignored(self, names: Iterable[str]) -> None:
+        """Parameters that were sent and are not known; their values are not kept."""
+        self._ignored = sorted(names)
 
     @property
     def width(self) -> int:
@@ -148,10 +165,21 @@ class Common(BaseModel):
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
+    @abstractmethod
+    def forget_prompt(self) -> None:
+        """Free the memory of the prompt, which has become tokens."""
+
     @property
     @abstractmethod
     def alternatives(self) -> int | None:
         """Alternatives per token to return log-probabilities of; None returns none at all."""
+
+    @property
+    def values_per_token(self) -> int:
+        """Log-probabilities of a token that the answer is made with."""
+        if self.alternatives is None:
+            return int(self.choices > self.n)  # to find the best
+        return 1 + max(0, self.alternatives)
 
     @property
     def asked_tokens(self) -> int | None:
@@ -170,7 +198,7 @@ class Common(BaseModel):
     @property
     def ignored(self) -> list[str]:
         """Names of unknown parameters, sorted."""
-        return sorted(self.model_extra or ())
+        return self._ignored
 
 
 class ChatRequest(Common):
@@ -183,6 +211,9 @@ class ChatRequest(Common):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+
+    def forget_prompt(self) -> None:
+        self.messages, self.chat_template_kwargs = [], {}
 
     @property
     def alternatives(self) -> int | None:
@@ -202,6 +233,9 @@ class CompletionRequest(Common):
     logprobs: int | None = None
     add_special_tokens: bool = True
 
+    def forget_prompt(self) -> None:
+        self.prompt = None
+
     @property
     def alternatives(self) -> int | None:
         return self.logprobs
@@ -214,7 +248,7 @@ class CompletionRequest(Common):
 class TokenizeRequest(BaseModel):
     """POST /tokenize: a text or a conversation."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(strict=True)
 
     model: str | None = None
     prompt: str | None = None
@@ -229,7 +263,7 @@ class TokenizeRequest(BaseModel):
 class DetokenizeRequest(BaseModel):
     """POST /detokenize."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(strict=True)
 
     model: str | None = None
     tokens: list[Any]
@@ -267,7 +301,8 @@ def check_common(request: Common, served: Served) -> None:
     if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
     if isinstance(request, ChatRequest) and request.asked_tokens == 0:
-        raise invalid("max_completion_tokens must be at least 1", "max_completion_tokens")
+        name = _client_name(request, "max_tokens")
+        raise invalid(f"{name} must be at least 1", name)
     if isinstance(request, CompletionRequest) and request.max_tokens == 0 and not request.echo:
         raise invalid("max_tokens must be at least 1 unless echo is true", "max_tokens")
     _params(request, served, request.asked_tokens)
@@ -321,16 +356,46 @@ def check_model(name: str | None, served: str) -> None:
         raise ApiError(404, "model_not_found", message, param="model")
 
 
-def sampling(request: Common, served: Served, *, prompt_tokens: int) -> SamplingParams:
-    """The worker's parameters for one prompt; a seed is drawn where none is given.
+def sampling(
+    request: Common, served: Served, *, prompt_tokens: int, prompts: int = 1
+) -> SamplingParams:
+    """The worker's parameters for one of the request's prompts; a seed is drawn where none is
+    given.
 
-    Raises ApiError when a value is out of range or the prompt leaves no room for an answer.
+    Raises ApiError when a value is out of range, or the prompt leaves no room for an answer, or the
+    answer would have too many log-probabilities.
     """
     room = served.max_model_len - prompt_tokens
     asked = request.asked_tokens
     if room < (1 if asked is None else asked):
         raise _exceeds(request, served, prompt_tokens)
-    return _params(request, served, room if asked is None else asked)
+    most = served.limits.max_logprob_values // prompts
+    if asked is None and request.values_per_token:  # no limit was asked for, so this may be one
+        room = min(room, most // (request.choices * request.values_per_token))
+    params = _params(request, served, room if asked is None else asked)
+    if _values(request, params, prompt_tokens) > most or (asked is None and not room):
+        raise _too_many_logprobs(request, served, prompts)
+    return params
+
+
+def logprob_values(request: Common, submit: messages.GenerateRequest) -> int:
+    """Log-probabilities that the answer to one prompt may have."""
+    return _values(request, submit.params, len(submit.prompt))
+
+
+def _values(request: Common, params: SamplingParams, prompt_tokens: int) -> int:
+    tokens = params.max_tokens + (0 if params.prompt_logprobs is None else prompt_tokens)
+    return request.choices * tokens * request.values_per_token
+
+
+def _too_many_logprobs(request: Common, served: Served, prompts: int) -> ApiError:
+    counted = f"each token has {request.values_per_token}, for {request.choices} choices"
+    if prompts > 1:
+        counted += f" of each of {prompts} prompts"
+    most = f"{served.limits.max_logprob_values} (limits.max_logprob_values)"
+    name = "top_logprobs" if isinstance(request, ChatRequest) else "logprobs"
+    message = f"an answer may have {most} log-probabilities, and more are asked for: {counted}"
+    return invalid(f"{message}; ask for fewer, or for fewer tokens with max_tokens", name)
 
 
 def _params(request: Common, served: Served, max_tokens: int | None) -> SamplingParams:
@@ -362,7 +427,8 @@ def _params(request: Common, served: Served, max_tokens: int | None) -> Sampling
     try:
         check(params, served.params())
     except ParamError as error:
-        raise invalid(str(error), _client_name(request, error.parameter)) from None
+        name = _client_name(request, error.parameter)
+        raise invalid(str(error.named(name)), name) from None
     return replace(params, top_k=max(0, params.top_k))
 
 
@@ -400,6 +466,8 @@ def too_long(message: str, served: Served, param: str) -> ApiError:
 def _bias(raw: Mapping[str, Any]) -> dict[int, float]:
     bias = {}
     for token, value in raw.items():
+        if value is None:
+            continue
         if type(value) not in (int, float):
             raise invalid(f"logit_bias: {token[:80]!r} needs a valid number", "logit_bias")
         if not token.isascii() or not token.isdigit() or len(token) > 12:

@@ -73,7 +73,10 @@ def _message(raw: Any, where: str) -> dict[str, str]:
         asked = f"{where}: tool calls are not supported"
         raise invalid(asked, f"{where}.tool_calls", code="unsupported_parameter")
     message = {"role": "system" if role == "developer" else role}
-    message["content"] = _content(raw.get("content"), f"{where}.content")
+    content = raw.get("content")
+    if role == "assistant" and not content:  # as histories have it after a tool call or a refusal
+        content = raw.get("refusal") or ""
+    message["content"] = _content(content, f"{where}.content")
     if isinstance(raw.get("name"), str):
         message["name"] = raw["name"]
     return message
@@ -87,6 +90,9 @@ def _content(raw: Any, where: str) -> str:
     texts = []
     for part in raw:
         kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "refusal" and isinstance(part.get("refusal"), str):
+            texts.append(part["refusal"])
+            continue
         if kind not in (None, "text"):
             message = f"{where}: parts of type {shown(kind)} are not supported, only text"
             raise invalid(message, where, code="unsupported_parameter")

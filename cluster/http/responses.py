@@ -1,6 +1,7 @@
 """Responses of the OpenAI API: dicts for whole answers, encoded bytes for the chunks of a stream.
 
-A chunk is built for every delta of every stream, so its constant part is encoded once.
+A chunk is built for every delta of every stream, so its constant part is encoded once. A choice is
+encoded in parts, of which none takes long: log-probabilities of thousands of tokens take seconds.
 """
 
 from __future__ import annotations
@@ -9,19 +10,22 @@ import json
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from starlette.responses import Response
 
 from cluster.errors import ApiError
-from cluster.http.choices import Piece, Scored
+from cluster.http.choices import NO_PIECE, Piece, Scored
 
 LEAST_LOGPROB = -9999.0
 """JSON has no minus infinity."""
 
 Token = Callable[[int], tuple[str, bytes]]
 Json = dict[str, Any]
+
+PART_VALUES = 1024
+"""Log-probabilities in one part of a choice (10 ms)."""
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -80,16 +84,26 @@ class Answer(ABC):
     def _frame(self, kind: str) -> Json:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def chunk(self, choice: Json | None, extra: Json | None = None) -> bytes:
-        """One event with one choice or none; `extra` fields go beside the choices."""
-        body = b"" if choice is None else dumps(choice)
+    def chunk(self, choice: bytes, extra: Json | None = None) -> bytes:
+        """One event with one encoded choice or none; `extra` fields go beside the choices."""
         tail = b"," + dumps(extra)[1:-1] if extra else b""
-        return self._head + body + b"]" + tail + b"}\n\n"
+        return self._head + choice + b"]" + tail + b"}\n\n"
 
-    def full(self, choices: Sequence[Json], usage: Json, prompt: Sequence[int]) -> Json:
-        """The whole answer."""
-        frame = self._frame(self.full_object)
-        return {**frame, "choices": list(choices), "usage": usage, **self.extra_fields(prompt)}
+    def full(self, choices: bytes, usage: Json, prompt: Sequence[int]) -> bytes:
+        """The whole answer around its encoded choices, joined by commas."""
+        head = dumps(self._frame(self.full_object))[:-1]
+        tail = dumps({"usage": usage, **self.extra_fields(prompt)})[1:]
+        return head + b',"choices":[' + choices + b"]," + tail
+
+    def encoded(self, choice: Json, piece: Piece) -> Iterator[bytes]:
+        """The parts of a choice as JSON, with the log-probabilities of a piece."""
+        head = dumps(choice)[:-1] + b',"logprobs":'
+        if not self._scored or not piece.scored:
+            yield head + b"null}"
+            return
+        yield head
+        yield from self._logprobs([*_parts(piece.scored)])
+        yield b"}"
 
     def extra_fields(self, prompt: Sequence[int]) -> Json:
         """Fields of a whole answer and of a stream's first chunk that are in no choice."""
@@ -101,11 +115,15 @@ class Answer(ABC):
 
     @abstractmethod
     def delta(self, index: int, piece: Piece) -> Json:
-        """A choice in a chunk."""
+        """A choice in a chunk, without log-probabilities."""
 
     @abstractmethod
     def complete(self, index: int, piece: Piece, prompt: Sequence[int]) -> Json:
-        """A choice in a whole answer."""
+        """A choice in a whole answer, without log-probabilities."""
+
+    @abstractmethod
+    def _logprobs(self, parts: Sequence[Sequence[Scored]]) -> Iterator[bytes]:
+        """The JSON of log-probabilities that are not empty."""
 
     def _ending(self, choice: Json, piece: Piece) -> Json:
         choice["finish_reason"] = piece.finish_reason
@@ -123,25 +141,23 @@ class ChatAnswer(Answer):
 
     def opening(self, index: int, prompt: Sequence[int]) -> Json | None:
         delta = {"role": "assistant", "content": ""}
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return {"index": index, "delta": delta, "finish_reason": None}
 
     def extra_fields(self, prompt: Sequence[int]) -> Json:
         return {"prompt_token_ids": list(prompt)} if self._token_ids else {}
 
     def delta(self, index: int, piece: Piece) -> Json:
         delta = {"content": piece.text} if piece.text else {}
-        choice = {"index": index, "delta": delta, "logprobs": self._logprobs(piece)}
-        return self._ending(choice, piece)
+        return self._ending({"index": index, "delta": delta}, piece)
 
     def complete(self, index: int, piece: Piece, prompt: Sequence[int]) -> Json:
         message = {"role": "assistant", "content": piece.text, "refusal": None}
-        choice = {"index": index, "message": message, "logprobs": self._logprobs(piece)}
-        return self._ending(choice, piece)
+        return self._ending({"index": index, "message": message}, piece)
 
-    def _logprobs(self, piece: Piece) -> Json | None:
-        if not self._scored or not piece.scored:
-            return None
-        return {"content": [self._entry(s) for s in piece.scored], "refusal": None}
+    def _logprobs(self, parts: Sequence[Sequence[Scored]]) -> Iterator[bytes]:
+        yield b'{"content":'
+        yield from _list(parts, self._entry)
+        yield b',"refusal":null}'
 
     def _entry(self, scored: Scored) -> Json:
         assert scored.entry is not None
@@ -160,12 +176,10 @@ class CompletionAnswer(Answer):
     def opening(self, index: int, prompt: Sequence[int]) -> Json | None:
         if not self._token_ids:
             return None
-        empty = Piece("", [], [])
-        return {**self.delta(index, empty), "prompt_token_ids": list(prompt)}
+        return {**self.delta(index, NO_PIECE), "prompt_token_ids": list(prompt)}
 
     def delta(self, index: int, piece: Piece) -> Json:
-        choice = {"index": index, "text": piece.text, "logprobs": self._logprobs(piece)}
-        return self._ending(choice, piece)
+        return self._ending({"index": index, "text": piece.text}, piece)
 
     def complete(self, index: int, piece: Piece, prompt: Sequence[int]) -> Json:
         choice = self.delta(index, piece)
@@ -173,25 +187,45 @@ class CompletionAnswer(Answer):
             choice["prompt_token_ids"] = list(prompt)
         return choice
 
-    def _logprobs(self, piece: Piece) -> Json | None:
-        if not self._scored or not piece.scored:
-            return None
-        shown = [(self._token(s.token)[0], s) for s in piece.scored]
-        return {
-            "tokens": [text for text, _ in shown],
-            "token_logprobs": [
-                max(s.entry.logprob, LEAST_LOGPROB) if s.entry else None for _, s in shown
-            ],
-            "top_logprobs": [self._top(text, s) for text, s in shown],
-            "text_offset": [s.offset for _, s in shown],
+    def _logprobs(self, parts: Sequence[Sequence[Scored]]) -> Iterator[bytes]:
+        columns: dict[str, Callable[[Scored], Any]] = {
+            "tokens": lambda s: self._token(s.token)[0],
+            "token_logprobs": lambda s: max(s.entry.logprob, LEAST_LOGPROB) if s.entry else None,
+            "top_logprobs": self._top,
+            "text_offset": lambda s: s.offset,
         }
+        opening = b"{"
+        for name, column in columns.items():
+            yield opening + dumps(name) + b":"
+            yield from _list(parts, column)
+            opening = b","
+        yield b"}"
 
-    def _top(self, text: str, scored: Scored) -> Json | None:
+    def _top(self, scored: Scored) -> Json | None:
         """Log-probabilities of the best tokens by their text, the answer's own token included."""
         if scored.entry is None or not scored.entry.top:
             return None
         top: dict[str, float] = {}
         for token, logprob in scored.entry.top:
             top.setdefault(self._token(token)[0], max(logprob, LEAST_LOGPROB))
-        top.setdefault(text, max(scored.entry.logprob, LEAST_LOGPROB))
+        top.setdefault(self._token(scored.token)[0], max(scored.entry.logprob, LEAST_LOGPROB))
         return top
+
+
+def _parts(scored: Sequence[Scored]) -> Iterator[Sequence[Scored]]:
+    """Runs of up to `PART_VALUES` log-probabilities."""
+    start, values = 0, 0
+    for i, one in enumerate(scored):
+        values += 1 + (len(one.entry.top) if one.entry else 0)
+        if values >= PART_VALUES or i == len(scored) - 1:
+            yield scored[start : i + 1]
+            start, values = i + 1, 0
+
+
+def _list(parts: Sequence[Sequence[Scored]], item: Callable[[Scored], object]) -> Iterator[bytes]:
+    """A JSON list with an item for each token."""
+    opening = b"["
+    for part in parts:
+        yield opening + dumps([*map(item, part)])[1:-1]
+        opening = b","
+    yield b"]"

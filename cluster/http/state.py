@@ -10,13 +10,18 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
+
+from prometheus_client.core import Metric
 
 from cluster.errors import ApiError, invalid
 from cluster.http import openai
 from cluster.http.keys import Access
-from cluster.http.peers import IngressState, Peers
+from cluster.http.shares import Shares
 from cluster.http.text import TextService
 from cluster.metrics import Metrics, Record
 from cluster.routing.block_hashes import BlockHasher
@@ -35,6 +40,26 @@ requests_log = logging.getLogger("kvatlas.requests")
 
 DEBUG_DEADLINE_S = 2.0
 """How long workers may take to answer a debug call."""
+
+ANSWERS_SCORED = 16
+"""All answers together may have this many times `limits.max_logprob_values`."""
+
+
+@dataclass(frozen=True, slots=True)
+class IngressState:
+    """Metrics of one ingress, and its clients' labels of the requests in flight."""
+
+    ingress: str
+    families: list[Metric] = field(default_factory=list)
+    labels: dict[str, str] = field(default_factory=dict)
+
+
+class Peers(Protocol):
+    """All ingresses, this one among them."""
+
+    async def all(self) -> list[IngressState]:
+        """The state of each. Raises if one does not answer in time."""
+        ...
 
 
 class ResourceCheck(Protocol):
@@ -93,6 +118,7 @@ class Api:
         )
         self.waiting = Waiting(lambda: self.config)
         self.dispatcher = Dispatcher(self.gangs, router, self.waiting, name=name)
+        self._values = Shares(0)
         self.created = int(time.time())
         self.resources: ResourceCheck | None = None
         self.labels: dict[str, str] = {}  # X-Request-Id of the requests in flight, by id
@@ -126,6 +152,34 @@ class Api:
 
         return await self.waiting.until(served, failure)
 
+    @property
+    def shows_routes(self) -> bool:
+        """Whether clients see how busy the workers are that a request could have gone to."""
+        asked = self.config.server.route_header
+        return not self.access.keyed if asked is None else asked
+
+    @contextmanager
+    def logprob_values(self, tenant: str, values: int) -> Iterator[None]:
+        """Hold room for the log-probabilities of an answer. Raises 429 where there is none."""
+        self._values.most = ANSWERS_SCORED * self.config.limits.max_logprob_values
+        if not self._values.take(tenant, values):
+            message = "the server holds as many log-probabilities as it can, try again later"
+            raise ApiError(429, "queue_full", message, retry_after_s=1)
+        try:
+            yield
+        finally:
+            self._values.give(tenant, values)
+
+    @contextmanager
+    def labelled(self, labels: Mapping[str, str]) -> Iterator[None]:
+        """Requests in flight are known by these labels."""
+        self.labels.update(labels)
+        try:
+            yield
+        finally:
+            for request in labels:
+                del self.labels[request]
+
     def state(self) -> IngressState:
         """The state of this ingress, for the others."""
         return IngressState(self.name, self.metrics.own(), dict(self.labels))
@@ -153,13 +207,17 @@ class Api:
             if problem != before:
                 log.warning("the previous keys stay in use: %s", problem)
 
-    def report(self) -> dict[str, Any]:
-        """The body of `/health/ready`."""
+    def report(self, *, processes: bool) -> dict[str, Any]:
+        """The body of `/health/ready`, with or without the workers' hosts and process ids."""
         problem = "files of keys have changed and cannot be used, the log says why"
         problems = [problem] if self.access.problem else []
         if self.resources is not None and self.resources.problem:
             problems.append(self.resources.problem)
-        return {**self.gangs.report(), "problems": problems}
+        report = self.gangs.report()
+        if not processes:
+            for gang in report["models"][0]["gangs"]:
+                del gang["host"], gang["pid"]
+        return {**report, "problems": problems}
 
     async def debug(self, method: str, *arguments: Any) -> tuple[list[Any], dict[str, Any]]:
         """The answers of the workers, and a `missing` entry if some do not answer in time.
@@ -175,3 +233,15 @@ class Api:
             raise ApiError(503, "worker_lost", message, retry_after_s=1)
         missing = {gang: str(error) for gang, error in errors.items()}
         return list(answers.values()), {"missing": missing} if missing else {}
+
+
+def merged(own: IngressState, others: list[IngressState]) -> list[Metric]:
+    """The metrics of all, each family once."""
+    families: dict[str, Metric] = {}
+    for state in (own, *(other for other in others if other.ingress != own.ingress)):
+        for family in state.families:
+            if family.name in families:
+                families[family.name].samples.extend(family.samples)
+            else:
+                families[family.name] = family
+    return list(families.values())

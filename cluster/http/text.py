@@ -7,17 +7,17 @@ whole text does not depend on how the tokens were divided into deltas.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cluster.errors import ApiError, invalid
+from cluster.errors import invalid
+from cluster.http.openai import Served, too_long
+from cluster.http.threads import FairThreads
 
 INLINE_CHARACTERS = 8192
 """Longer texts are tokenised off the event loop."""
@@ -30,6 +30,12 @@ _MESSAGE_CHARACTERS = 64  # rendering one message takes as long as tokenising th
 THREADS = 2
 MAX_PENDING = 64
 """Long texts waiting for a thread or in one; more get 429."""
+
+BATCH_CHARACTERS = 1 << 18
+"""Texts are tokenised together up to so many characters, each of which may take 131 bytes then."""
+
+_SHRINKS = 4
+"""A tokenizer that rewrites texts first (NFKC, stripped blanks) may make them that much shorter."""
 
 _MARK = "\N{REPLACEMENT CHARACTER}"
 _MAX_HALF, _WINDOW_KEPT, _WINDOW_MAX = 3, 6, 16  # tokens
@@ -195,8 +201,8 @@ class TextService:
             # A tokenizer file may enable truncation or padding; prompts need neither.
             self._backend.no_truncation()
             self._backend.no_padding()
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenise")
-        self._pending = 0
+        self._threads = FairThreads(THREADS, MAX_PENDING, "tokenise")
+        self._token_characters = self._most_characters()
         # Arguments that the server itself passes, or that clients may not set.
         template = inspect.signature(tokenizer.apply_chat_template).parameters
         self._reserved = {"self", "messages", "tools", "documents", *template}
@@ -231,23 +237,47 @@ class TextService:
             return text, text.encode()
         return "bytes:" + "".join(f"\\x{b:02x}" for b in raw), raw
 
-    async def encode(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
-        """The token ids of each text; `special` adds the model's first and last special tokens."""
-        return await self._off_loop(sum(map(len, texts)), lambda: self._encode(texts, special))
+    def _most_characters(self) -> int:
+        """At most how many characters of a text one token stands for."""
+        longest = max(map(len, self._tokenizer.get_vocab()), default=1)
+        plain = self._backend is not None and self._backend.normalizer is None
+        return longest * (1 if plain else _SHRINKS)
 
-    async def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
+    async def encode(
+        self,
+        texts: Sequence[str],
+        *,
+        special: bool = True,
+        tenant: str = "",
+        served: Served | None = None,
+    ) -> list[list[int]]:
+        """The token ids of each text; `special` adds the model's first and last special tokens.
+        Raises ApiError for a text that no sequence of what is `served` can hold."""
+        size = sum(map(len, texts))
+
+        def work() -> list[list[int]]:
+            return self._encode(texts, served, special, "prompt")
+
+        return await self._off_loop(size, work, tenant)
+
+    async def decode(
+        self, ids: Sequence[int], *, skip_special: bool = False, tenant: str = ""
+    ) -> str:
         """The text of all these tokens."""
         if self._backend is None or len(ids) <= INLINE_TOKENS:
             return self.decoder(skip_special=skip_special)(ids)
         # As in `_encode`, only the batched call releases the interpreter lock.
         decode = partial(self._backend.decode_batch, skip_special_tokens=skip_special)
-        texts: list[str] = await self._off_loop(INLINE_CHARACTERS + 1, lambda: decode([ids]))
+        size = INLINE_CHARACTERS + 1
+        texts: list[str] = await self._off_loop(size, lambda: decode([ids]), tenant)
         return texts[0]
 
     async def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        tenant: str = "",
+        served: Served | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
@@ -272,23 +302,31 @@ class TextService:
                     "continue_final_message": continue_final_message,
                 },
             )
-            return self._encode([text], special=False)[0]
+            return self._encode([text], served, False, "messages")[0]
 
-        return await self._off_loop(size, work)
+        return await self._off_loop(size, work, tenant)
 
-    def _encode(self, texts: Sequence[str], special: bool) -> list[list[int]]:
+    def _encode(
+        self, texts: Sequence[str], served: Served | None, special: bool, param: str
+    ) -> list[list[int]]:
         for text in texts:
+            if served and len(text) > served.max_model_len * self._token_characters:
+                message = f"{param} has {len(text)} characters, which are more tokens than possible"
+                raise too_long(message, served, param)
             try:
                 text.encode()
             except UnicodeEncodeError as error:
                 where = f"lone surrogate at character {error.start}"
-                raise invalid(f"the text is not valid Unicode: {where}") from None
+                raise invalid(f"the text is not valid Unicode: {where}", param) from None
         if self._backend is None:
             return [self._tokenizer.encode(text, add_special_tokens=special) for text in texts]
         # `encode` would hold the interpreter lock, a batch does not. The fast variant keeps no
         # offsets of tokens, whose release would hold the lock for milliseconds.
-        encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=special)
-        return [e.ids for e in encoded]
+        ids: list[list[int]] = []
+        for batch in _batches(texts):
+            encoded = self._backend.encode_batch_fast(batch, add_special_tokens=special)
+            ids += [e.ids for e in encoded]
+        return ids
 
     def _render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         import jinja2
@@ -306,21 +344,22 @@ class TextService:
             raise invalid(f"the model's chat template refuses this: {error}", "messages") from None
         return text
 
-    async def _off_loop(self, size: int, work: Callable[[], _T]) -> _T:
-        if size <= INLINE_CHARACTERS:
-            return work()
-        if self._pending >= MAX_PENDING:
-            message = f"{MAX_PENDING} long texts wait to be tokenised already, try again later"
-            raise ApiError(429, "queue_full", message, retry_after_s=1)
-
-        def ended() -> None:
-            self._pending -= 1
-
-        self._pending += 1
-        loop, future = asyncio.get_running_loop(), self._pool.submit(work)
-        future.add_done_callback(lambda _: loop.call_soon_threadsafe(ended))
-        return await asyncio.wrap_future(future)
+    async def _off_loop(self, size: int, work: Callable[[], _T], tenant: str) -> _T:
+        return work() if size <= INLINE_CHARACTERS else await self._threads.run(tenant, work)
 
     def close(self) -> None:
         """Ends the threads."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
+
+
+def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
+    """The texts in order, together up to `BATCH_CHARACTERS`, a longer one alone."""
+    batch, size = list[str](), 0
+    for text in texts:
+        if batch and size + len(text) > BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+        batch.append(text)
+        size += len(text)
+    if batch:
+        yield batch

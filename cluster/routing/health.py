@@ -130,9 +130,11 @@ class HealthMonitor:
             self.failed(error)
 
     def suspect(self, error: Exception) -> None:
-        """A stream was lost: the worker is not ready until it answers again, so ask it now."""
+        """A stream was lost: the worker is not ready until it answers again, so ask it now, unless
+        it is being asked already."""
         self.failed(error)
-        self._asking = asyncio.create_task(self._ask())
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask())
 
     async def _ask(self) -> None:
         try:

@@ -8,12 +8,13 @@ The `Route` names the gang, perhaps blocks to pull first, and a predicted time t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
 from typing import NamedTuple
 
 from cluster.routing.block_hashes import BlockHasher
+from cluster.routing.health import HealthMonitor
 from cluster.routing.index import Mirror
 from cluster.routing.policies import Factors, Policy, RoutingQuery, make
 from cluster.routing.registry import GangRegistry
@@ -87,12 +88,13 @@ class Router:
     ) -> Route | None:
         """The route of a prompt; None if no gang outside `avoid` is ready and can hold it."""
         info = self._gangs.info
-        holding = self._holding(length) - set(avoid)
+        ready = self._gangs.ready()  # once: all below decides about the same gangs
+        holding = self._holding(ready, length) - set(avoid)
         if info is None or not holding:
             return None
         now = self._clock()
         config = self._config()
-        table = self._synced(info["block_size"], config, now)
+        table = self._synced(ready, info["block_size"], config, now)
         hashes = self._hasher.block_hashes(info, submit.prompt, submit.salt.encode())
         output = min(submit.params.max_tokens, self._output_tokens) * max(1, submit.params.n)
         number = next(self._numbers)
@@ -113,14 +115,14 @@ class Router:
             pull = messages.Pull(table.rows[pull_from].name, query.cached(choice))
         return Route(table.rows[choice.row].name, pull, choice.ttft_s, explained)
 
-    def _holding(self, length: Length) -> set[str]:
-        """The gangs that are ready and can hold a sequence of this length."""
+    def _holding(self, ready: Mapping[str, HealthMonitor], length: Length) -> set[str]:
+        """Those of the ready gangs that can hold a sequence of this length."""
         tokens = length.asked
         if tokens is None:
             longest = max(self._gangs.limits().values(), default=0)
             tokens = min(longest, length.known + int(OPEN_ENDED * self._output_tokens))
         least = max(tokens, length.known)
-        return {g for g, monitor in self._gangs.ready().items() if monitor.longest >= least}
+        return {gang for gang, monitor in ready.items() if monitor.longest >= least}
 
     def ended(self, tokens: int) -> None:
         """An answer of that many tokens has ended."""
@@ -134,9 +136,10 @@ class Router:
             self._policy = (routing, policy)
         return self._policy[1]
 
-    def _synced(self, block_size: int, config: Config, now: float) -> GangTable:
-        """The table, updated with the gangs that are ready now and their last reports."""
-        ready = self._gangs.ready()
+    def _synced(
+        self, ready: Mapping[str, HealthMonitor], block_size: int, config: Config, now: float
+    ) -> GangTable:
+        """The table, updated with the ready gangs and their last reports."""
         table = self._table
         if table is None or table.block_size != block_size:
             alike = config.routing.rates_alike
@@ -148,18 +151,20 @@ class Router:
             table.leave(name)
             self._reported.pop(name, None)
         for name in ready.keys() - {row.name for row in table.rows}:
-            table.join(name, self._load(name, config), ready[name].ranks)
+            table.join(name, self._load(ready[name], name, config), ready[name].ranks)
         for row in table.rows:
             known = self._mirror.gangs.get(row.name)
             if known is not None and self._reported.get(row.name) != (known.epoch, known.number):
                 self._reported[row.name] = (known.epoch, known.number)
-                row.report(self._load(row.name, config), known.heard_s - known.age_s)
+                row.report(
+                    self._load(ready[row.name], row.name, config), known.heard_s - known.age_s
+                )
             row.report(row.load, now - UNREPORTED_S)
         return table
 
-    def _load(self, name: str, config: Config) -> LoadStats:
+    def _load(self, monitor: HealthMonitor, name: str, config: Config) -> LoadStats:
         """A gang's last report, completed where it lacks values or has not measured them yet."""
-        info = self._gangs.ready()[name].info
+        info = monitor.info
         assert info is not None
         known = self._mirror.gangs.get(name)
         load = LoadStats() if known is None else known.load

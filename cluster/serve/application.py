@@ -32,13 +32,14 @@ from ray.serve.config import (
 from ray.serve.schema import LoggingConfig
 
 from cluster.errors import UserError
-from cluster.http.peers import IngressState
+from cluster.http.state import IngressState
 from cluster.routing import registry
 from cluster.routing.calls import Misrouted, ServeHandle
 from cluster.routing.sync import Reporter
 from cluster.serve import haproxy, pools, scaling, secret
 from cluster.serve.delivery import ANYONE, Delivery
 from cluster.serve.hub import HubClient
+from cluster.serve.unread import Unread
 from configs.loading import ConfigError, adjusted, load
 from configs.pools import PoolConfig
 from configs.schema import Config
@@ -182,7 +183,7 @@ async def _forever(turn: Callable[[], Awaitable[None]]) -> None:
 
 
 class ServePeers:
-    """All replicas of the ingress deployment, as `http.peers.Peers`."""
+    """All replicas of the ingress deployment, as `http.state.Peers`."""
 
     async def all(self) -> list[IngressState]:
         """The state of each. Raises TimeoutError, and what Serve raises."""
@@ -259,7 +260,7 @@ class Ingress:
     def __serve_build_asgi_app__(self) -> Any:
         from cluster.http.app import build_app
 
-        return build_app(self._api, echo_label=False)
+        return Unread(build_app(self._api, echo_label=False))
 
 
 def _reconfigured(config: Config, user_config: dict[str, Any]) -> Config:

@@ -27,11 +27,13 @@ SAY_EVERY_S = 10.0
 STOP_S = 10.0
 # Switches of Serve for every process, read when it is imported. Messages between replicas through
 # gRPC and on one event loop take a third of the default's CPU time (0.44 instead of 1.4 ms for one
-# from worker to client). Unhealthy replicas are killed: a frozen one would hold its device for as
+# from worker to client); gRPC's own limit of 4 MiB a message is less than some answers have.
+# Unhealthy replicas are killed: a frozen one would hold its device for as
 # long as a healthy one may take to end its requests.
 SERVE_ENVIRONMENT = {
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
+    "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(256 << 20),
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
@@ -186,7 +188,11 @@ def _deploy(
     except ValueError as error:
         raise UserError(str(error)) from None
     say("starting the server")
-    http_options = {"host": config.server.host, "port": config.server.port}
+    http_options = {
+        "host": config.server.host,
+        "port": config.server.port,
+        "keep_alive_timeout_s": config.server.keep_alive_s,
+    }
     serve.start(http_options=http_options, logging_config={"log_level": "ERROR"})
     serve.run_many(
         [RunTarget(target=app, name=APP)],

@@ -1,12 +1,15 @@
 """How the ranks of one gang find each other: rank 0 puts its address into Ray's key-value store.
 
 The key is the gang's id, which Serve creates for each start of a gang. The epoch is the time at
-which rank 0 opened the rendezvous, so a later one is larger.
+which rank 0 opened the rendezvous, so a later one is larger. With the address comes a secret, so
+that only who may read Ray's store can take part (`docs/concepts/gangs.md`, "Who can reach a gang").
 """
 
 from __future__ import annotations
 
+import secrets
 import time
+from dataclasses import astuple
 from typing import Any, Protocol
 
 import msgpack  # type: ignore[import-untyped]
@@ -67,9 +70,9 @@ def join(
     """
     deadline = Deadline(time.monotonic() + within_s, within_s, SETTING, time.monotonic)
     if rank == 0:
-        rendezvous = Rendezvous.open(host, time.time_ns() // 1_000_000, ranks, deadline)
-        address = rendezvous.address
-        keys.put(gang, msgpack.packb((address.host, address.port, address.epoch)))
+        epoch, secret = time.time_ns() // 1_000_000, secrets.token_hex(16)
+        rendezvous = Rendezvous.open(host, epoch, ranks, deadline, secret=secret)
+        keys.put(gang, msgpack.packb(astuple(rendezvous.address)))
     else:
         address = _address(gang, rank, ranks, keys, deadline)
         rendezvous = Rendezvous.join(address, rank, ranks, deadline)

@@ -16,8 +16,7 @@ import httpx
 import uvicorn
 
 from cluster.http.app import build_app
-from cluster.http.peers import IngressState
-from cluster.http.state import Api
+from cluster.http.state import Api, IngressState
 from cluster.routing.calls import KEEP_ALIVE_S, Misrouted
 from cluster.routing.index import Hub, Version
 from cluster.routing.sync import News

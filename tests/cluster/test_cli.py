@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -162,6 +163,45 @@ def test_where_shows_why_not(
 def test_where_without_a_server_is_one_message(capsys: Capture) -> None:
     assert run("where", "x", "1", "--url", "http://127.0.0.1:9") == USAGE
     assert "http://127.0.0.1:9 does not answer" in capsys.readouterr().err
+
+
+def test_where_keeps_the_path_of_a_url_and_asks_no_proxy(
+    server: tuple[type[Answers], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, url = server
+    answers.body = b"{}"
+    for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    assert run("where", "x", "1", "--url", f"{url}/behind/this/") == 0
+    assert answers.seen == ["/behind/this/debug/where?request=x&token=1"]
+
+
+def test_where_speaks_tls_before_it_says_the_key(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVATLAS_ADMIN_KEY", "0123456789abcdef")
+    heard = []
+
+    def hear(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            heard.append(connection.recv(4096))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=hear, args=(listener,))
+        thread.start()
+        url = f"https://127.0.0.1:{listener.getsockname()[1]}"
+        assert run("where", "x", "1", "--url", url) == USAGE
+        thread.join()
+    assert heard[0].startswith(b"\x16\x03")  # a TLS handshake
+    assert b"0123456789abcdef" not in heard[0]
+    assert f"{url} does not answer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://", "http://x:port"])
+def test_where_says_what_a_url_is(capsys: Capture, url: str) -> None:
+    assert run("where", "x", "1", "--url", url) == USAGE
+    assert capsys.readouterr().err.startswith("kvatlas: --url ")
 
 
 def test_an_interrupted_command_has_the_usual_exit_code() -> None:

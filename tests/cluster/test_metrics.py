@@ -227,4 +227,6 @@ def test_the_line_of_a_request_says_what_and_how_fast() -> None:
     assert record(ttft_s=None).line().endswith("16 new tokens, 8.0 tokens/s, 2.00 s in all")
     refused = record(status=400, error="invalid_value", id="")
     assert refused.line() == "- /v1/completions 400 invalid_value after 2.00 s"
+    forged = record(label="x] /v1/completions 200 stop").line()
+    assert forged.startswith("cmpl-1 [x%5D%20/v1/completions%20200%20stop] /v1/completions 200 ")
     assert record(tenant="1a2b3c4d").line().startswith("cmpl-1 of 1a2b3c4d /v1/completions 200 ")

@@ -97,7 +97,7 @@ def _serve(pipe: Connection, address: Address, rank: int, ranks: int, timeout_s:
 @contextmanager
 def gang(ranks: int, timeout_s: float = 60.0) -> Iterator[tuple[Rendezvous, list[Member]]]:
     """Rank 0's meeting, and the others (of which the first is rank 1)."""
-    meeting = Rendezvous.open(HOST, 7, ranks, deadline())
+    meeting = Rendezvous.open(HOST, 7, ranks, deadline(), secret="s")
     members = [Member(meeting.address, rank, ranks, timeout_s) for rank in range(1, ranks)]
     try:
         yield meeting, members

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 
 import pytest
 import torch
@@ -32,12 +33,12 @@ def test_the_deadline_names_who_is_missing() -> None:
 
 
 def test_nobody_there_is_said_at_the_deadline() -> None:
-    alone = Rendezvous.open(HOST, 1, 2, deadline(0.1))
+    alone = Rendezvous.open(HOST, 1, 2, deadline(0.1), secret="s")
     with pytest.raises(MeetingFailed, match="rank 1 of 2 did not come to 'here'"):
         alone.barrier("here")
     del alone
     with pytest.raises(MeetingFailed, match="rank 1 cannot reach rank 0 at 127"):
-        Rendezvous.join(Address(HOST, 1, 1), 1, 2, deadline(0.5))
+        Rendezvous.join(Address(HOST, 1, 1, "s"), 1, 2, deadline(0.5))
 
 
 def test_who_gives_up_is_not_waited_for() -> None:
@@ -50,11 +51,24 @@ def test_who_gives_up_is_not_waited_for() -> None:
 
 
 def test_an_epoch_knows_nothing_of_another() -> None:
-    first = Rendezvous.open(HOST, 1, 1, deadline())
+    first = Rendezvous.open(HOST, 1, 1, deadline(), secret="s")
     assert first.barrier("here", b"first") == [b"first"]
-    again = Rendezvous(first._tcp, Address(HOST, first.address.port, 2), 0, 2, deadline(0.1))
+    again = Rendezvous(first._tcp, Address(HOST, first.address.port, 2, "s"), 0, 2, deadline(0.1))
     with pytest.raises(MeetingFailed, match="rank 1 of 2"):
         again.barrier("here")
+
+
+def test_a_stranger_neither_reaches_a_gang_elsewhere_nor_guesses_its_keys() -> None:
+    first = Rendezvous.open(HOST, 1, 1, deadline(), secret="a secret")
+    port = first.address.port
+    with pytest.raises(ConnectionRefusedError):  # HOST is 127.0.0.1, and it listens there alone
+        socket.create_connection(("127.0.0.2", port)).close()
+    stranger = torch.distributed.TCPStore(HOST, port, is_master=False, wait_for_workers=False)
+    torch.distributed.PrefixStore("1", stranger).compare_set("failure", "", "go away")
+    first.ranks = 2
+    first.deadline = deadline(0.1)
+    with pytest.raises(MeetingFailed, match="rank 1 of 2 did not come"):
+        first.barrier("here")
 
 
 @pytest.mark.parametrize("length", [0, 1, FRAME - 9, FRAME - 8, FRAME - 7, FRAME, 3_000_000])

@@ -55,7 +55,7 @@ class ProcessGang:
 
     def __init__(self, models: Models, ranks: int) -> None:
         self.models, self.ranks = models, ranks
-        meeting = Rendezvous.open(processes.HOST, EPOCH, ranks, processes.deadline())
+        meeting = Rendezvous.open(processes.HOST, EPOCH, ranks, processes.deadline(), secret="s")
         self._pipes: list[Any] = []
         self._processes = []
         for rank in range(1, ranks):

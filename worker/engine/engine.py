@@ -69,9 +69,6 @@ class Engine:
         if request.id in self.requests:
             message = f"a request with id {request.id} is being served"
             return [messages.Rejected("duplicate_id", 0.0, message)]
-        for sequence in request.sequences[1:]:
-            seed = derive(request.params.seed, sequence.choice)
-            sequence.params = replace(request.params, seed=seed)
         search = None
         try:
             if request.params.beam_width:
@@ -85,6 +82,9 @@ class Engine:
             return [messages.Rejected("invalid", 0.0, str(error))]
         except QueueFull as full:
             return [messages.Rejected("queue_full", self._retry_after_s(), str(full))]
+        for sequence in request.sequences[1:]:  # not before: a refused request costs no time
+            seed = derive(request.params.seed, sequence.choice)
+            sequence.params = replace(request.params, seed=seed)
         events: list[messages.Event] = [messages.Accepted(request.id, len(request.prompt))]
         if request.params.prompt_logprobs is not None:
             events.append(messages.PromptLogprobs(0, [None]))
@@ -247,9 +247,9 @@ class Engine:
             request = sequence.request
             if row.scored_from is not None and scored is not None:
                 sequence.scored = row.scored_from + len(scored)
-                if scored and not sequence.choice:
-                    entries: list[messages.PromptLogprob | None] = [*scored]
-                    out.append((request, messages.PromptLogprobs(row.scored_from + 1, entries)))
+                if not sequence.choice:
+                    parts = prompt_scores(request, row.scored_from + 1, scored)
+                    out += [(request, part) for part in parts]
             new = verified.get(row.slot, [])
             if any(sample.bad for sample in new) or (row.candidates and candidates is None):
                 out += self._fail(request, ArithmeticError(BAD_LOGITS))
@@ -415,6 +415,16 @@ def ending(
         tokens=tokens,
         logprobs=logprobs,
     )
+
+
+def prompt_scores(
+    request: Request, first: int, scored: list[messages.PromptLogprob]
+) -> list[messages.PromptLogprobs]:
+    """The log-probabilities of prompt tokens from `first` on, in messages that are not large."""
+    alternatives = request.params.prompt_logprobs or 0
+    most = max(1, messages.VALUES_MAX // (messages.SCORED_COST + alternatives))
+    starts = range(0, len(scored), most)
+    return [messages.PromptLogprobs(first + at, [*scored[at : at + most]]) for at in starts]
 
 
 def started(sequence: Sequence) -> messages.Started:

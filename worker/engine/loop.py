@@ -11,7 +11,7 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import TypeVar
@@ -30,42 +30,80 @@ IDLE_RETRY_S = 0.01
 _T = TypeVar("_T")
 
 
+class _Unsent:
+    """Events of one choice that nobody has taken yet."""
+
+    def __init__(self) -> None:
+        self.events: list[messages.Delta | messages.Finish] = []
+        self.values = 0
+
+    @property
+    def due(self) -> bool:
+        """Whether a stream that wants no deltas takes it: the choice has ended, or one message can
+        carry no more."""
+        return isinstance(self.events[-1], messages.Finish) or self.values >= messages.VALUES_MAX
+
+    def joined(self) -> list[messages.Event]:
+        """As few messages as carry it. Copies each token once: joining at every step would take
+        time by the square of an answer's length."""
+        found: list[messages.Event] = []
+        parts, values = list[messages.Delta | messages.Finish](), 0
+        for event in self.events:
+            parts.append(event)
+            values += messages.values(event)
+            if values >= messages.VALUES_MAX or event is self.events[-1]:
+                found.append(_joined(parts))
+                parts, values = [], 0
+        return found
+
+
+def _joined(parts: Sequence[messages.Delta | messages.Finish]) -> messages.Event:
+    """The last of these parts, with the tokens of all."""
+    if len(parts) == 1:
+        return parts[0]
+    scored = parts[0].logprobs is not None
+    return replace(
+        parts[-1],
+        tokens=[token for part in parts for token in part.tokens],
+        logprobs=[entry for part in parts for entry in part.logprobs or ()] if scored else None,
+        started=next((part.started for part in parts if part.started), None),
+    )
+
+
 class Outbox:
     """The events that one request's stream has not fetched yet. Lives on the event loop."""
 
     def __init__(self) -> None:
-        self._events: dict[int, messages.Event] = {}  # by choice; others under negative keys
+        self._unsent: dict[int, _Unsent] = {}  # by choice
+        self._before: list[messages.Event] = []  # what is not a choice's
+        self._error: list[messages.Event] = []
         self.any = asyncio.Event()
         self.urgent = asyncio.Event()
 
     def put(self, event: messages.Event) -> None:
+        urgent = True
         if isinstance(event, messages.Delta | messages.Finish):
-            first = self._events.get(event.choice)
-            self._events[event.choice] = event if first is None else _joined(first, event)
+            unsent = self._unsent.setdefault(event.choice, _Unsent())
+            unsent.events.append(event)
+            unsent.values += messages.values(event)
+            urgent = unsent.due
+        elif isinstance(event, messages.Error):
+            self._error.append(event)
         else:
-            self._events[-1 - len(self._events)] = event
+            self._before.append(event)
         self.any.set()
-        if not isinstance(event, messages.Delta):
+        if urgent:
             self.urgent.set()
 
     def take(self, *, fine: bool = True) -> list[messages.Event]:
-        """All there is; where not `fine`, deltas stay until their choice ends."""
-        events = self._events.items()
-        taken = [e for _, e in events if fine or not isinstance(e, messages.Delta)]
-        self._events = {k: e for k, e in events if not fine and isinstance(e, messages.Delta)}
+        """All there is, in few messages; where not `fine`, deltas stay until they are due."""
+        taken, self._before = self._before, []
+        for choice in [c for c, unsent in self._unsent.items() if fine or unsent.due]:
+            taken += self._unsent.pop(choice).joined()
+        taken += self._error
         self.any.clear()
         self.urgent.clear()
         return taken
-
-
-def _joined(first: messages.Event, then: messages.Delta | messages.Finish) -> messages.Event:
-    """`then` with the tokens of `first`, of the same choice, in front."""
-    assert isinstance(first, messages.Delta)
-    logprobs = None
-    if first.logprobs is not None:
-        logprobs = [*first.logprobs, *(then.logprobs or ())]
-    tokens, started = [*first.tokens, *then.tokens], first.started or then.started
-    return replace(then, tokens=tokens, logprobs=logprobs, started=started)
 
 
 class EngineLoop:

@@ -88,7 +88,7 @@ class Round:
             if want > 0 and (self.only is None or sequence in self.only):
                 (singles if want == 1 else chunks).append(sequence)
         if self.fairness.several and self.only is None:
-            self.allotted = self._allot(chunks, len(singles))
+            self.allotted = self._allot(singles, chunks)
         if chunks and chunks[0] is self.state.running[0]:
             # The oldest always gets a token, whatever the others take of the budget.
             oldest = chunks.pop(0)
@@ -106,11 +106,10 @@ class Round:
         if self.only is None:
             self._admit()
 
-    def _allot(self, chunks: Seq[Sequence], singles: int) -> dict[str, int]:
-        """The tokens of each tenant that wants more than single ones."""
-        tokens = max(1, sum(self.tokens_left) - singles)
-        wanted = Counter[str]()
-        for sequence in (*chunks, *self.state.waiting):
+    def _allot(self, singles: Seq[Sequence], chunks: Seq[Sequence]) -> dict[str, int]:
+        """The tokens of each tenant that wants any. Single ones are computed in any case."""
+        tokens, wanted = sum(self.tokens_left), Counter[str]()
+        for sequence in (*singles, *chunks, *self.state.waiting):
             tenant = sequence.request.tenant
             if wanted[tenant] < tokens and not sequence.waits:
                 wanted[tenant] += sequence.target - sequence.computed - sequence.planned
@@ -255,7 +254,7 @@ class Round:
         else:
             self.tokens_left[row.home] -= sign * row.count
         self.logits_left[row.home] -= sign * row.logit_rows
-        if self.allotted is not None and row.known > 1:
+        if self.allotted is not None:
             self.allotted[tenant] = self.allotted.get(tenant, 0) - sign * row.known
 
     def _shard(self, sequence: Sequence, table: BlockTable) -> bool:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cluster.errors import ApiError
 from cluster.http import bodies, openai
+from tests.cluster.fakes import config
 
 
 class Unshowable:
@@ -52,3 +56,79 @@ def test_json_that_is_no_plain_data_is_refused() -> None:
         with pytest.raises(ApiError, match="the body is not JSON") as error:
             bodies.parse(openai.ChatRequest, body)
         assert len(error.value.message) < 200
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.integers()
+    | st.text(max_size=8)
+    | st.sampled_from(['"', "\\", '\\"', "[{,", ""]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=30,
+)
+
+
+def cost(value: Any) -> int:
+    """What `bodies.parse_cost` counts, of the value itself."""
+    if isinstance(value, str):
+        return bodies.STRING_COST
+    if not isinstance(value, list | dict):
+        return 0
+    inner = [*value.values(), *value] if isinstance(value, dict) else value
+    return bodies.LIST_COST + max(0, len(value) - 1) + sum(map(cost, inner))
+
+
+@given(VALUES, st.integers(1, 9), st.booleans())
+def test_the_cost_of_a_body_is_counted_without_parsing_it(
+    value: Any, size: int, ascii_only: bool
+) -> None:
+    """However it is cut into slices, with quotes and backslashes anywhere."""
+    body = json.dumps(value, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
+    whole = bodies._SLICE
+    try:
+        bodies._SLICE = size
+        assert bodies.parse_cost(body) == cost(value)
+    finally:
+        bodies._SLICE = whole
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    "nested",
+    [b"[" + b"[]," * 30_000 + b"1]", b"{%b}" % b",".join(b'"%d":1' % n for n in range(99_999))],
+)
+async def test_what_takes_long_to_parse_is_refused_unparsed(
+    nested: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4 MiB of nested lists took 0.6 s of the event loop, and 24 times their size in memory."""
+    body = b'{"prompt":"hi","metadata":%b}' % nested
+    limits = config().limits
+    prose = json.dumps({"prompt": 'He said: "a, b, [c]", and {d}. ' * 20_000}).encode()
+    assert (await bodies.read(openai.CompletionRequest, prose, limits)).stops == []
+    monkeypatch.setattr(bodies, "parse", None)
+    with pytest.raises(
+        ApiError, match=r"values .* possible are 1000000 \(limits.max_body_values"
+    ) as error:
+        await bodies.read(openai.CompletionRequest, body, limits)
+    assert error.value.status == 400
+
+
+def test_of_unknown_parameters_only_the_names_are_kept() -> None:
+    body = b'{"prompt":"hi","zebra":[[1]],"aardvark":{"a":1},"user":"u","nothing":null}'
+    request = bodies.parse(openai.CompletionRequest, body)
+    assert request.ignored == ["aardvark", "zebra"]
+    assert request.model_extra is None
+    assert not {"zebra", "aardvark", "user"} & set(vars(request))
+
+
+def test_a_byte_order_mark_is_skipped() -> None:
+    body = b"\xef\xbb\xbf" + json.dumps({"prompt": "hi"}).encode()
+    assert bodies.parse(openai.CompletionRequest, body).prompt == "hi"
+
+
+def test_null_in_an_option_is_its_default() -> None:
+    options = {"include_usage": None, "continuous_usage_stats": None}
+    body = {"prompt": "hi", "stream": True, "stream_options": options, "logit_bias": {"5": None}}
+    request = bodies.parse(openai.CompletionRequest, json.dumps(body).encode())
+    assert request.stream_options == openai.StreamOptions()
+    assert openai._bias(request.logit_bias) == {}

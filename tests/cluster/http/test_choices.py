@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cluster.http.choices import Choice, Piece
+from cluster.http.choices import Choice, Echo, Piece
 from tests.cluster import tokens
 from tests.cluster.fakes import ids_of
 from worker import messages
@@ -118,8 +118,9 @@ def test_the_token_that_stopped_is_text_only_where_asked() -> None:
 def test_an_echo_comes_first_and_shifts_the_offsets() -> None:
     made = choice(scored=True)
     entries = [None, messages.PromptLogprob(-1.0, 1, [])]
-    made.echo_scored(messages.PromptLogprobs(0, entries[:1]))
-    made.echo_scored(messages.PromptLogprobs(1, entries[1:]))
+    echo = Echo(PROMPT, decode)
+    made.echo_scored(*echo.push(messages.PromptLogprobs(0, entries[:1])))
+    made.echo_scored(*echo.push(messages.PromptLogprobs(1, entries[1:])))
     ids = ids_of("ab")
     made.add(ids, scores(ids))
     piece = take(made)

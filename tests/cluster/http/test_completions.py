@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from cluster.http import completions, generation, keys
+from cluster.http import completions, generation, keys, responses, state
 from cluster.metrics import Record
 from tests.cluster import tokens
 from tests.cluster.clocks import stopped, turns
@@ -756,3 +756,65 @@ async def test_one_refused_prompt_of_several_refuses_all() -> None:
         answer = await served.post(TEXT, {"prompt": ["a", "b", "c", "d"]})
         assert answer.status_code == 429
         await worker.until_idle()
+
+
+async def test_all_answers_together_have_a_bound_on_log_probabilities(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(state, "ANSWERS_SCORED", 2)
+    worker = FakeWorker()
+    worker.gate = asyncio.Semaphore(0)
+    body = {"prompt": "hi", "logprobs": 9, "max_tokens": 100}
+    async with serving(worker, "limits.max_logprob_values=1000") as served:
+        asked = [asyncio.create_task(served.post(TEXT, body)) for _ in range(2)]
+        while len(worker.active) < 2:
+            await asyncio.sleep(0)
+        refused = await served.post(TEXT, body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        assert refused.headers["retry-after"] == "1"
+        others = asyncio.create_task(served.post(TEXT, {"prompt": "hi"}))  # has none
+        for _ in range(1000):
+            worker.gate.release()
+        assert [a.status_code for a in await asyncio.gather(*asked, others)] == [200] * 3
+        assert (await served.post(TEXT, body)).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+async def test_others_get_their_turn_while_a_large_answer_is_made(
+    path: str, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Log-probabilities of 8,192 tokens were 2 s of the event loop in one piece."""
+    monkeypatch.setattr(responses, "PART_VALUES", 20)
+    longest = 0
+    genuine = responses.dumps
+
+    def dumps(body: Any) -> bytes:
+        nonlocal longest
+        made: bytes = genuine(body)
+        longest = max(longest, len(made))
+        return made
+
+    monkeypatch.setattr(responses, "dumps", dumps)
+    body: dict[str, Any] = {"max_tokens": 100, "stream": stream}
+    body |= {"prompt": "hi", "logprobs": 5} if path == TEXT else {
+        "messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 5,
+    }  # fmt: skip
+    async with serving(FakeWorker("X" * 100, per_delta=100)) as served:
+        if stream:
+            events = [json.loads(e) for e in (await served.events(path, body))[:-1]]
+            size = max(len(json.dumps(event)) for event in events)
+        else:
+            answer = await served.post(path, body)
+            size = len(answer.content)
+            scored = answer.json()["choices"][0]["logprobs"]
+            assert len(scored["tokens" if path == TEXT else "content"]) == 100
+        assert size > 6 * longest
+
+
+def test_refused_prompts_come_back_ever_later_and_not_together() -> None:
+    least = 0.5
+    for before, most in ((0, 1.0), (1, 2.0), (2, 4.0), (3, 5.0), (1000, generation.MAX_WAIT_S)):
+        drawn = [generation.pause_s(least, before) for _ in range(50)]
+        assert all(most / 2 <= pause <= most for pause in drawn)
+        assert len(set(drawn)) > 40

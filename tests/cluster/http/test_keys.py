@@ -34,7 +34,7 @@ ADMIN = "admin-key-of-the-tests"
 SECRETS = (ALICE, ALICE_2, BOB, ADMIN)
 FILE = f"# who may ask\nalice: {ALICE}\n'alice': \"{ALICE_2}\"\n\nbob: {BOB}\n"
 TEXT = "/v1/completions"
-OPEN = {"/health", "/health/ready"}
+OPEN = {"/health", "/health/ready", "/ping", "/version"}
 
 
 @pytest.fixture
@@ -399,3 +399,28 @@ def test_the_commands_refuse_keys_that_cannot_be_used_before_anything_starts(
         assert err.startswith("kvatlas: ")
         assert "line 1: is not of the form `tenant: key`" in err
         assert ALICE not in out + err
+
+
+def test_a_server_that_needs_keys_does_not_start_without(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"require_keys is on, and no API keys .* KVATLAS_API_KEYS"):
+        access("server.require_keys=true", environment={keys.ADMIN_KEY: ADMIN})
+    given = {keys.API_KEYS: f"alice: {ALICE}"}
+    assert access("server.require_keys=true", environment=given).keyed
+
+
+async def test_strangers_learn_nothing_of_the_workers(files: tuple[str, str]) -> None:
+    """How busy they are, on which hosts, under which process ids."""
+    body = {"prompt": "hi"}
+    async with serving(FakeWorker()) as served:  # nobody is a stranger where no keys are
+        assert "gang=" in (await served.post(TEXT, body)).headers["x-kvatlas-route"]
+        (gang,) = (await served.http.get("/health/ready")).json()["models"][0]["gangs"]
+        assert {"host", "pid"} <= gang.keys()
+    for settings, told in ((files, False), ((*files, "server.route_header=true"), True)):
+        async with serving(FakeWorker(), *settings) as served:
+            answer = await served.post(TEXT, body, headers=bearer(ALICE))
+            assert ("x-kvatlas-route" in answer.headers) == told
+            for headers, seen in (({}, False), (bearer(ALICE), False), (bearer(ADMIN), True)):
+                report = (await served.http.get("/health/ready", headers=headers)).json()
+                (gang,) = report["models"][0]["gangs"]
+                assert ({"host", "pid"} <= gang.keys()) == seen
+                assert gang["ready"]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cluster.http import limits
-from tests.cluster.fakes import FakeWorker, Served, config, serving
+from tests.cluster.fakes import FakeWorker, Served, config, ids_of, serving
 
 pytestmark = pytest.mark.anyio
 PATH = "/v1/completions"
@@ -186,3 +188,98 @@ async def test_a_client_that_leaves_in_the_middle_of_its_body_disturbs_nobody() 
         await writer.wait_closed()
         assert (await served.post(PATH, {"prompt": "hi"})).status_code == 200
         assert not served.worker.submits[1:]
+
+
+async def gzipped(served: Served, body: bytes, encoding: str = "gzip") -> Any:
+    headers = {"Content-Encoding": encoding, "Content-Type": "application/json"}
+    return await served.http.post(PATH, content=body, headers=headers)
+
+
+async def test_a_gzip_body_is_decoded() -> None:
+    plain = json.dumps({"prompt": "hi", "user": "x" * 1000}).encode()
+    packed = gzip.compress(plain)
+    async with serving(FakeWorker()) as served:
+        answer = await gzipped(served, packed)
+        assert answer.status_code == 200
+        assert answer.json()["choices"][0]["text"]
+        assert served.worker.submits[0].prompt == ids_of("hi")
+
+        async def in_parts() -> AsyncIterator[bytes]:
+            for i in range(0, len(packed), 7):
+                yield packed[i : i + 7]
+
+        headers = {"Content-Encoding": "GZip"}
+        answer = await served.http.post(PATH, content=in_parts(), headers=headers)
+        assert answer.status_code == 200
+        for wrong in (packed[:-5], plain, packed + b"more", b""):
+            answer = await gzipped(served, wrong)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_body")
+        assert (await gzipped(served, plain, "identity")).status_code == 200
+
+
+async def test_a_gzip_body_may_be_no_larger_than_others() -> None:
+    bomb = gzip.compress(b" " * (64 << 20))  # 64 KiB
+    async with serving(FakeWorker(), f"limits.max_body_bytes={1 << 20}") as served:
+        answer = await gzipped(served, bomb)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+        assert f"{1 << 20} bytes (limits.max_body_bytes)" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("encoding", ["br", "deflate", "gzip, gzip", "zstd"])
+async def test_another_encoding_is_refused_by_name(encoding: str) -> None:
+    async with serving(FakeWorker()) as served:
+        answer = await gzipped(served, b"{}", encoding)
+        assert answer.status_code == 415
+        assert answer.headers["accept-encoding"] == "gzip"
+        error = answer.json()["error"]
+        assert error["code"] == "unsupported_encoding"
+        assert limits.printable(encoding) in error["message"]
+
+
+async def test_a_body_is_held_only_until_its_prompt_is_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """1 GiB of bodies under requests of ten minutes refused the tiny bodies of everybody else."""
+    monkeypatch.setattr(limits, "MAX_BODIES", 1)
+    worker = FakeWorker()
+    worker.gate = asyncio.Semaphore(0)
+    large = json.dumps({"prompt": "hi", "user": "x" * (LIMIT - 100)}).encode()
+    async with serving(worker, f"limits.max_body_bytes={LIMIT}") as served:
+        asked = [asyncio.create_task(served.http.post(PATH, content=large))]
+        while len(worker.active) < 1:
+            await asyncio.sleep(0)
+        asked.append(asyncio.create_task(served.http.post(PATH, content=large)))
+        while len(worker.active) < 2:
+            await asyncio.sleep(0)
+        for _ in range(100):
+            worker.gate.release()
+        assert [answer.status_code for answer in await asyncio.gather(*asked)] == [200, 200]
+
+
+async def test_a_tenant_s_bodies_leave_room_for_another_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MAX_BODIES", 2)
+    keys = {name: f"key-of-{name}-0123456789" for name in ("flood", "other")}
+    (tmp_path / "keys").write_text("".join(f"{name}: {key}\n" for name, key in keys.items()))
+    settings = (f"limits.max_body_bytes={LIMIT}", f"server.api_keys_file={tmp_path}/keys")
+    async with serving(FakeWorker(), *settings) as served:
+
+        async def post(name: str) -> int:
+            headers = {"Authorization": f"Bearer {keys[name]}"}
+            body = json.dumps({"prompt": "hi"}).encode() + b" " * (LIMIT - 100)
+            return (await served.http.post(PATH, content=body, headers=headers)).status_code
+
+        host, _, port = served.url.removeprefix("http://").partition(":")
+        writers = []
+        for _ in range(2):
+            _, writer = await asyncio.open_connection(host, int(port))
+            bearer = f"Authorization: Bearer {keys['flood']}"
+            writer.write(head(bearer, f"Content-Length: {LIMIT}") + b" " * (LIMIT - 50))
+            writers.append(writer)
+        while await post("flood") != 429:
+            await asyncio.sleep(0)  # until both are there
+        assert await post("other") == 200
+        assert await post("flood") == 429
+        for writer in writers:
+            writer.close()

@@ -25,7 +25,8 @@ BAD: list[tuple[str, Any, int, str, str | None, str]] = [
     (CHAT, b"", 400, "invalid_json", None, "not JSON"),
     (CHAT, b"\xff\xfe", 400, "invalid_json", None, "not JSON"),
     (CHAT, b"[1]", 400, "invalid_json", None, "JSON object"),
-    (CHAT, b"[" * 100_000, 400, "invalid_json", None, "not JSON"),
+    (CHAT, b"[" * 60_000, 400, "invalid_json", None, "not JSON"),
+    (CHAT, b"[" * 100_000, 400, "body_too_large", None, "(limits.max_body_values)"),
     (CHAT, {"messages": None}, 400, "missing_required_parameter", "messages", "is missing"),
     (CHAT, {"messages": []}, 400, "invalid_value", "messages", "at least one"),
     (CHAT, {"messages": "hi"}, 400, "invalid_value", "messages", "valid list"),
@@ -36,7 +37,7 @@ BAD: list[tuple[str, Any, int, str, str | None, str]] = [
     (CHAT, {"messages": [0] * 100_000}, 400, "invalid_value", "messages", "limits.max_messages"),
     (CHAT, {"messages": [{"role": "user", "content": [PART] * 4096}]}, 400, "invalid_value",
      "messages", "got 1 with 4096 parts"),
-    (CHAT, {"messages": [{"role": ["x"] * 100_000}]}, 400, "invalid_value", "messages[0].role",
+    (CHAT, {"messages": [{"role": ["x"] * 10_000}]}, 400, "invalid_value", "messages[0].role",
      "assistant, got ["),
     (CHAT, {"messages": [{"content": "hi"}]}, 400, "invalid_value", "messages[0].role", "one of"),
     (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, 400, "invalid_value",
@@ -49,6 +50,17 @@ BAD: list[tuple[str, Any, int, str, str | None, str]] = [
     (CHAT, {"messages": [{"role": "assistant", "content": "x"}]}, 400, "invalid_value", "messages",
      "a conversation starts with the user"),
     (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, 400, "invalid", None, ""),
+    (TEXT, b'{"prompt": "\\ud800"}', 400, "invalid", None, ""),
+    (CHAT, {"messages": [{"role": "user", "content": None}]}, 400, "invalid_value",
+     "messages[0].content", "a text"),
+    (CHAT, {"logprobs": True, "top_logprobs": 21}, 400, "invalid_value", "top_logprobs",
+     "top_logprobs must be an integer from 0 to 20, got 21"),
+    (CHAT, {"max_completion_tokens": -1}, 400, "invalid_value", "max_completion_tokens",
+     "max_completion_tokens must be"),
+    (CHAT, {"max_tokens": 0}, 400, "invalid_value", "max_tokens", "max_tokens must be at least 1"),
+    (TEXT, {"echo": True, "logprobs": 21}, 400, "invalid_value", "logprobs", "logprobs must be"),
+    (TEXT, {"stop": [None]}, 400, "invalid_value", "stop",
+     "stop must be a text or a list of texts, got [null]"),
     (CHAT, {"messages": [*USER, {"role": "assistant", "content": "", "tool_calls": [1]}]}, 400,
      "unsupported_parameter", "messages[1].tool_calls", "tool calls"),
     (CHAT, {"model": "nope"}, 404, "model_not_found", "model", f"served is '{MODEL}'"),
@@ -80,7 +92,6 @@ BAD: list[tuple[str, Any, int, str, str | None, str]] = [
     (CHAT, {"min_tokens": -1}, 400, "invalid_value", "min_tokens", "from 0"),
     (CHAT, {"min_tokens": 9, "max_tokens": 3}, 400, "invalid_value", "min_tokens", "at most"),
     (CHAT, {"max_tokens": -1}, 400, "invalid_value", "max_tokens", "from 0"),
-    (CHAT, {"max_tokens": 0}, 400, "invalid_value", "max_completion_tokens", "at least 1"),
     (CHAT, {"max_completion_tokens": -5}, 400, "invalid_value", "max_completion_tokens", "from 0"),
     (TEXT, {"max_tokens": 0}, 400, "invalid_value", "max_tokens", "unless echo is true"),
     (CHAT, {"logit_bias": {"AI": 1}}, 400, "invalid_value", "logit_bias", "'AI' is not a token id"),
@@ -98,7 +109,7 @@ BAD: list[tuple[str, Any, int, str, str | None, str]] = [
     (CHAT, {"stop": "x" * 257}, 400, "invalid_value", "stop", "1 to 256 characters"),
     (CHAT, {"stop": [1] * 100_000}, 400, "invalid_value", "stop",
      "stop may have 4096 items, got 100000"),
-    (CHAT, {"stop_token_ids": [""] * 100_000}, 400, "invalid_value", "stop_token_ids", "4096"),
+    (CHAT, {"stop_token_ids": [""] * 50_000}, 400, "invalid_value", "stop_token_ids", "4096"),
     (CHAT, {"logit_bias": dict.fromkeys(map(str, range(4097)), "")}, 400, "invalid_value",
      "logit_bias", "4096 items"),
     (CHAT, {"x" * 500: [0] * 4097}, 400, "invalid_value", "x" * 64, "4096 items"),
@@ -114,7 +125,7 @@ BAD: list[tuple[str, Any, int, str, str | None, str]] = [
     (TEXT, {"timeout": 601}, 400, "invalid_value", "timeout", "at most 600"),
     (CHAT, {"timeout": NAN}, 400, "invalid_value", "timeout", "got nan"),
     (CHAT, {"timeout": True}, 400, "invalid_value", "timeout", "valid number"),
-    (CHAT, {"stop": 5}, 400, "invalid_value", "stop", "stop: input should be a valid string"),
+    (CHAT, {"stop": 5}, 400, "invalid_value", "stop", "a list of texts, got 5"),
     (CHAT, {"stop": [5]}, 400, "invalid_value", "stop", "stop"),
     (CHAT, {"stop_token_ids": [-1]}, 400, "invalid_value", "stop_token_ids", "from 0 to"),
     (CHAT, {"stop_token_ids": [True]}, 400, "invalid_value", "stop_token_ids", "integer"),
@@ -140,9 +151,9 @@ BAD: list[tuple[str, Any, int, str, str | None, str]] = [
     (TEXT, {"prompt": [tokens.VOCAB]}, 400, "invalid_value", "prompt", "token ids go from 0 to"),
     (TEXT, {"prompt": [-1]}, 400, "invalid_value", "prompt", "token ids go from 0 to"),
     (TEXT, {"prompt": ["x"] * 257}, 400, "invalid_value", "prompt", "256 prompts"),
-    (TEXT, {"prompt": ["x"] * 100_000}, 400, "invalid_value", "prompt",
-     "256 prompts (limits.max_prompts), got 100000"),
-    (TEXT, {"prompt": [[1]] * 100_000}, 400, "invalid_value", "prompt", "got 100000"),
+    (TEXT, {"prompt": ["x"] * 50_000}, 400, "invalid_value", "prompt",
+     "256 prompts (limits.max_prompts), got 50000"),
+    (TEXT, {"prompt": [[1]] * 15_000}, 400, "invalid_value", "prompt", "got 15000"),
     (TEXT, {"prompt": [1] * 100_000}, 400, "context_length_exceeded", "prompt",
      "prompt has 100000 tokens; fake holds 256 (model.max_model_len)"),
     (TEXT, {"prompt": [[1], [1] * 100_000]}, 400, "context_length_exceeded", "prompt", "100000"),
@@ -363,6 +374,37 @@ def test_a_prompt_may_fill_the_sequence_only_where_nothing_follows() -> None:
     assert error.value.code == "context_length_exceeded"
 
 
+def test_an_answer_has_no_more_log_probabilities_than_a_limit_says() -> None:
+    """256 echoed prompts with 20 alternatives a token took 6 GB of an ingress."""
+    limit = served("limits.max_logprob_values=1000")
+
+    def asked(prompt: int, prompts: int = 1, **body: Any) -> int:
+        raw = json.dumps({"prompt": "x", **body}).encode()
+        request = bodies.parse(openai.CompletionRequest, raw)
+        return openai.sampling(request, limit, prompt_tokens=prompt, prompts=prompts).max_tokens
+
+    assert asked(10, logprobs=9, max_tokens=100) == 100
+    assert asked(10, logprobs=None, max_tokens=200, n=16) == 200
+    assert asked(100, echo=True, logprobs=9, max_tokens=0) == 0
+    for tokens_of_prompt, prompts_, body in (
+        (10, 1, {"logprobs": 9, "max_tokens": 101}),
+        (10, 1, {"logprobs": 9, "max_tokens": 51, "n": 2}),
+        (10, 2, {"logprobs": 9, "max_tokens": 51}),
+        (101, 1, {"logprobs": 9, "max_tokens": 0, "echo": True}),
+        (10, 1, {"max_tokens": 201, "best_of": 5, "n": 1}),
+    ):
+        with pytest.raises(ApiError, match=r"1000 \(limits.max_logprob_values\)") as error:
+            asked(tokens_of_prompt, prompts_, **body)
+        assert (error.value.status, error.value.param) == (400, "logprobs")
+    chat = bodies.parse(
+        openai.ChatRequest, b'{"messages":[],"logprobs":true,"top_logprobs":9,"n":2}'
+    )
+    assert openai.sampling(chat, limit, prompt_tokens=10).max_tokens == 50  # it set no limit itself
+    with pytest.raises(ApiError, match="ask for fewer") as error:
+        openai.sampling(chat, limit, prompt_tokens=10, prompts=100)
+    assert error.value.param == "top_logprobs"
+
+
 def test_messages_become_what_a_template_takes() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert prompts.conversation(
@@ -375,6 +417,25 @@ def test_messages_become_what_a_template_takes() -> None:
         {"role": "system", "content": "be kind", "name": "boss"},
         {"role": "user", "content": "ab"},
     ]
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ({}, ""),
+        ({"content": None}, ""),
+        ({"content": []}, ""),
+        ({"content": ""}, ""),
+        ({"refusal": "no"}, "no"),
+        ({"content": None, "refusal": "no", "tool_calls": []}, "no"),
+        ({"content": [{"type": "refusal", "refusal": "never"}]}, "never"),
+        ({"content": "yes", "refusal": None}, "yes"),
+    ],
+)
+def test_an_assistant_may_have_said_nothing(message: dict[str, Any], text: str) -> None:
+    """Histories hold such messages after tool calls and refusals."""
+    said = prompts.conversation([*USER, {"role": "assistant", **message}, *USER], served())
+    assert said[1] == {"role": "assistant", "content": text}
 
 
 def test_prompts_keep_their_order_and_kind() -> None:

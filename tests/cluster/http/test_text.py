@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import ApiError
+from cluster.http import text as text_module
 from cluster.http.text import (
     INLINE_CHARACTERS,
     MAX_PENDING,
@@ -25,6 +26,8 @@ from cluster.http.text import (
     load_tokenizer,
 )
 from tests.cluster import tokens
+from tests.cluster.fakes import MAX_MODEL_LEN
+from tests.cluster.http.test_openai import served
 
 KINDS = ("byte_level", "byte_fallback")
 HALF = "\N{REPLACEMENT CHARACTER}"
@@ -249,6 +252,33 @@ def test_more_long_texts_than_the_queue_holds_are_a_429(service: TextService) ->
     assert len([a for a in answers if isinstance(a, list)]) == MAX_PENDING
 
 
+def test_a_text_that_no_sequence_holds_is_not_tokenised(
+    service: TextService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16 MiB of digits took 131 times their size in memory before they were counted."""
+    most = MAX_MODEL_LEN * max(map(len, tokens.wrapped().get_vocab()))
+    assert run(service.encode(["x" * most], served=served()))
+    monkeypatch.setattr(service, "_backend", object())  # tokenises nothing
+    message = {"role": "user", "content": "x" * (most + 1)}
+    for work in (
+        lambda: service.encode(["x" * (most + 1)], served=served()),
+        lambda: service.encode_chat([message], served=served()),
+    ):
+        with pytest.raises(ApiError, match=r"has \d+ characters, .*model.max_model_len") as error:
+            run(work())
+        assert error.value.code == "context_length_exceeded"
+        assert error.value.param in ("prompt", "messages")
+
+
+def test_many_texts_are_tokenised_a_few_at_a_time(
+    service: TextService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_module, "BATCH_CHARACTERS", 10)
+    texts = ["aaaa", "bbbb", "cc", "", "d" * 25, "e"]
+    assert list(text_module._batches(texts)) == [["aaaa", "bbbb", "cc", ""], ["d" * 25], ["e"]]
+    assert run(service.encode(texts)) == [encode("byte_level", text) for text in texts]
+
+
 HALF_MEGABYTE = ("The pages of this book, 37 of them, are scattered. " * 10_000)[:500_000]
 LONG_WORK = {
     "one text": lambda s: s.encode([HALF_MEGABYTE]),
@@ -271,7 +301,7 @@ LONG_WORK = {
 def test_long_work_is_done_off_the_event_loop(work: str, service: TextService) -> None:
     """While all threads hang in such work, short texts pass."""
     entered, go_on = threading.Semaphore(0), threading.Event()
-    submit = service._pool.submit
+    submit = service._threads._pool.submit
 
     def hanging(function: Any) -> Any:
         def hang() -> Any:
@@ -281,7 +311,7 @@ def test_long_work_is_done_off_the_event_loop(work: str, service: TextService) -
 
         return submit(hang)
 
-    service._pool.submit = hanging  # type: ignore[method-assign, assignment]
+    service._threads._pool.submit = hanging  # type: ignore[method-assign, assignment]
 
     async def others_pass() -> Any:
         tasks = [asyncio.create_task(LONG_WORK[work](service)) for _ in range(THREADS + 1)]

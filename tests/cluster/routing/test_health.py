@@ -189,3 +189,18 @@ async def test_a_fault_in_the_watch_itself_shows_its_trace(
     assert caplog.records[0].exc_info is not None
     it.monitor.failed(EngineLost("gone"))
     assert it.failures == 1  # there was no worker to lose
+
+
+async def test_a_suspect_is_asked_once_however_many_streams_it_lost() -> None:
+    it = Watched()
+    await it.monitor.look()
+    it.monitor.suspect(EngineLost("broke"))
+    asking = it.monitor._asking
+    it.monitor.suspect(EngineLost("this one too"))
+    assert it.monitor._asking is asking  # a second task would leave the first without an owner
+    while not it.monitor.ready:
+        await asyncio.sleep(0)
+    it.monitor.suspect(EngineLost("and again, later"))
+    assert it.monitor._asking is not asking
+    while not it.monitor.ready:
+        await asyncio.sleep(0)

@@ -255,3 +255,14 @@ def test_an_open_end_gets_room_for_more_than_the_usual_answer() -> None:
     route = world.maybe([1], Length(1999, None))
     assert route is not None
     assert world.maybe([1], Length(2001, None)) is None
+
+
+def test_a_decision_is_about_one_list_of_ready_gangs() -> None:
+    """A gang that is lost in the midst of a decision changes the next one."""
+    world = World("a", "b")
+    world.state("a")
+    world.state("b")
+    lists = iter([dict(world.gangs.watched), {}])
+    world.gangs.ready = lambda: next(lists)
+    assert world.choose(PROMPT[:64]).gang in ("a", "b")
+    assert world.maybe(PROMPT[:64], Length(65, 96)) is None

@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -186,10 +187,68 @@ def test_the_limit_of_a_body_holds(
     server: Server, mib: int, status: int, code: str, chunked: bool
 ) -> None:
     """Below and above it, with and without a length; both above what gRPC takes in one message."""
-    body = b'{"prompt": [' + b"1," * (mib << 19) + b"1]}"
+    body = b'{"prompt": "' + b"x" * (mib << 20) + b'"}'
     content = iter([body[:100], body[100:]]) if chunked else body
     answer = httpx.post(server.url + TEXT, content=content, timeout=60)
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+
+
+# 6 MiB of JSON: 400 tokens for each of 8 choices, with 20 alternatives each.
+SCORED = {
+    "messages": [{"role": "user", "content": "hi"}],
+    "max_tokens": 400,
+    "n": 8,
+    "ignore_eos": True,
+    "logprobs": True,
+    "top_logprobs": 20,
+}
+GRPC_BYTES = 4 << 20  # of one message, if nobody says otherwise
+
+
+def large_answers(server: Server, count: int) -> None:
+    with ThreadPoolExecutor(count) as threads:
+        asked = [threads.submit(post, server, CHAT, SCORED) for _ in range(count)]
+        for answer in [one.result() for one in asked]:
+            assert answer.status_code == 200, answer.text[:500]
+            assert len(answer.content) > GRPC_BYTES
+            scored = [choice["logprobs"]["content"] for choice in answer.json()["choices"]]
+            assert [len(entries) for entries in scored] == [400] * 8
+
+
+@in_each_mode
+def test_answers_larger_than_a_message_of_grpc_arrive_whole(server: Server) -> None:
+    large_answers(server, 2)
+
+
+@pytest.mark.full
+@in_each_mode
+def test_many_large_answers_arrive_whole(server: Server) -> None:
+    large_answers(server, 32)
+
+
+@in_one_mode
+def test_an_answer_that_nobody_reads_waits_at_the_server(server: Server) -> None:
+    """Serve's `send` waits for nobody: the ingress would have all of it, and end the request."""
+    server.wait_until(lambda: sum(opened(server).values()) == 0)
+    body = json.dumps({**SCORED, "stream": True}).encode()
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        client.settimeout(60)
+        client.connect((host, int(port)))
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        server.wait_until(lambda: server.running() != [])
+        server.wait_until(lambda: server.running() == [])  # the worker has said all
+        for _ in range(4):
+            assert post(server, TEXT, {"prompt": "hi", "max_tokens": 1}).status_code == 200
+        assert sum(opened(server).values()) == 1
+        received = b""
+        while part := client.recv(1 << 20):
+            received += part
+        assert b"data: [DONE]" in received[-100:]
+        assert len(received) > GRPC_BYTES
+    server.wait_until(lambda: sum(opened(server).values()) == 0)
 
 
 @in_each_mode

@@ -16,6 +16,7 @@ from tests.worker.fake import (
     tokens_of,
 )
 from worker import messages
+from worker.engine import engine as engines
 
 NOW = 0.0
 
@@ -256,6 +257,16 @@ def test_a_full_queue_rejects_and_the_accepted_all_finish():
     assert all(e.retry_after_s >= 1 for e in rejected)
     done = [r.id for r, e in run(engine) if isinstance(e, messages.Finish)]
     assert sorted(done) == sorted(accepted)
+
+
+def test_a_refused_request_costs_no_seeds(monkeypatch):
+    engine, derived = make_engine(max_waiting=1), []
+    monkeypatch.setattr(engines, "derive", lambda seed, choice: derived.append(choice) or choice)
+    first, second = (make_request(name, [1], 5, generated=((),) * 4) for name in "ab")
+    assert isinstance(engine.submit(first)[0], messages.Accepted)
+    assert derived == [1, 2, 3]
+    assert isinstance(engine.submit(second)[0], messages.Rejected)
+    assert derived == [1, 2, 3]
 
 
 def test_a_request_waits_once_however_many_choices_it_has():

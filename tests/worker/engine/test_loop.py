@@ -265,3 +265,48 @@ def test_an_outbox_joins_deltas_of_one_choice_only():
         assert [type(e) for e in box.take()] == [messages.Delta, messages.Error]
 
     asyncio.run(main())
+
+
+def test_an_outbox_copies_a_token_once_however_long_nobody_takes_it(monkeypatch):
+    async def main():
+        box, steps = Outbox(), 1000
+        for token in range(steps):
+            box.put(messages.Delta(0, [token]))
+        box.put(messages.Finish(0, "length", 1, 0, steps + 1, tokens=[steps]))
+        (event,) = box.take(fine=False)
+        assert event.tokens == list(range(steps + 1))
+        assert joins == [steps + 1]
+
+    joins = []
+    replace = loops.replace
+    monkeypatch.setattr(
+        loops, "replace", lambda e, **new: joins.append(len(new["tokens"])) or replace(e, **new)
+    )
+    asyncio.run(main())
+
+
+def test_no_message_grows_without_bound():
+    """14,000 tokens with 20 log-probabilities each were one message of more than 4 MiB."""
+
+    async def main():
+        box, steps = Outbox(), 2000
+        entry = messages.TokenLogprob(-1.0, [(i, -1.0) for i in range(20)])
+        sent = []
+        for token in range(steps):
+            assert not box.urgent.is_set()
+            box.put(messages.Delta(0, [token], [entry]))
+            if box.urgent.is_set():  # also for one who takes no deltas
+                sent += box.take(fine=False)
+        box.put(messages.Finish(0, "length", 1, 0, steps, logprobs=[]))
+        sent += box.take(fine=False)
+        assert [type(e) for e in sent] == [messages.Delta] * 9 + [messages.Finish]
+        assert tokens(sent) == list(range(steps))
+        assert sum(len(e.logprobs) for e in sent) == steps
+        assert max(map(messages.values, sent)) <= messages.VALUES_MAX + 37
+        for token in range(steps):  # and for one who is slow
+            box.put(messages.Delta(0, [token], [entry]))
+        sent = box.take()
+        assert tokens(sent) == list(range(steps))
+        assert max(map(messages.values, sent)) <= messages.VALUES_MAX + 37
+
+    asyncio.run(main())

@@ -9,6 +9,7 @@ import pytest
 
 from tests.families import prompts
 from tests.worker.served import prove_sound
+from worker import messages
 from worker.execution.philox import derive
 from worker.messages import Finish, PromptLogprobs
 from worker.params import SamplingParams
@@ -103,6 +104,21 @@ def test_prompt_log_probabilities_do_not_depend_on_the_cache(
     ends = [e for e in warm if isinstance(e, Finish)]
     assert sorted(e.choice for e in ends) == list(range(n))
     assert ends[0].cached_tokens == 0  # every position was computed, for its logits
+
+
+def test_scores_of_a_long_prompt_come_in_several_messages(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = list(prompts()[LONGEST])
+    asked = replace(SEEDED, max_tokens=1, prompt_logprobs=2)
+    whole = sample(models.engine("llama", 8, chunk=1000), "whole", prompt, asked)
+    monkeypatch.setattr(messages, "VALUES_MAX", 180)
+    parts = sample(models.engine("llama", 8, chunk=1000), "parts", prompt, asked)
+    scores = [event for event in parts if isinstance(event, PromptLogprobs)]
+    assert max(len(event.entries) for event in scores) == 10  # of 16 + 2 values each
+    starts = [event.start for event in scores]
+    assert starts == [sum(len(e.entries) for e in scores[:i]) for i in range(len(scores))]
+    assert [x for e in parts for x in _entries(e)] == [x for e in whole for x in _entries(e)]
 
 
 def _entries(event: Event) -> list:  # type: ignore[type-arg]

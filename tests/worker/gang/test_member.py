@@ -79,7 +79,7 @@ def config(directory: Path, ranks: int, *, blocks: int = 32, threshold: int = 40
 def members(ranks: int, within_s: float = 60.0) -> list[GangMember]:
     deadline = Deadline(time.monotonic() + within_s, within_s, "cluster.x", time.monotonic)
     clocks = (time.monotonic, time.perf_counter, time.thread_time)
-    first = Rendezvous.open(HOST, 5, ranks, deadline)
+    first = Rendezvous.open(HOST, 5, ranks, deadline, secret="s")
     others = [Rendezvous.join(first.address, rank, ranks, deadline) for rank in range(1, ranks)]
     return [
         GangMember("gang-7", meeting, HOST, 30.0, 60.0, *clocks) for meeting in (first, *others)
