@@ -8,14 +8,14 @@ The `Route` names the gang, perhaps blocks to pull first, and a predicted time t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import NamedTuple
 
 from cluster.routing.block_hashes import BlockHasher
 from cluster.routing.index import Mirror
-from cluster.routing.policies import Factors, Policy, RoutingQuery, make
+from cluster.routing.policies import Policy, make
 from cluster.routing.registry import GangRegistry
 from cluster.routing.table import GangTable
 from configs.schema import Config, RoutingConfig
@@ -96,22 +96,23 @@ class Router:
         hashes = self._hasher.block_hashes(info, submit.prompt, submit.salt.encode())
         output = min(submit.params.max_tokens, self._output_tokens) * max(1, submit.params.n)
         number = next(self._numbers)
+        rows = [row for row in table.rows if row.name in holding]
         query = table.query(
-            number, hashes, prompt_tokens=len(submit.prompt), expected_output=output, now_s=now
+            number,
+            rows,
+            hashes,
+            prompt_tokens=len(submit.prompt),
+            expected_output=output,
+            now_s=now,
         )
         if not hashes:  # nothing to reuse later: equal gangs take turns
             query = replace(query, next_block=b"%s %d" % (self._name.encode(), number))
-        places = [i for i, row in enumerate(table.rows) if row.name in holding]
-        rows = [table.rows[i] for i in places]
-        choice = self._decide(config.routing)(_of_rows(query, places, len(table.rows)), rows)
-        explained = choice.explained(rows)
-        pull_from = None if choice.pull_from is None else places[choice.pull_from]
-        choice = replace(choice, row=places[choice.row], pull_from=pull_from)
-        table.sent(query, choice, hashes, now)
+        choice = self._decide(config.routing)(query, rows)
+        table.sent(rows[choice.row], query, choice, hashes, now)
         pull = None
-        if pull_from is not None:
-            pull = messages.Pull(table.rows[pull_from].name, query.cached(choice))
-        return Route(table.rows[choice.row].name, pull, choice.ttft_s, explained)
+        if choice.pull_from is not None:
+            pull = messages.Pull(rows[choice.pull_from].name, query.cached(choice))
+        return Route(rows[choice.row].name, pull, choice.ttft_s, choice.explained(rows))
 
     def _holding(self, length: Length) -> set[str]:
         """The gangs that are ready and can hold a sequence of this length."""
@@ -128,10 +129,7 @@ class Router:
 
     def _decide(self, routing: RoutingConfig) -> Policy:
         if self._policy is None or self._policy[0] != routing:
-            factors = Factors(**{f.name: getattr(routing, f.name) for f in fields(Factors)})
-            start = _number(self._name)
-            policy = make(routing.policy, factors=factors, pull=routing.pull, start=start)
-            self._policy = (routing, policy)
+            self._policy = (routing, make(routing, start=_number(self._name)))
         return self._policy[1]
 
     def _synced(self, block_size: int, config: Config, now: float) -> GangTable:
@@ -177,17 +175,3 @@ class Router:
 def _number(name: str) -> int:
     """A hash of a name, the same in every process."""
     return int.from_bytes(blake2b(name.encode(), digest_size=4).digest(), "big")
-
-
-def _of_rows(query: RoutingQuery, rows: Sequence[int], count: int) -> RoutingQuery:
-    """The same query about these of the `count` rows of the table."""
-    if len(rows) == count:
-        return query
-    home = [place for place, i in enumerate(rows) if i in query.home]
-    return replace(
-        query,
-        matched=[query.matched[i] for i in rows],
-        stored=[query.stored[i] for i in rows],
-        hosted=[query.hosted[i] for i in rows],
-        home=range(home[0], home[-1] + 1) if home else range(0),
-    )

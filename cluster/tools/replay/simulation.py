@@ -10,15 +10,17 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
+from typing import Literal
 
 from cluster.routing import policies
 from cluster.routing.index import Mirror
-from cluster.routing.policies import Choice, Factors
+from cluster.routing.policies import Choice
 from cluster.routing.table import GangTable
 from cluster.tools.replay.worker import Task, VirtualEngine, VirtualWorker, adopt, export, leading
 from cluster.tools.traces import Arrival
+from configs.schema import RoutingConfig
 from kvpaging.events import LoadStats
 
 END_S = 1e18  # after everything
@@ -29,14 +31,17 @@ OUTPUT_TOKENS = 256.0  # expected of every answer: an ingress does not know how 
 class Settings:
     """One run. `speed` divides the trace's times; `delay_s` is how old an ingress's view is."""
 
-    policy: str
+    policy: Literal["round_robin", "power_of_two", "priced"]
     engine: VirtualEngine
     workers: int = 8
     speed: float = 1.0
     pull: bool = False
     ingresses: int = 1
     delay_s: float = 0.0
-    factors: Factors = field(default_factory=Factors)
+
+    @property
+    def routing(self) -> RoutingConfig:
+        return RoutingConfig(policy=self.policy, pull=self.pull)
 
 
 @dataclass(slots=True)
@@ -65,15 +70,13 @@ class VirtualIngress:
     def __init__(self, settings: Settings, loads: dict[str, LoadStats], at: int) -> None:
         self.mirror = Mirror()
         self.table = GangTable(
-            self.mirror, settings.engine.block_size, rates_alike=settings.factors.rates_alike,
+            self.mirror, settings.engine.block_size, rates_alike=settings.routing.rates_alike,
             at=at, ingresses=settings.ingresses,
         )  # fmt: skip
         for name, load in loads.items():
             self.table.join(name, load)
-        self.policy = policies.make(
-            settings.policy, factors=settings.factors, pull=settings.pull,
-            start=at * settings.workers // settings.ingresses,
-        )  # fmt: skip
+        start = at * settings.workers // settings.ingresses
+        self.policy = policies.make(settings.routing, start)
 
     def choose(
         self, arrival: Arrival, block_hashes: list[bytes], now_s: float
@@ -82,13 +85,14 @@ class VirtualIngress:
         table = self.table
         query = table.query(
             arrival.number,
+            table.rows,
             block_hashes,
             prompt_tokens=arrival.prompt_tokens,
             expected_output=OUTPUT_TOKENS,
             now_s=now_s,
         )
         choice = self.policy(query, table.rows)
-        table.sent(query, choice, block_hashes, now_s)
+        table.sent(table.rows[choice.row], query, choice, block_hashes, now_s)
         return choice, query.lacking(choice)
 
 
