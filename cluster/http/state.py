@@ -73,9 +73,7 @@ class Api:
         monitor = partial(
             HealthMonitor,
             ingress=name,
-            period_s=config.cluster.health_period_s,
-            timeout_s=config.cluster.health_timeout_s,
-            step_timeout_s=config.cluster.step_timeout_s,
+            cluster=config.cluster,
             on_failure=partial(self.metrics.background_failure, "watch"),
             check=self.block_hashes.problem,
         )
@@ -105,7 +103,7 @@ class Api:
 
         def served() -> openai.Served | None:
             info = self.gangs.info
-            if info is None or not self.gangs.ready():
+            if not info or not self.gangs.ready():
                 return None
             limits = self.gangs.limits()
             return openai.Served(
@@ -120,7 +118,7 @@ class Api:
             )
 
         def failure(passed: str) -> ApiError:
-            code = "no_capacity" if self.gangs.info is None else "worker_lost"
+            code = "worker_lost" if self.gangs.info else "no_capacity"
             message = f"{self.model} is not ready {passed}: {self.gangs.reason}"
             return ApiError(503, code, message, retry_after_s=1)
 

@@ -88,7 +88,7 @@ class Router:
         """The route of a prompt; None if no gang outside `avoid` is ready and can hold it."""
         info = self._gangs.info
         holding = self._holding(length) - set(avoid)
-        if info is None or not holding:
+        if not info or not holding:
             return None
         now = self._clock()
         config = self._config()
@@ -121,7 +121,7 @@ class Router:
             longest = max(self._gangs.limits().values(), default=0)
             tokens = min(longest, length.known + int(OPEN_ENDED * self._output_tokens))
         least = max(tokens, length.known)
-        return {g for g, monitor in self._gangs.ready().items() if monitor.longest >= least}
+        return {g for g, m in self._gangs.ready().items() if m.info["max_model_len"] >= least}
 
     def ended(self, tokens: int) -> None:
         """An answer of that many tokens has ended."""
@@ -146,7 +146,7 @@ class Router:
             table.leave(name)
             self._reported.pop(name, None)
         for name in ready.keys() - {row.name for row in table.rows}:
-            table.join(name, self._load(name, config), ready[name].ranks)
+            table.join(name, self._load(name, config), ready[name].info["ranks"])
         for row in table.rows:
             known = self._mirror.gangs.get(row.name)
             if known is not None and self._reported.get(row.name) != (known.epoch, known.number):
@@ -158,7 +158,6 @@ class Router:
     def _load(self, name: str, config: Config) -> LoadStats:
         """A gang's last report, completed where it lacks values or has not measured them yet."""
         info = self._gangs.ready()[name].info
-        assert info is not None
         known = self._mirror.gangs.get(name)
         load = LoadStats() if known is None else known.load
         if not load.blocks:

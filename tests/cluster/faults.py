@@ -59,7 +59,7 @@ class Unclear(str):
 class Ingress(cluster.serve.application.Ingress):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        router = self._api.dispatcher._router
+        router = self._api.dispatcher.router
         decide, choose = router._decide, router.choose
         seed: int | None = None
 
