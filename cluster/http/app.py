@@ -25,7 +25,6 @@ from cluster.errors import ApiError, invalid
 from cluster.http import bodies, debug, keys, openai, prompts
 from cluster.http.completions import Completion, while_connected
 from cluster.http.limits import BodyLimit, label_of
-from cluster.http.peers import merged
 from cluster.http.responses import error_response, json_response
 from cluster.http.state import DEBUG_DEADLINE_S, Api
 from cluster.metrics import CONTENT_TYPE, Record
@@ -225,10 +224,9 @@ def _add_state(app: FastAPI, api: Api) -> None:
     @app.get("/metrics", dependencies=[Depends(api.access.admin)])
     async def metrics() -> Response:
         await api.gangs.refresh(DEBUG_DEADLINE_S)
-        (own, *others), missing = await api.all_states()
+        states, missing = await api.all_states()
         headers = {"x-kvatlas-missing": "ingresses"} if missing else None
-        text = api.metrics.text(merged(own, others))
-        return Response(text, headers=headers, media_type=CONTENT_TYPE)
+        return Response(api.metrics.text(states), headers=headers, media_type=CONTENT_TYPE)
 
 
 def keep_turning() -> None:

@@ -10,15 +10,15 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Protocol
 
 from cluster.errors import ApiError, invalid
 from cluster.http import openai
 from cluster.http.keys import Access
-from cluster.http.peers import IngressState, Peers
 from cluster.http.text import TextService
-from cluster.metrics import Metrics, Record
+from cluster.metrics import IngressState, Metrics, Record
 from cluster.routing.block_hashes import BlockHasher
 from cluster.routing.calls import Refused
 from cluster.routing.dispatch import Dispatcher
@@ -48,7 +48,8 @@ class ResourceCheck(Protocol):
 class Api:
     """The state of one ingress: settings, keys, tokenizer, metrics, and its view of the workers.
 
-    `key` is the cluster's secret, which keys block hashes. `behind_proxy`: see `keys.Access`.
+    `peers` gives the state of all ingresses, or raises if one does not answer in time. `key` is the
+    cluster's secret, which keys block hashes. `behind_proxy`: see `keys.Access`.
     """
 
     def __init__(
@@ -61,10 +62,10 @@ class Api:
         name: str,
         key: bytes,
         hub: Hub,
-        peers: Peers,
+        peers: Callable[[], Awaitable[list[IngressState]]],
         behind_proxy: bool,
     ) -> None:
-        self.config, self.name, self.peers = config, name, peers
+        self.config, self.peers = config, peers
         self.access = Access(config.server, os.environ, behind_proxy=behind_proxy)
         self.model = model
         self.text = TextService(tokenizer)
@@ -126,12 +127,12 @@ class Api:
 
     def state(self) -> IngressState:
         """The state of this ingress, for the others."""
-        return IngressState(self.name, self.metrics.own(), dict(self.labels))
+        return self.metrics.state(self.labels)
 
     async def all_states(self) -> tuple[list[IngressState], dict[str, Any]]:
         """The states of all ingresses, and a `missing` entry if others do not answer in time."""
         try:
-            return [self.state(), *await self.peers.all()], {}
+            return [self.state(), *await self.peers()], {}
         except Exception as error:
             log.warning("the other ingresses do not answer: %s", error)
             return [self.state()], {"missing": {"ingresses": type(error).__name__}}

@@ -32,7 +32,7 @@ from ray.serve.config import (
 from ray.serve.schema import LoggingConfig
 
 from cluster.errors import UserError
-from cluster.http.peers import IngressState
+from cluster.metrics import IngressState
 from cluster.routing import registry
 from cluster.routing.calls import Misrouted, ServeHandle
 from cluster.routing.sync import Reporter
@@ -114,7 +114,7 @@ class Worker:
 
         config = self._config.of_pool(pool)
         names = [pools.deployment(each.name) for each in self._config.pools]
-        peers = Peers(lambda: pools.Pools({d: by_reference(d) for d in names}, pools.DIRECTORY))
+        peers = Peers(lambda: pools.Pools({d: by_reference(d) for d in names}))
         if pool.gang_size == 1:
             return kind(config, directory, key, peers)
         from cluster.serve.rendezvous import join_gang
@@ -181,17 +181,14 @@ async def _forever(turn: Callable[[], Awaitable[None]]) -> None:
         await turn()
 
 
-class ServePeers:
-    """All replicas of the ingress deployment, as `http.peers.Peers`."""
-
-    async def all(self) -> list[IngressState]:
-        """The state of each. Raises TimeoutError, and what Serve raises."""
-        context = contextvars.Context()  # of no request, see `calls`
-        handle: Any = context.run(serve.get_deployment_handle, INGRESS, APP)
-        response = context.run(handle.broadcast, "state")
-        async with asyncio.timeout(_PEERS_S):
-            found: list[IngressState] = await response.results_async()
-        return found
+async def _all_ingresses() -> list[IngressState]:
+    """The state of each ingress. Raises TimeoutError, and what Serve raises."""
+    context = contextvars.Context()  # of no request, see `calls`
+    handle: Any = context.run(serve.get_deployment_handle, INGRESS, APP)
+    response = context.run(handle.broadcast, "state")
+    async with asyncio.timeout(_PEERS_S):
+        found: list[IngressState] = await response.results_async()
+    return found
 
 
 class Ingress:
@@ -222,12 +219,12 @@ class Ingress:
         self._api = Api(
             config,
             model,
-            pools.Pools(handles, pools.DIRECTORY),
+            pools.Pools(handles),
             tokenizer,
             name=name,
             key=key,
             hub=HubClient(config.cluster.index_bytes, config.server.log_level),
-            peers=ServePeers(),
+            peers=_all_ingresses,
             behind_proxy=haproxy.in_use(os.environ),
         )
         self._api.resources = ResourceMonitor(

@@ -19,39 +19,25 @@ def deployment(pool: str) -> str:
     return f"{WORKER}-{pool}" if pool else WORKER
 
 
-class Directory:
-    """Which gangs each deployment has, as far as Serve has informed this process."""
-
-    def __init__(self) -> None:
-        self._gangs: dict[str, frozenset[str]] = {}
-
-    def publish(self, deployment: str, gangs: frozenset[str]) -> None:
-        """Set the gangs of one deployment."""
-        self._gangs[deployment] = gangs
-
-    def gangs(self, deployment: str) -> frozenset[str]:
-        """The gangs of one deployment; none if not published yet."""
-        return self._gangs.get(deployment, frozenset())
-
-
-DIRECTORY = Directory()
-"""The directory of this process. It must be a global: Serve itself creates the `Delivery` of each
-handle, from a class that it pickles by value, so nothing can be passed to it."""
+DIRECTORY: dict[str, frozenset[str]] = {}
+"""The gangs of each deployment, as far as Serve has informed this process. It must be a global:
+Serve itself creates the `Delivery` of each handle, from a class that it pickles by value, so
+nothing can be passed to it."""
 
 
 class Pools:
     """The `routing.registry.Workers` of several deployments, whose handles are given by name."""
 
-    def __init__(self, handles: Mapping[str, Handle], directory: Directory) -> None:
-        self._handles, self._directory = handles, directory
+    def __init__(self, handles: Mapping[str, Handle]) -> None:
+        self._handles = handles
 
     def listed(self) -> frozenset[str]:
         """The gangs of all deployments."""
-        return frozenset().union(*map(self._directory.gangs, self._handles))
+        return frozenset().union(*(DIRECTORY.get(name, ()) for name in self._handles))
 
     def to(self, gang: str) -> Handle:
         """The handle of a gang; for an unknown one, a handle whose calls raise Undelivered."""
         for name, handle in self._handles.items():
-            if gang in self._directory.gangs(name):
+            if gang in DIRECTORY.get(name, ()):
                 return handle.to(gang)
         return next(iter(self._handles.values())).to(gang)

@@ -7,14 +7,14 @@ which rank 0 opened the rendezvous, so a later one is larger.
 from __future__ import annotations
 
 import time
-from typing import Any, Protocol
+from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
 import ray
 from ray import serve
 from ray.experimental import internal_kv
 
-from configs.schema import Config
+from configs.schema import ClusterConfig, Config
 from context_parallel.group import Address, Deadline, MeetingFailed, Rendezvous
 from worker.gang.member import GangMember
 
@@ -26,18 +26,8 @@ _SPACE = "kvatlas"
 SETTING = "cluster.start_timeout_s"
 
 
-class Keys(Protocol):
-    """A key-value store that all hosts of the cluster share."""
-
-    def put(self, key: str, value: bytes) -> None: ...
-
-    def get(self, key: str) -> bytes | None: ...
-
-    def delete(self, key: str) -> None: ...
-
-
-class RayKeys:
-    """Ray's own key-value store."""
+class Keys:
+    """Ray's own key-value store, which all hosts of the cluster share."""
 
     def put(self, key: str, value: bytes) -> None:
         internal_kv._internal_kv_put(key, value, overwrite=True, namespace=_SPACE)
@@ -57,14 +47,13 @@ def join(
     *,
     host: str,
     keys: Keys,
-    within_s: float,
-    timeout_s: float,
-    idle_s: float,
+    cluster: ClusterConfig,
 ) -> GangMember:
     """This rank's member once all ranks have joined. Raises MeetingFailed, naming missing ranks.
 
-    The deadline `within_s` counts from now, for the whole start.
+    The deadline `cluster.start_timeout_s` counts from now, for the whole start.
     """
+    within_s = cluster.start_timeout_s
     deadline = Deadline(time.monotonic() + within_s, within_s, SETTING, time.monotonic)
     if rank == 0:
         rendezvous = Rendezvous.open(host, time.time_ns() // 1_000_000, ranks, deadline)
@@ -82,8 +71,8 @@ def join(
         gang,
         rendezvous,
         host=host,
-        timeout_s=timeout_s,
-        idle_s=idle_s,
+        timeout_s=cluster.collective_timeout_s,
+        idle_s=cluster.step_timeout_s,
         now=time.monotonic,
         clock=time.perf_counter,
         cpu_clock=time.thread_time,
@@ -107,15 +96,12 @@ def join_gang(config: Config) -> tuple[GangMember, list[str]]:
     network: Any = ray.util
     context = serve.get_replica_context().gang_context
     assert context is not None
-    cluster = config.cluster
     member = join(
         context.gang_id,
         context.rank,
         context.world_size,
         host=network.get_node_ip_address(),
-        keys=RayKeys(),
-        within_s=cluster.start_timeout_s,
-        timeout_s=cluster.collective_timeout_s,
-        idle_s=cluster.step_timeout_s,
+        keys=Keys(),
+        cluster=config.cluster,
     )
     return member, list(context.member_replica_ids)

@@ -16,8 +16,8 @@ import httpx
 import uvicorn
 
 from cluster.http.app import build_app
-from cluster.http.peers import IngressState
 from cluster.http.state import Api
+from cluster.metrics import IngressState
 from cluster.routing.calls import KEEP_ALIVE_S, Misrouted
 from cluster.routing.index import Hub, Version
 from cluster.routing.sync import News
@@ -456,7 +456,7 @@ class NoPeers:
     def __init__(self) -> None:
         self.others: list[IngressState] = []
 
-    async def all(self) -> list[IngressState]:
+    async def __call__(self) -> list[IngressState]:
         return self.others
 
 

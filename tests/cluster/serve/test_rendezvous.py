@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from configs.schema import ClusterConfig
 from context_parallel.group import MeetingFailed
 
 with warnings.catch_warnings():
@@ -34,9 +35,8 @@ class Kept:
 
 
 def member(keys: Kept, rank: int, ranks: int, within_s: float = 60.0) -> Any:
-    return join(
-        "gang", rank, ranks, host=HOST, keys=keys, within_s=within_s, timeout_s=1.0, idle_s=2.0
-    )
+    cluster = ClusterConfig(start_timeout_s=within_s, collective_timeout_s=1.0, step_timeout_s=2.0)
+    return join("gang", rank, ranks, host=HOST, keys=keys, cluster=cluster)  # type: ignore[arg-type]
 
 
 def test_all_ranks_get_seats_in_one_epoch_and_leave_no_key_behind() -> None:
