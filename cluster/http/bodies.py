@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import pydantic_core
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from cluster.errors import ApiError, invalid
 from cluster.http import openai
@@ -23,7 +23,7 @@ MAX_PARAMETERS = 1000  # of one request
 _SHOWN = 80  # characters of a wrong value
 _BOUNDED_ELSEWHERE = {"prompt", "messages", "tokens"}  # by limits.*, with a message of their own
 
-_R = TypeVar("_R", bound=BaseModel)
+_R = TypeVar("_R", bound=openai.Asked)
 
 
 def parse(kind: type[_R], body: bytes) -> _R:
@@ -36,7 +36,7 @@ def parse(kind: type[_R], body: bytes) -> _R:
         raise invalid("the body must be a JSON object", code="invalid_json")
     _check_sizes(raw)
     given = {name: value for name, value in raw.items() if value is not None}
-    for name, harmless in openai.known(kind).items():
+    for name, harmless in kind.unsupported.items():
         if name in given and not _same_as_any(given.pop(name), harmless):
             wanted = " or ".join(pydantic_core.to_json(v).decode() for v in harmless)
             advice = f"leave it out or send {wanted}" if harmless else "leave it out"

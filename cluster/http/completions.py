@@ -157,10 +157,7 @@ class Completion(Response):
         self._note_ignored(request)
         texts, tokens = await self._tokens(request, served)
         answer = (ChatAnswer if self._chat else CompletionAnswer)(
-            served.model,
-            api.text.token,
-            scored=request.alternatives is not None,
-            token_ids=request.return_token_ids,
+            served.model, api.text.token, token_ids=request.return_token_ids
         )
         record.id = answer.id
         jobs = [

@@ -103,21 +103,20 @@ class Access:
 
     def _read(self) -> None:
         source = f"server.api_keys_file or {API_KEYS}"
-        lines = self._lines(API_KEYS, self._server.api_keys_file, "server.api_keys_file")
-        pairs = None if lines is None else [_pair(line, source) for line in lines]
-        lines = self._lines(ADMIN_KEY, self._server.admin_key_file, "server.admin_key_file")
-        admins = None if lines is None else [_key(*line) for line in lines]
-        keys = [key for _, key in pairs or ()] + (admins or [])
+        pairs = [_pair(line, source) for line in self._lines(API_KEYS, "api_keys_file")]
+        admins = [_key(*line) for line in self._lines(ADMIN_KEY, "admin_key_file")]
+        keys = [key for _, key in pairs] + admins
         if len(set(keys)) < len(keys):
             raise UserError(f"the same key is given twice (in {source}, or as the admin key too)")
         if len(keys) > MAX_KEYS:
             raise UserError(f"at most {MAX_KEYS} keys are possible ({source}), got {len(keys)}")
-        self._tenants = [(tenant, self._digest(key)) for tenant, key in pairs or ()]
-        self._admins = [("admin", self._digest(key)) for key in admins or ()]
+        self._tenants = [(tenant, self._digest(key)) for tenant, key in pairs]
+        self._admins = [("admin", self._digest(key)) for key in admins]
 
-    def _lines(self, variable: str, file: str | None, setting: str) -> list[_Line] | None:
-        """The lines with keys, None if nothing is configured. An empty file is an error."""
-        given = self._environment.get(variable)
+    def _lines(self, variable: str, name: str) -> list[_Line]:
+        """The lines with keys, none if nothing is configured. An empty file is an error."""
+        file: str | None = getattr(self._server, name)
+        given, setting = self._environment.get(variable), f"server.{name}"
         if given is not None and file is not None:
             raise UserError(f"{variable} and {setting} are both set: leave one out")
         if given is not None:
@@ -125,7 +124,7 @@ class Access:
         elif file is not None:
             found = list(_numbered(file, _text(file, setting).splitlines()))
         else:
-            return None
+            return []
         if not found:
             raise UserError(f"{file or variable} holds no key: leave {setting} and {variable} out")
         return found

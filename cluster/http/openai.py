@@ -11,7 +11,7 @@ import secrets
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -29,7 +29,6 @@ _FAR = 10**6  # beyond the range of a logit bias
 HARMLESS = frozenset(
     {"metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "user"}
 )
-# Known but not supported, with the values that have no effect and are accepted.
 _COMMON: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": ([],),
     "bad_words": ([],),
@@ -99,12 +98,19 @@ class SpeculationOptions(BaseModel):
     k: int | None = Field(default=None, ge=1, le=MAX_GUESSES)
 
 
-class Common(BaseModel):
-    """Parameters of both kinds of completion."""
+class Asked(BaseModel):
+    """Parameters of every request."""
 
     model_config = ConfigDict(strict=True, extra="allow")
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Known but not supported, with the values that have no effect and are accepted."""
 
     model: str | None = None
+
+
+class Common(Asked):
+    """Parameters of both kinds of completion."""
+
     n: int = 1
     best_of: int | None = None
     use_beam_search: bool = False
@@ -176,6 +182,8 @@ class Common(BaseModel):
 class ChatRequest(Common):
     """POST /v1/chat/completions."""
 
+    unsupported = _COMMON | _CHAT
+
     messages: list[Any]
     max_completion_tokens: int | None = None
     logprobs: bool = False
@@ -197,6 +205,8 @@ class ChatRequest(Common):
 class CompletionRequest(Common):
     """POST /v1/completions."""
 
+    unsupported = _COMMON | _COMPLETION
+
     prompt: Any
     echo: bool = False
     logprobs: int | None = None
@@ -211,12 +221,9 @@ class CompletionRequest(Common):
         return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(Asked):
     """POST /tokenize: a text or a conversation."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    model: str | None = None
     prompt: str | None = None
     messages: list[Any] | None = None
     add_special_tokens: bool = True
@@ -226,19 +233,11 @@ class TokenizeRequest(BaseModel):
     return_token_strs: bool = False
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(Asked):
     """POST /detokenize."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    model: str | None = None
     tokens: list[Any]
     skip_special_tokens: bool = False
-
-
-def known(kind: type[BaseModel]) -> Mapping[str, tuple[Any, ...]]:
-    """Unsupported parameters of this kind of request, with their accepted values."""
-    return {ChatRequest: _COMMON | _CHAT, CompletionRequest: _COMMON | _COMPLETION}.get(kind, {})
 
 
 def check_common(request: Common, served: Served) -> None:
@@ -333,28 +332,24 @@ def sampling(request: Common, served: Served, *, prompt_tokens: int) -> Sampling
     return _params(request, served, room if asked is None else asked)
 
 
+# Passed on as they were given.
+_ALIKE = ("min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
+          "presence_penalty", "frequency_penalty", "ignore_eos", "length_penalty")  # fmt: skip
+
+
 def _params(request: Common, served: Served, max_tokens: int | None) -> SamplingParams:
     echo = isinstance(request, CompletionRequest) and request.echo
     ranked = 0 if request.choices > request.n else None
     params = SamplingParams(
+        **{name: getattr(request, name) for name in _ALIKE},
         max_tokens=served.max_model_len if max_tokens is None else max_tokens,
-        min_tokens=request.min_tokens,
-        temperature=request.temperature,
-        top_k=request.top_k,
-        top_p=request.top_p,
-        min_p=request.min_p,
-        repetition_penalty=request.repetition_penalty,
-        presence_penalty=request.presence_penalty,
-        frequency_penalty=request.frequency_penalty,
         logit_bias=_bias(request.logit_bias),
         seed=secrets.randbits(63) if request.seed is None else request.seed,
-        ignore_eos=request.ignore_eos,
         stop_token_ids=tuple(request.stop_token_ids),
         logprobs=ranked if request.alternatives is None else request.alternatives,
         prompt_logprobs=request.alternatives if echo else None,
         n=request.choices,
         beam_width=request.width if request.use_beam_search else 0,
-        length_penalty=request.length_penalty,
         early_stopping=str(request.early_stopping).lower(),
         speculation=request.speculation.method or "",
         speculation_k=request.speculation.k or 0,

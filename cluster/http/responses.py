@@ -67,12 +67,11 @@ class Answer(ABC):
 
     prefix = chunk_object = full_object = ""
 
-    def __init__(self, model: str, token: Token, *, scored: bool, token_ids: bool) -> None:
+    def __init__(self, model: str, token: Token, *, token_ids: bool) -> None:
         self.id = f"{self.prefix}-{secrets.token_hex(16)}"
         self.created = int(time.time())
         self.model = model
         self._token = token
-        self._scored = scored
         self._token_ids = token_ids
         head = self._frame(self.chunk_object)
         self._head = b"data: " + dumps(head)[:-1] + b',"choices":['
@@ -139,7 +138,7 @@ class ChatAnswer(Answer):
         return self._ending(choice, piece)
 
     def _logprobs(self, piece: Piece) -> Json | None:
-        if not self._scored or not piece.scored:
+        if not piece.scored:
             return None
         return {"content": [self._entry(s) for s in piece.scored], "refusal": None}
 
@@ -174,7 +173,7 @@ class CompletionAnswer(Answer):
         return choice
 
     def _logprobs(self, piece: Piece) -> Json | None:
-        if not self._scored or not piece.scored:
+        if not piece.scored:
             return None
         shown = [(self._token(s.token)[0], s) for s in piece.scored]
         return {

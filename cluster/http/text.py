@@ -263,18 +263,14 @@ class TextService:
         if variables:  # a template may do anything with them
             size = INLINE_CHARACTERS + 1
 
-        def work() -> list[int]:
-            text = self._render(
-                messages,
-                {
-                    **variables,
-                    "add_generation_prompt": add_generation_prompt,
-                    "continue_final_message": continue_final_message,
-                },
-            )
-            return self._encode([text], special=False)[0]
-
-        return await self._off_loop(size, work)
+        render = partial(
+            self._render,
+            messages,
+            **variables,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+        return await self._off_loop(size, lambda: self._encode([render()], special=False)[0])
 
     def _encode(self, texts: Sequence[str], special: bool) -> list[list[int]]:
         for text in texts:
@@ -290,7 +286,7 @@ class TextService:
         encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=special)
         return [e.ids for e in encoded]
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+    def _render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         import jinja2
 
         if not self._tokenizer.chat_template:

@@ -244,11 +244,6 @@ class PrefixIndex:
                 found[name] = Match(stored, expected, held - stored)
         return found
 
-    def owners(self, block_hash: bytes) -> list[str]:
-        """The gangs that have a block."""
-        gangs = self.gangs.items()
-        return [n for n, g in gangs if block_hash in g.block_hashes or block_hash in g.hosted]
-
 
 # Sets are prefix-closed: blocks that are held come before missing ones, and those on the GPU before
 # those on the host. So the places where one turns into the other can be bisected.
@@ -268,14 +263,18 @@ def _expected(hashes: Sequence[bytes], gang: Gang, stored: int, now: float) -> i
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """The hub's news for one mirror. `ages_s`: of every gang's load. `settled`: the hub has run
-    long enough to know all gangs, so the mirror drops others."""
+class News:
+    """The hub's answer to an ingress. `ages_s`: of every gang's load. `settled`: the hub has run
+    long enough to know all gangs, so the mirror drops others. `changes`: the number of them so far.
+    It is ingress number `at` of `ingresses`."""
 
     messages: list[bytes]
     ages_s: dict[str, float]
     unindexed: list[str]
     settled: bool
+    changes: int
+    at: int
+    ingresses: int
 
 
 class Hub(PrefixIndex):
@@ -305,28 +304,33 @@ class Hub(PrefixIndex):
             self.drop(name)
         return late
 
-    def answer(self, have: Mapping[str, Version], now: float) -> Answer:
+    def answer(
+        self, have: Mapping[str, Version], now: float, at: int = 0, ingresses: int = 1
+    ) -> News:
         """What a mirror that has `have` lacks; past `answer_bytes`, the rest comes later."""
         messages: list[bytes] = []
         room = self.answer_bytes
         for name, gang in self.gangs.items():
-            news = _news(name, gang, have.get(name, NOTHING))
-            messages += news
-            room -= sum(map(len, news))
+            missed = _missed(name, gang, have.get(name, NOTHING))
+            messages += missed
+            room -= sum(map(len, missed))
             if room < 0:
                 break
-        return Answer(
+        return News(
             messages,
             {name: now - gang.heard_s for name, gang in self.gangs.items()},
             self.unindexed,
             now - self.started_s > self.silent_s,
+            self.changes,
+            at,
+            ingresses,
         )
 
 
 NOTHING = Version(-1, 0, 0)
 
 
-def _news(name: str, gang: Gang, have: Version) -> list[bytes]:
+def _missed(name: str, gang: Gang, have: Version) -> list[bytes]:
     seq, number = (have.seq, have.number) if have.epoch == gang.epoch else (0, 0)
     missed = gang.ring.since(seq) if gang.indexed else []
     if missed is None:
@@ -366,15 +370,15 @@ class Mirror(PrefixIndex):
     def have(self) -> dict[str, Version]:
         return {name: gang.version for name, gang in self.gangs.items()}
 
-    def take(self, answer: Answer, now: float) -> None:
-        """Apply an answer; late and repeated ones do no harm. Raises EventError."""
-        for message in answer.messages:
+    def take(self, news: News, now: float) -> None:
+        """Apply news; late and repeated ones do no harm. Raises EventError."""
+        for message in news.messages:
             self.apply(message, now)
         for name, gang in list(self.gangs.items()):
-            if name in answer.ages_s:
-                gang.age_s = answer.ages_s[name]
-                if gang.indexed == (name in answer.unindexed):
+            if name in news.ages_s:
+                gang.age_s = news.ages_s[name]
+                if gang.indexed == (name in news.unindexed):
                     gang.indexed = not gang.indexed
                     gang.forget()
-            elif answer.settled:
+            elif news.settled:
                 self.drop(name)

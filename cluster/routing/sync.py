@@ -9,9 +9,9 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from cluster.routing.index import Answer, Mirror, Version
+from cluster.routing.index import Mirror, News, Version
 
 log = logging.getLogger("kvatlas.index")
 
@@ -23,16 +23,6 @@ AT_LEAST_S = 0.5
 
 WAIT_S = 1.0
 """How long a poll of the hub waits for news."""
-
-
-class News(NamedTuple):
-    """The hub's answer to an ingress: what its mirror lacks, the number of changes so far, and that
-    it is ingress number `at` of `ingresses`."""
-
-    answer: Answer
-    changes: int
-    at: int
-    ingresses: int
 
 
 class Reports(Protocol):
@@ -114,7 +104,7 @@ class IndexFollower(_HubCaller):
         """Poll the hub and apply the news."""
         news = await self._hub.poll(self._name, self._mirror.have, self._changes, WAIT_S)
         self._changes, self.at, self.ingresses = news.changes, news.at, news.ingresses
-        self._mirror.take(news.answer, self._clock())
+        self._mirror.take(news, self._clock())
         await asyncio.sleep(EACH_S)
 
 

@@ -16,8 +16,7 @@ from typing import Any
 
 import ray
 
-from cluster.routing.index import Hub, Version
-from cluster.routing.sync import News
+from cluster.routing.index import Hub, News, Version
 from kvpaging.events import EventError
 
 log = logging.getLogger("kvatlas.hub")
@@ -72,8 +71,7 @@ class HubActor:
                     await self._news.wait()
         ingresses = sorted(self._ingresses)
         at = ingresses.index(ingress) if ingress in ingresses else 0
-        answer = self._hub.answer(have, time.monotonic())
-        return News(answer, self._hub.changes, at, max(1, len(ingresses)))
+        return self._hub.answer(have, time.monotonic(), at, max(1, len(ingresses)))
 
     async def _expire(self) -> None:
         while True:

@@ -33,10 +33,10 @@ async def test_who_asks_is_told_when_there_is_news(actor: HubActor) -> None:
     await asyncio.sleep(0)
     assert not waiting.done()
     assert await actor.report([gang.cut(LoadStats(running=3))]) == {}
-    mirror.take((await waiting).answer, 0.0)
+    mirror.take(await waiting, 0.0)
     assert mirror.gangs["g"].load.running == 3
     same = await actor.poll("i", mirror.have, (await waiting).changes, 0.0)
-    assert same.answer.messages == []
+    assert same.messages == []
 
 
 async def test_ingresses_know_which_of_them_they_are(
