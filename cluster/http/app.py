@@ -183,7 +183,7 @@ def _add_text(app: FastAPI, api: Api) -> None:
     @app.post("/tokenize", openapi_extra=_body_docs(openai.TokenizeRequest), **keyed)
     async def tokenize(request: Request) -> Response:
         asked = bodies.parse(openai.TokenizeRequest, await request.body())
-        served = await while_connected(request, api.served())
+        served = await while_connected(request.receive, api.served())
         openai.check_model(asked.model, served.model)
         if (asked.prompt is None) == (asked.messages is None):
             raise invalid("one of prompt and messages is needed", "prompt")
@@ -204,7 +204,7 @@ def _add_text(app: FastAPI, api: Api) -> None:
     @app.post("/detokenize", openapi_extra=_body_docs(openai.DetokenizeRequest), **keyed)
     async def detokenize(request: Request) -> Response:
         asked = bodies.parse(openai.DetokenizeRequest, await request.body())
-        served = await while_connected(request, api.served())
+        served = await while_connected(request.receive, api.served())
         openai.check_model(asked.model, served.model)
         prompts.check_ids(asked.tokens, served, "tokens", "tokens must be a list of token ids")
         skip = asked.skip_special_tokens

@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -55,33 +56,23 @@ _SSE = [
 ]
 
 
-async def until_disconnect(receive: Receive, work: Awaitable[Any]) -> bool:
-    """Run `work`, cancelled when the client disconnects; returns whether it ran to its end."""
-    task = asyncio.ensure_future(work)
-    disconnect = asyncio.ensure_future(_disconnect(receive))
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
+    """The result of `work`. Cancels it and raises ClientDisconnect when the client disconnects."""
+
+    async def disconnect() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
     try:
-        await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            return False
-        task.result()
-        return True
+            raise ClientDisconnect
+        return task.result()
     finally:
         task.cancel()
-        disconnect.cancel()
-        await asyncio.gather(task, disconnect, return_exceptions=True)
-
-
-async def while_connected(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """The result of `work`. Raises ClientDisconnect when the client disconnects first."""
-    task = asyncio.ensure_future(work)
-    if not await until_disconnect(request.receive, task):
-        raise ClientDisconnect
-    return task.result()
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
 
 
 class Completion(Response):
@@ -99,14 +90,19 @@ class Completion(Response):
         self._tenant = tenant
         self._timeout = timeout
         self._extra_headers: list[tuple[bytes, bytes]] = []  # besides those of every answer
+        self._send: Send
+        self._request: openai.Common
+        self._answer: Answer
         self._timed = False  # tokens come one by one, so their times can be measured
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        record = self._record
+        record, self._send = self._record, send
         self._api.metrics.started()
         complete = False
         try:
-            complete = await until_disconnect(receive, self._run(send))
+            with suppress(ClientDisconnect):
+                await while_connected(receive, self._run())
+                complete = True
         finally:
             if not complete and not record.error:
                 record.status, record.error = _DISCONNECTED, "the client went away"
@@ -114,37 +110,37 @@ class Completion(Response):
             record.total_s = time.monotonic() - record.started_s
             self._api.finished(record)
 
-    async def _run(self, send: Send) -> None:
+    async def _run(self) -> None:
         most_s = self._api.config.limits.request_timeout_s + SEND_S
         try:
             async with asyncio.timeout(most_s):
-                await self._answer(send)
+                await self._serve()
         except TimeoutError:  # the engine's own deadline is earlier
             if not self._record.status:
                 message = f"no answer in {most_s:g} s (limits.request_timeout_s)"
-                await self._refuse(send, ApiError(408, "timeout", message))
+                await self._refuse(ApiError(408, "timeout", message))
                 return
             self._record.error = "client_too_slow"
             log.warning("%s was not read in %g s: cut off", self._record.id, most_s)
         except ApiError as error:
-            await self._refuse(send, error)
+            await self._refuse(error)
         except Exception as error:
             log.exception("could not answer %s", self._record.id or self._record.route)
             if self._record.status == 200:  # too late for another status: the stream just ends
                 self._record.error = "internal_error"
                 raise
             message = f"the server failed on this request: {type(error).__name__}"
-            await self._refuse(send, ApiError(500, "internal_error", message))
+            await self._refuse(ApiError(500, "internal_error", message))
 
-    async def _refuse(self, send: Send, error: ApiError) -> None:
+    async def _refuse(self, error: ApiError) -> None:
         self._record.status, self._record.error = error.status, error.code
         headers = [(name.encode(), value.encode()) for name, value in error.headers().items()]
-        await self._send(send, error.status, dumps(error.body()), headers)
+        await self._whole(error.status, dumps(error.body()), headers)
 
-    async def _answer(self, send: Send) -> None:
+    async def _serve(self) -> None:
         api, record = self._api, self._record
         kind = openai.ChatRequest if self._chat else openai.CompletionRequest
-        request: openai.Common = bodies.parse(kind, self._body)
+        request = self._request = bodies.parse(kind, self._body)
         self._body = b""
         timeout_s, limit = openai.patience(request, self._timeout, api.config.limits)
         try:
@@ -155,13 +151,13 @@ class Completion(Response):
             raise ApiError(408, "timeout", message) from None
         openai.check_common(request, served)
         self._note_ignored(request)
-        texts, tokens = await self._tokens(request, served)
-        answer = (ChatAnswer if self._chat else CompletionAnswer)(
+        texts, tokens = await self._tokens(served)
+        answer = self._answer = (ChatAnswer if self._chat else CompletionAnswer)(
             served.model, api.text.token, token_ids=request.return_token_ids
         )
         record.id = answer.id
         jobs = [
-            self._job(request, served, answer, index=i, tokens=ids, text=text, timeout_s=timeout_s)
+            self._job(served, index=i, tokens=ids, text=text, timeout_s=timeout_s)
             for i, (ids, text) in enumerate(zip(tokens, texts, strict=True))
         ]
         self._timed = all(job.submit.stream for job in jobs)
@@ -178,17 +174,13 @@ class Completion(Response):
             try:
                 await generation.admit()
                 self._routed(generation.route)
-                if request.stream:
-                    await self._stream(request, answer, generation, send)
-                else:
-                    await self._complete(request, answer, generation, send)
+                await (self._stream if request.stream else self._complete)(generation)
             finally:
                 self._note(generation)
                 for name in names:
                     del api.labels[name]
 
     def _left_s(self, timeout_s: float) -> float:
-        """Seconds left of the request's time."""
         return timeout_s - (time.monotonic() - self._record.started_s)
 
     def _routed(self, route: Route | None) -> None:
@@ -203,11 +195,9 @@ class Completion(Response):
             listed = ", ".join(name[:64] for name in names[:32])
             self._extra_headers.append((b"x-kvatlas-ignored", listed.encode()))
 
-    async def _tokens(
-        self, request: openai.Common, served: openai.Served
-    ) -> tuple[Sequence[str], Sequence[list[int]]]:
+    async def _tokens(self, served: openai.Served) -> tuple[Sequence[str], Sequence[list[int]]]:
         """For each prompt, the text that the answer echoes ("" for none), and its tokens."""
-        text = self._api.text
+        request, text = self._request, self._api.text
         if isinstance(request, openai.ChatRequest):
             ids = await text.encode_chat(
                 prompts.conversation(request.messages, served),
@@ -232,31 +222,14 @@ class Completion(Response):
         ], tokens
 
     def _job(
-        self,
-        request: openai.Common,
-        served: openai.Served,
-        answer: Answer,
-        *,
-        index: int,
-        tokens: list[int],
-        text: str,
-        timeout_s: float,
+        self, served: openai.Served, *, index: int, tokens: list[int], text: str, timeout_s: float
     ) -> Job:
         """The request to the engine for one prompt, and the choices that take its answer."""
+        request, answer = self._request, self._answer
         params = openai.sampling(request, served, prompt_tokens=len(tokens))
         decode = self._api.text.decoder(skip_special=request.skip_special_tokens)
         choices = [
-            Choice(
-                index * params.n + sample,
-                tokens,
-                decode,
-                stops=request.stops,
-                include_stop=request.include_stop_str_in_output,
-                min_tokens=params.min_tokens,
-                stop_token_ids=params.stop_token_ids,
-                scored=request.alternatives is not None,
-            )
-            for sample in range(params.n)
+            Choice(index * params.n + sample, tokens, decode, request) for sample in range(params.n)
         ]
         for choice in choices:
             choice.echo(text)
@@ -276,28 +249,24 @@ class Completion(Response):
         )
         return Job(submit, choices, open_ended=request.asked_tokens is None)
 
-    async def _complete(
-        self, request: openai.Common, answer: Answer, generation: Generation, send: Send
-    ) -> None:
-        jobs = generation.jobs
+    async def _complete(self, generation: Generation) -> None:
+        answer, jobs = self._answer, generation.jobs
         while not generation.finished:
             await generation.news()
         taken = []
-        for index, choice in enumerate(c for job in jobs for c in job.best(request.n)):
+        for index, choice in enumerate(c for job in jobs for c in job.best(self._request.n)):
             piece = choice.take()
             assert piece is not None
             taken.append(answer.complete(index, piece, choice.prompt))
         body = answer.full(taken, _usage(jobs), jobs[0].submit.prompt)
         self._record.status = 200
-        await self._send(send, 200, dumps(body))
+        await self._whole(200, dumps(body))
 
-    async def _stream(
-        self, request: openai.Common, answer: Answer, generation: Generation, send: Send
-    ) -> None:
-        jobs = generation.jobs
+    async def _stream(self, generation: Generation) -> None:
+        request, answer, jobs = self._request, self._answer, generation.jobs
         choices = [choice for job in jobs for choice in job.choices]
         head: Message = {"type": "http.response.start", "status": 200}
-        await send({**head, "headers": [*_SSE, *self._extra_headers]})
+        await self._send({**head, "headers": [*_SSE, *self._extra_headers]})
         self._record.status = 200
 
         def chunk(body: Json, extra: Json | None = None) -> bytes:
@@ -321,7 +290,7 @@ class Completion(Response):
             if generation.finished or failure is not None:
                 break
             if out:
-                await _body(send, out, more=True)
+                await self._part(out, more=True)
                 out = []
             try:
                 if not await generation.news(KEEP_ALIVE_S):
@@ -335,16 +304,20 @@ class Completion(Response):
             if request.include_usage:
                 out.append(answer.chunk(None, {"usage": _usage(jobs)}))
             out.append(DONE)
-        await _body(send, out, more=False)
+        await self._part(out, more=False)
 
-    async def _send(
-        self, send: Send, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()
+    async def _whole(
+        self, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()
     ) -> None:
         length = (b"content-length", str(len(body)).encode())
         kind = (b"content-type", b"application/json")
         head: Message = {"type": "http.response.start", "status": status}
-        await send({**head, "headers": [kind, length, *headers, *self._extra_headers]})
-        await send({"type": "http.response.body", "body": body})
+        await self._send({**head, "headers": [kind, length, *headers, *self._extra_headers]})
+        await self._part([body], more=False)
+
+    async def _part(self, parts: Sequence[bytes], *, more: bool) -> None:
+        body = b"".join(parts)
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
     def _note(self, generation: Generation) -> None:
         record, jobs = self._record, generation.jobs
@@ -355,10 +328,6 @@ class Completion(Response):
         record.finish_reasons = [c.finish_reason for c in choices if c.finish_reason]
         if generation.first_token_s is not None and self._timed:
             record.ttft_s = generation.first_token_s - record.started_s
-
-
-async def _body(send: Send, parts: Sequence[bytes], *, more: bool) -> None:
-    await send({"type": "http.response.body", "body": b"".join(parts), "more_body": more})
 
 
 def _usage(jobs: Sequence[Job], *, sent: bool = False) -> Json:

@@ -12,7 +12,7 @@ import hmac
 import ipaddress
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -120,9 +120,9 @@ class Access:
         if given is not None and file is not None:
             raise UserError(f"{variable} and {setting} are both set: leave one out")
         if given is not None:
-            found = list(_numbered(variable, re.split(r"[,\n]", given)))
+            found = _numbered(variable, re.split(r"[,\n]", given))
         elif file is not None:
-            found = list(_numbered(file, _text(file, setting).splitlines()))
+            found = _numbered(file, _text(file, setting).splitlines())
         else:
             return []
         if not found:
@@ -176,11 +176,9 @@ def _text(file: str, setting: str) -> str:
     raise UserError(f"{file} {reason} ({setting})")
 
 
-def _numbered(source: str, lines: Sequence[str]) -> Iterator[_Line]:
-    for number, line in enumerate(lines, 1):
-        text = line.strip()
-        if text and not text.startswith("#"):
-            yield f"{source}, line {number}", text
+def _numbered(source: str, lines: Sequence[str]) -> list[_Line]:
+    texts = [(f"{source}, line {n}", line.strip()) for n, line in enumerate(lines, 1)]
+    return [(where, text) for where, text in texts if text and not text.startswith("#")]
 
 
 def _pair(line: _Line, source: str) -> tuple[str, str]:

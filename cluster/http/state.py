@@ -26,7 +26,7 @@ from cluster.routing.health import HealthMonitor
 from cluster.routing.index import Mirror
 from cluster.routing.registry import GangRegistry, Workers
 from cluster.routing.router import Router
-from cluster.routing.sync import Hub, IndexFollower
+from cluster.routing.sync import AnyHub, IndexFollower
 from cluster.routing.waiting import Waiting
 from configs.schema import Config
 
@@ -61,7 +61,7 @@ class Api:
         *,
         name: str,
         key: bytes,
-        hub: Hub,
+        hub: AnyHub,
         peers: Callable[[], Awaitable[list[IngressState]]],
         behind_proxy: bool,
     ) -> None:

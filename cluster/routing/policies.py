@@ -328,17 +328,15 @@ def alike(values: Sequence[float], share: float) -> list[float]:
     return grouped
 
 
-NAMES = ("round_robin", "power_of_two", "priced")
+_MAKERS: dict[str, Callable[[RoutingConfig, int], Policy]] = {
+    "round_robin": lambda _, start: RoundRobin(start),
+    "power_of_two": lambda *_: power_of_two,
+    "priced": lambda routing, _: Priced(routing),
+}
+NAMES = tuple(_MAKERS)
 
 
 def make(routing: RoutingConfig, start: int = 0) -> Policy:
-    """The policy of these settings for one ingress; round robin begins at `start`.
-
-    Raises KeyError for a name that is not in `NAMES`.
-    """
-    makers: dict[str, Callable[[], Policy]] = {
-        "round_robin": lambda: RoundRobin(start),
-        "power_of_two": lambda: power_of_two,
-        "priced": lambda: Priced(routing),
-    }
-    return makers[routing.policy]()
+    """The policy of these settings for one ingress; round robin begins at `start`. Raises KeyError
+    for a name that is not in `NAMES`."""
+    return _MAKERS[routing.policy](routing, start)

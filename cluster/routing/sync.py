@@ -1,4 +1,4 @@
-"""Both ends of the index: a `Reporter` sends a worker's changes, a `Follower` updates a mirror.
+"""Both ends of the index: `Reporter` sends a worker's changes, `IndexFollower` updates a mirror.
 
 Serving does not depend on the hub. While it is away workers serve, and mirrors keep what they have.
 """
@@ -9,9 +9,12 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from cluster.routing.index import Mirror, News, Version
+
+if TYPE_CHECKING:
+    from worker.replica import GPUWorker
 
 log = logging.getLogger("kvatlas.index")
 
@@ -25,17 +28,7 @@ WAIT_S = 1.0
 """How long a poll of the hub waits for news."""
 
 
-class Reports(Protocol):
-    """The methods of a worker that a reporter calls."""
-
-    gang: str
-
-    async def announce(self, force: bool) -> bytes | None: ...
-
-    async def repair(self, epoch: int, seq: int) -> list[bytes]: ...
-
-
-class Hub(Protocol):
+class AnyHub(Protocol):
     """The hub's methods for reporters and followers."""
 
     async def report(self, messages: list[bytes]) -> Mapping[str, Version]: ...
@@ -73,7 +66,7 @@ class _HubCaller(ABC):
 class Reporter(_HubCaller):
     """Sends the batches of one worker to the hub, and repairs for those that it missed."""
 
-    def __init__(self, worker: Reports, hub: Hub, clock: Callable[[], float]) -> None:
+    def __init__(self, worker: GPUWorker, hub: AnyHub, clock: Callable[[], float]) -> None:
         super().__init__()
         self._worker, self._hub, self._clock = worker, hub, clock
         self._sent_s = -AT_LEAST_S
@@ -94,7 +87,7 @@ class Reporter(_HubCaller):
 class IndexFollower(_HubCaller):
     """Keeps one ingress's mirror up to date. This is ingress number `at` of `ingresses`."""
 
-    def __init__(self, name: str, mirror: Mirror, hub: Hub, clock: Callable[[], float]) -> None:
+    def __init__(self, name: str, mirror: Mirror, hub: AnyHub, clock: Callable[[], float]) -> None:
         super().__init__()
         self._name, self._mirror, self._hub, self._clock = name, mirror, hub, clock
         self._changes = -1
