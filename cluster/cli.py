@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 
 from cluster import quickstart
 from cluster.errors import UserError
@@ -26,7 +26,6 @@ USAGE_ERROR, INTERRUPTED = 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code."""
     options = _parser().parse_args(arguments)
     return run(lambda: options.run(options))
 
@@ -95,7 +94,6 @@ def _model(config: Config) -> Path:
 
 
 def say(line: str) -> None:
-    """Print a line of progress."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -124,10 +122,9 @@ def _check(options: argparse.Namespace) -> int:
 def _where(options: argparse.Namespace) -> int:
     if (options.block is None) == (options.token is None):
         raise UserError("ask for a REQUEST and a TOKEN, or for a --block")
-    path = f"/debug/where?request={quote(options.request or '', safe='')}&token={options.token}"
-    if options.block is not None:
-        path = f"/debug/where?block={options.block}&rank={options.rank}&group={options.group}"
-        path += f"&gang={quote(options.gang, safe='')}"
+    names = ("request", "token") if options.block is None else ("block", "rank", "group", "gang")
+    query = urlencode({name: getattr(options, name) for name in names}, quote_via=quote)
+    path = f"/debug/where?{query}"
     address = urlsplit(options.url)
     connection = http.client.HTTPConnection(address.hostname or "127.0.0.1", address.port or 80)
     try:

@@ -164,7 +164,6 @@ class Metrics:
         return Counter(name, _words(name), (*self._labels, *labels), registry=self._registry)
 
     def started(self) -> None:
-        """A completion request arrived."""
         self._open.inc()
 
     def followed(self, times: Times) -> None:
@@ -200,7 +199,6 @@ class Metrics:
                 self.per_token.observe(record.decode_s / each)
 
     def answered(self, route: str, status: int) -> None:
-        """Any route was answered."""
         self._answers.labels(**self._labels, route=route, status=str(status)).inc()
 
     def background_failure(self, task: str) -> None:

@@ -35,7 +35,6 @@ from cluster.http.responses import (
 )
 from cluster.http.state import Api
 from cluster.metrics import Record
-from cluster.routing.router import Route
 from worker import messages
 
 log = logging.getLogger("kvatlas.ingress")
@@ -173,7 +172,9 @@ class Completion(Response):
         ) as generation:
             try:
                 await generation.admit()
-                self._routed(generation.route)
+                if (route := generation.route) is not None:
+                    record.gang, record.predicted_s = route.gang, route.ttft_s
+                    self._extra_headers.append((b"x-kvatlas-route", route.explained.encode()))
                 await (self._stream if request.stream else self._complete)(generation)
             finally:
                 self._note(generation)
@@ -182,11 +183,6 @@ class Completion(Response):
 
     def _left_s(self, timeout_s: float) -> float:
         return timeout_s - (time.monotonic() - self._record.started_s)
-
-    def _routed(self, route: Route | None) -> None:
-        if route is not None:
-            self._record.gang, self._record.predicted_s = route.gang, route.ttft_s
-            self._extra_headers.append((b"x-kvatlas-route", route.explained.encode()))
 
     def _note_ignored(self, request: openai.Common) -> None:
         self._record.ignored = len(request.ignored)
@@ -263,7 +259,8 @@ class Completion(Response):
         await self._whole(200, dumps(body))
 
     async def _stream(self, generation: Generation) -> None:
-        request, answer, jobs = self._request, self._answer, generation.jobs
+        answer, jobs = self._answer, generation.jobs
+        options = self._request.stream_options
         choices = [choice for job in jobs for choice in job.choices]
         head: Message = {"type": "http.response.start", "status": 200}
         await self._send({**head, "headers": [*_SSE, *self._extra_headers]})
@@ -271,8 +268,8 @@ class Completion(Response):
 
         def chunk(body: Json, extra: Json | None = None) -> bytes:
             extra = extra or {}
-            if request.include_usage:
-                counts = _usage(jobs, sent=True) if request.continuous_usage else None
+            if options.include_usage:
+                counts = _usage(jobs, sent=True) if options.continuous_usage_stats else None
                 extra = {**extra, "usage": counts}
             return answer.chunk(body, extra)
 
@@ -301,7 +298,7 @@ class Completion(Response):
             self._record.error = failure.code
             out.append(event(failure.body()))
         else:
-            if request.include_usage:
+            if options.include_usage:
                 out.append(answer.chunk(None, {"usage": _usage(jobs)}))
             out.append(DONE)
         await self._part(out, more=False)

@@ -154,7 +154,6 @@ class Generation:
 
     @property
     def finished(self) -> bool:
-        """All choices have ended."""
         return all(job.finished for job in self.jobs)
 
     async def admit(self) -> None:

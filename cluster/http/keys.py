@@ -207,8 +207,10 @@ def _from_here(request: Request) -> bool:
     """Whether the request comes from a program on this machine: not through a proxy, and not from
     a foreign web page in a local browser (by DNS rebinding or across origins).
     """
-    headers, peer = request.headers, request.client
-    if peer is None or not _is_loopback(peer.host) or _FORWARDED & set(headers.keys()):
+    headers = request.headers
+    peer = None if request.client is None else _address(request.client.host)
+    peer = getattr(peer, "ipv4_mapped", None) or peer
+    if peer is None or not peer.is_loopback or _FORWARDED & set(headers.keys()):
         return False
     host = headers.get("host", "localhost")
     try:
@@ -217,12 +219,6 @@ def _from_here(request: Request) -> bool:
     except ValueError:
         return False
     return origin == host and (name == "localhost" or _address(name) is not None)
-
-
-def _is_loopback(host: str) -> bool:
-    address = _address(host)
-    mapped = getattr(address, "ipv4_mapped", None)
-    return address is not None and (mapped or address).is_loopback
 
 
 def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

@@ -39,12 +39,10 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        label = label_of(headers)
-        if self._echo and label:
-            send = _with(send, lambda: [(b"x-request-id", label.encode())])
+        label = label_of(headers) if self._echo else ""
         limits = self._limits()
         body = _Body(self, limits, receive)
-        send = body.closing(send)
+        send = body.answering(send, [(b"x-request-id", label.encode())] if label else [])
         try:
             if _announced(headers) > limits.max_body_bytes:
                 body.refused = True
@@ -86,13 +84,15 @@ class _Body:
         self._complete = not message.get("more_body", False)
         return message
 
-    def closing(self, send: Send) -> Send:
-        """`send` that closes the connection after the answer to a refused body."""
-        send = _with(send, lambda: [_CLOSE] if self.refused else [])
+    def answering(self, send: Send, headers: list[tuple[bytes, bytes]]) -> Send:
+        """`send` that adds these headers, and closes the connection after the answer to a refused
+        body."""
 
         async def sending(message: Message) -> None:
-            last = message["type"] == "http.response.body" and not message.get("more_body", False)
-            if last and self.refused:
+            if message["type"] == "http.response.start":
+                more = [*headers, _CLOSE] if self.refused else headers
+                message = {**message, "headers": [*message["headers"], *more]}
+            elif self.refused and not message.get("more_body", False):
                 await send({**message, "more_body": True})
                 await self._discard()
                 message = {"type": "http.response.body", "body": b""}
@@ -135,14 +135,3 @@ def label_of(headers: Headers) -> str:
 def printable(raw: str) -> str:
     """A text made safe as a label in a header and a log line: at most 128 printable characters."""
     return "".join(c for c in raw[:_LABEL_MAX] if c.isascii() and c.isprintable())
-
-
-def _with(send: Send, more: Callable[[], list[tuple[bytes, bytes]]]) -> Send:
-    """`send` that adds the headers `more()`, called when the answer starts."""
-
-    async def sending(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            message = {**message, "headers": [*message["headers"], *more()]}
-        await send(message)
-
-    return sending

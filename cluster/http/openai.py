@@ -117,7 +117,7 @@ class Common(Asked):
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions = StreamOptions()
     max_tokens: int | None = None
     min_tokens: int = 0
     temperature: float = 1.0
@@ -163,15 +163,6 @@ class Common(Asked):
     def asked_tokens(self) -> int | None:
         """How many tokens may be generated; None if the request sets no limit."""
         return self.max_tokens
-
-    @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
-    def continuous_usage(self) -> bool:
-        options = self.stream_options
-        return options is not None and options.include_usage and options.continuous_usage_stats
 
     @property
     def ignored(self) -> list[str]:
@@ -247,7 +238,7 @@ def check_common(request: Common, served: Served) -> None:
         name = request.ignored[0]
         message = f"unknown parameter {name[:80]!r} (server.strict_params is on)"
         raise invalid(message, name[:64], code="unknown_parameter")
-    if request.stream_options is not None and not request.stream:
+    if "stream_options" in request.model_fields_set and not request.stream:
         raise invalid("stream_options needs stream: true", "stream_options")
     _check_choices(request, served)
     if len(request.cache_salt) > MAX_SALT:
@@ -328,7 +319,11 @@ def sampling(request: Common, served: Served, *, prompt_tokens: int) -> Sampling
     room = served.max_model_len - prompt_tokens
     asked = request.asked_tokens
     if room < (1 if asked is None else asked):
-        raise _exceeds(request, served, prompt_tokens)
+        message = f"the prompt has {prompt_tokens} tokens"
+        if asked:
+            message += f" and {asked} more are asked for, {prompt_tokens + asked} together"
+        param = "messages" if isinstance(request, ChatRequest) else "prompt"
+        raise too_long(message, served, param)
     return _params(request, served, room if asked is None else asked)
 
 
@@ -369,13 +364,6 @@ def _client_name(request: Common, parameter: str) -> str:
         if parameter == "max_tokens" and request.max_completion_tokens is not None:
             return "max_completion_tokens"
     return "logprobs" if parameter == "prompt_logprobs" else parameter
-
-
-def _exceeds(request: Common, served: Served, prompt_tokens: int) -> ApiError:
-    message = f"the prompt has {prompt_tokens} tokens"
-    if asked := request.asked_tokens:
-        message += f" and {asked} more are asked for, {prompt_tokens + asked} together"
-    return too_long(message, served, "messages" if isinstance(request, ChatRequest) else "prompt")
 
 
 def too_long(message: str, served: Served, param: str) -> ApiError:

@@ -39,7 +39,6 @@ def dumps(body: object) -> bytes:
 def json_response(
     body: object, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """A JSON response."""
     return Response(dumps(body), status, headers, media_type="application/json")
 
 
@@ -49,7 +48,6 @@ def error_response(error: ApiError, headers: Mapping[str, str] | None = None) ->
 
 
 def event(body: object) -> bytes:
-    """One server-sent event."""
     return b"data: " + dumps(body) + b"\n\n"
 
 

@@ -126,7 +126,6 @@ class Api:
         return await self.waiting.until(served, failure)
 
     def state(self) -> IngressState:
-        """The state of this ingress, for the others."""
         return self.metrics.state(self.labels)
 
     async def all_states(self) -> tuple[list[IngressState], dict[str, Any]]:

@@ -236,7 +236,6 @@ class TextService:
         return await self._off_loop(sum(map(len, texts)), lambda: self._encode(texts, special))
 
     async def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
-        """The text of all these tokens."""
         if self._backend is None or len(ids) <= INLINE_TOKENS:
             return self.decoder(skip_special=skip_special)(ids)
         # As in `_encode`, only the batched call releases the interpreter lock.
@@ -318,5 +317,4 @@ class TextService:
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
-        """Ends the threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -91,7 +91,6 @@ class HealthMonitor:
         }
 
     async def run(self) -> None:
-        """Listen forever."""
         while True:
             await self.listen()
             await asyncio.sleep(RETRY_S)

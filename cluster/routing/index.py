@@ -101,7 +101,6 @@ class Gang:
         return Version(self.epoch, -1 if self.diverged else self.seq, self.number)
 
     def replace(self, dump: Dump) -> None:
-        """Replace what was known by a dump."""
         self.seq, self.ring = dump.seq, Ring(dump.seq, self.ring_bytes)
         self.xor = xor_of(dump.ids) ^ xor_of(dump.hosted, HOST)
         self.latest = max(self.latest, dump.seq)
@@ -334,15 +333,12 @@ def _missed(name: str, gang: Gang, have: Version) -> list[bytes]:
     seq, number = (have.seq, have.number) if have.epoch == gang.epoch else (0, 0)
     missed = gang.ring.since(seq) if gang.indexed else []
     if missed is None:
-        missed = [] if gang.diverged else [_dump(name, gang)]
+        head = (gang.model, name, gang.epoch, gang.seq, gang.capacity, gang.digest)
+        dump = Dump(*head, b"".join(gang.block_hashes), b"".join(gang.hosted))
+        missed = [] if gang.diverged else [encode(dump)]
     if gang.number > number and gang.last not in missed:
         missed.append(gang.last)
     return missed
-
-
-def _dump(name: str, gang: Gang) -> bytes:
-    place = (gang.model, name, gang.epoch, gang.seq, gang.capacity, gang.digest)
-    return encode(Dump(*place, b"".join(gang.block_hashes), b"".join(gang.hosted)))
 
 
 class Mirror(PrefixIndex):

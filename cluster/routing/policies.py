@@ -1,8 +1,8 @@
 """Routing policies: which gang a request goes to. Pure: no torch, no Ray, no clock.
 
 A policy takes a `RoutingQuery` and the rows of the table, one for each gang that may be chosen. It
-returns a `Choice`: the row, blocks to pull from another gang first, and the prices behind it. Units
-are seconds and tokens. The ingress and `kvatlas replay` use the same objects.
+returns a `Decision`: the row, blocks to pull from another gang first, and the prices behind it.
+Units are seconds and tokens. The ingress and `kvatlas replay` use the same objects.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ class Candidate:
         self._sent: deque[Sent] = deque()
 
     def sent(self, request: Sent) -> None:
-        """A request was sent to this gang."""
         self._sent.append(request)
         self._count(request, 1)
 
@@ -96,15 +95,15 @@ class RoutingQuery:
         """The first block that a pull copies to a row, those that only its host has included."""
         return self.matched[row] - (self.hosted[row] if self.hosted else 0)
 
-    def cached(self, choice: Choice) -> int:
+    def cached(self, decision: Decision) -> int:
         """Leading blocks that the gang chosen should have when the request starts."""
-        if choice.pull_from is None:
-            return self.matched[choice.row]
-        return self.pulled_from(choice.row) + choice.pull_blocks
+        if decision.pull_from is None:
+            return self.matched[decision.row]
+        return self.pulled_from(decision.row) + decision.pull_blocks
 
-    def lacking(self, choice: Choice) -> int:
+    def lacking(self, decision: Decision) -> int:
         """Prompt tokens that the gang chosen should have to compute."""
-        return max(1, self.prompt_tokens - self.cached(choice) * self.block_size)
+        return max(1, self.prompt_tokens - self.cached(decision) * self.block_size)
 
 
 class Price(NamedTuple):
@@ -125,7 +124,7 @@ class Price(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Decision:
     """The row chosen, what to pull first (blocks from `RoutingQuery.pulled_from` on), and why.
 
     `ttft_s` is a prediction; None if the policy makes none.
@@ -139,7 +138,7 @@ class Choice:
     prices: tuple[Price, ...] = ()
 
     def explained(self, rows: Sequence[Candidate]) -> str:
-        """The choice in one line of printable ASCII for a header: the gang, its price, and the
+        """The decision in one line of printable ASCII for a header: the gang, its price, and the
         cheapest others. Times in seconds."""
         parts = [f"policy={self.policy}", f"gang={rows[self.row].name}"]
         if self.pull_from is not None:
@@ -154,7 +153,7 @@ class Choice:
         return "; ".join(parts)
 
 
-Policy = Callable[[RoutingQuery, Sequence[Candidate]], Choice]
+Policy = Callable[[RoutingQuery, Sequence[Candidate]], Decision]
 
 
 class RoundRobin:
@@ -163,21 +162,21 @@ class RoundRobin:
     def __init__(self, start: int = 0) -> None:
         self._next = start
 
-    def __call__(self, query: RoutingQuery, rows: Sequence[Candidate]) -> Choice:
+    def __call__(self, query: RoutingQuery, rows: Sequence[Candidate]) -> Decision:
         smallest = _smallest(rows)
         turn = self._next % len(smallest)
         self._next = turn + 1
-        return Choice("round_robin", smallest[turn])
+        return Decision("round_robin", smallest[turn])
 
 
-def power_of_two(query: RoutingQuery, rows: Sequence[Candidate]) -> Choice:
+def power_of_two(query: RoutingQuery, rows: Sequence[Candidate]) -> Decision:
     """The one of two gangs with fewer requests; the request's number decides which two."""
     draw = int.from_bytes(blake2b(query.number.to_bytes(8, "big"), digest_size=8).digest(), "big")
     among = _smallest(rows)
     first = draw % len(among)
     second = (first + 1 + (draw >> 32) % max(1, len(among) - 1)) % len(among)
     two = among[first], among[second]
-    return Choice("power_of_two", min(two, key=lambda i: _requests(rows[i])))
+    return Decision("power_of_two", min(two, key=lambda i: _requests(rows[i])))
 
 
 def _smallest(rows: Sequence[Candidate]) -> list[int]:
@@ -191,7 +190,7 @@ def _requests(row: Candidate) -> int:
 
 
 class Priced:
-    """The lowest price in seconds; a price includes what the choice costs other requests.
+    """The lowest price in seconds; a price includes what the decision costs other requests.
 
     A request's own prefill weighs `prefill` times and every expected token `output` steps, because
     other requests wait too: minimising only a request's own time is unstable. Both count once for
@@ -204,7 +203,7 @@ class Priced:
     def __init__(self, weights: RoutingConfig) -> None:
         self.weights = weights
 
-    def __call__(self, query: RoutingQuery, rows: Sequence[Candidate]) -> Choice:
+    def __call__(self, query: RoutingQuery, rows: Sequence[Candidate]) -> Decision:
         weights = self.weights
         best: list[Price] = []
         source = max(range(len(rows)), key=query.stored.__getitem__) if weights.pull else None
@@ -223,7 +222,7 @@ class Priced:
             return -row.ranks, price.row in query.home, _affinity(query.next_block, row.name)
 
         chosen = max(equal, key=preference) if len(equal) > 1 else equal[0]
-        return Choice(
+        return Decision(
             "priced",
             chosen.row,
             pull_from=chosen.pull_from,

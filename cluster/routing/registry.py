@@ -45,7 +45,6 @@ class GangRegistry:
         await asyncio.sleep(LOOK_S)
 
     def close(self) -> None:
-        """Stop all monitors."""
         for task in self._tasks.values():
             task.cancel()
 

@@ -107,12 +107,12 @@ class Router:
         )
         if not hashes:  # nothing to reuse later: equal gangs take turns
             query = replace(query, next_block=b"%s %d" % (self._name.encode(), number))
-        choice = self._decide(config.routing)(query, rows)
-        table.sent(rows[choice.row], query, choice, hashes, now)
+        decision = self._decide(config.routing)(query, rows)
+        table.sent(rows[decision.row], query, decision, hashes, now)
         pull = None
-        if choice.pull_from is not None:
-            pull = messages.Pull(rows[choice.pull_from].name, query.cached(choice))
-        return Route(rows[choice.row].name, pull, choice.ttft_s, choice.explained(rows))
+        if decision.pull_from is not None:
+            pull = messages.Pull(rows[decision.pull_from].name, query.cached(decision))
+        return Route(rows[decision.row].name, pull, decision.ttft_s, decision.explained(rows))
 
     def _holding(self, length: Length) -> set[str]:
         """The gangs that are ready and can hold a sequence of this length."""

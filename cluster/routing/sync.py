@@ -94,7 +94,6 @@ class IndexFollower(_HubCaller):
         self.at, self.ingresses = 0, 1
 
     async def call(self) -> None:
-        """Poll the hub and apply the news."""
         news = await self._hub.poll(self._name, self._mirror.have, self._changes, WAIT_S)
         self._changes, self.at, self.ingresses = news.changes, news.at, news.ingresses
         self._mirror.take(news, self._clock())

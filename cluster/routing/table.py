@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 from cluster.routing.index import Match, PrefixIndex
-from cluster.routing.policies import Candidate, Choice, Rates, RoutingQuery, Sent, alike
+from cluster.routing.policies import Candidate, Decision, Rates, RoutingQuery, Sent, alike
 from kvpaging.events import LoadStats
 
 DEMAND_S = 10.0
@@ -63,7 +63,6 @@ class GangTable:
         self._rated_s = -math.inf
 
     def leave(self, name: str) -> None:
-        """A gang takes no more requests."""
         self.rows = [row for row in self.rows if row.name != name]
 
     def query(
@@ -106,14 +105,14 @@ class GangTable:
         self,
         row: Candidate,
         query: RoutingQuery,
-        choice: Choice,
+        decision: Decision,
         hashes: Sequence[bytes],
         now_s: float,
     ) -> None:
-        """The request of `query` was sent to this gang, as `choice` says."""
-        lacking = query.lacking(choice)
-        blocks = -(-lacking // query.block_size) + choice.pull_blocks
-        row.sent(Sent(now_s, lacking, blocks, choice.pull_blocks * query.block_size))
+        """The request of `query` was sent to this gang, as `decision` says."""
+        lacking = query.lacking(decision)
+        blocks = -(-lacking // query.block_size) + decision.pull_blocks
+        row.sent(Sent(now_s, lacking, blocks, decision.pull_blocks * query.block_size))
         self.index.expect(row.name, hashes, now_s)
 
     def _demanded(self, hashes: Sequence[bytes], deepest: int, copies: int, now_s: float) -> float:

@@ -110,11 +110,9 @@ class Worker:
 
     def _new_worker(self, kind: Any, pool: PoolConfig, directory: str, key: bytes) -> Any:
         """The worker of this replica: alone, or as one rank of a gang."""
-        from cluster.serve.transfer import Peers, by_reference
-
         config = self._config.of_pool(pool)
         names = [pools.deployment(each.name) for each in self._config.pools]
-        peers = Peers(lambda: pools.Pools({d: by_reference(d) for d in names}))
+        peers = pools.Peers(lambda: pools.Pools({d: pools.by_reference(d) for d in names}))
         if pool.gang_size == 1:
             return kind(config, directory, key, peers)
         from cluster.serve.rendezvous import join_gang
@@ -158,7 +156,7 @@ class Worker:
         _reconfigured(self._config, user_config)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """The input of `scaling.Policy` from this worker; of a gang only rank 0 reports."""
+        """The input of `scaling.ScalingPolicy` from this worker; of a gang only rank 0 reports."""
         if self._rank:
             return {}
         pressure = self._worker.pressure
@@ -234,7 +232,6 @@ class Ingress:
         keep_turning()
 
     async def state(self) -> IngressState:
-        """The state of this ingress, for the others."""
         return self._api.state()
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
@@ -409,7 +406,7 @@ def _replicas(config: Config, pool: PoolConfig) -> dict[str, Any]:
             metrics_interval_s=scaling.REPORT_S,
             look_back_period_s=scaling.STALE_S,
             policy=policy(
-                policy_function=scaling.Policy,
+                policy_function=scaling.ScalingPolicy,
                 policy_kwargs={"target_s": scaled.target_queued_s, "size": size},
             ),
         )

@@ -53,7 +53,6 @@ class Delivery(RequestRouter):
         return [candidate_replicas]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Called by Serve with the current replicas."""
         super().update_replicas(replicas)
         self._publish()
 

@@ -54,7 +54,14 @@ class HubActor:
                 self._hub.apply(message, self._called_s)
             except EventError as error:
                 log.warning("a message was refused: %s", error)
-        self._alarm()
+        unindexed = set(self._hub.unindexed)
+        for gang in unindexed - self._alarmed:
+            log.warning(
+                "gang %s is served without its blocks being known: all gangs together would need "
+                "more than cluster.index_bytes",
+                gang,
+            )
+        self._alarmed = unindexed
         self._news.set()
         return self._hub.wanted
 
@@ -84,16 +91,6 @@ class HubActor:
                     del self._ingresses[ingress]
             if now - self._called_s > IDLE_S:
                 ray.actor.exit_actor()  # type: ignore[no-untyped-call]
-
-    def _alarm(self) -> None:
-        unindexed = set(self._hub.unindexed)
-        for gang in unindexed - self._alarmed:
-            log.warning(
-                "gang %s is served without its blocks being known: all gangs together would need "
-                "more than cluster.index_bytes",
-                gang,
-            )
-        self._alarmed = unindexed
 
 
 class HubClient:

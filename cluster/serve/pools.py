@@ -7,15 +7,18 @@ addressed to it: the right one may have been replaced meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from cluster.routing.calls import Handle
+from cluster.routing.calls import EngineLost, Handle, Refused, ServeHandle, Undelivered, ask
+from cluster.routing.registry import Workers
+from worker.blocks.pull import Answer
+from worker.blocks.transfer import PullFailed
 
 WORKER = "worker"
 
 
 def deployment(pool: str) -> str:
-    """The name of a pool's deployment."""
     return f"{WORKER}-{pool}" if pool else WORKER
 
 
@@ -32,7 +35,6 @@ class Pools:
         self._handles = handles
 
     def listed(self) -> frozenset[str]:
-        """The gangs of all deployments."""
         return frozenset().union(*(DIRECTORY.get(name, ()) for name in self._handles))
 
     def to(self, gang: str) -> Handle:
@@ -41,3 +43,33 @@ class Pools:
             if gang in DIRECTORY.get(name, ()):
                 return handle.to(gang)
         return next(iter(self._handles.values())).to(gang)
+
+
+class Peers:
+    """Asks other workers for blocks: a `worker.blocks.pull.Fetch`. `workers` is called at the first
+    pull, when Serve knows all deployments."""
+
+    def __init__(self, workers: Callable[[], Workers]) -> None:
+        self._make = workers
+        self._workers: Workers | None = None
+
+    async def __call__(self, gang: str, group_hashes: list[bytes], timeout_s: float) -> Answer:
+        """How many leading blocks the gang had, and their bytes. Raises PullFailed."""
+        self._workers = self._workers or self._make()
+        handle = self._workers.to(gang)
+        try:
+            count, data = await ask(handle, "export", group_hashes, deadline_s=timeout_s)
+        except (EngineLost, Refused) as error:
+            kinds = {Undelivered: "undelivered", EngineLost: "lost", Refused: "refused"}
+            raise PullFailed(kinds[type(error)], str(error)) from None
+        return count, data
+
+
+def by_reference(deployment: str) -> ServeHandle:
+    """A handle for a worker's calls to others. A Serve result over 4 MiB does not fit into its gRPC
+    transport; by reference it goes through Ray's object store on any transport, and arrives as
+    read-only memory."""
+    from ray import serve
+
+    handle: Any = serve.get_deployment_handle(deployment)
+    return ServeHandle(handle.options(_by_reference=True))

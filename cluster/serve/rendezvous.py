@@ -26,27 +26,12 @@ _SPACE = "kvatlas"
 SETTING = "cluster.start_timeout_s"
 
 
-class Keys:
-    """Ray's own key-value store, which all hosts of the cluster share."""
-
-    def put(self, key: str, value: bytes) -> None:
-        internal_kv._internal_kv_put(key, value, overwrite=True, namespace=_SPACE)
-
-    def get(self, key: str) -> bytes | None:
-        found: bytes | None = internal_kv._internal_kv_get(key, namespace=_SPACE)
-        return found
-
-    def delete(self, key: str) -> None:
-        internal_kv._internal_kv_del(key, namespace=_SPACE)
-
-
 def join(
     gang: str,
     rank: int,
     ranks: int,
     *,
     host: str,
-    keys: Keys,
     cluster: ClusterConfig,
 ) -> GangMember:
     """This rank's member once all ranks have joined. Raises MeetingFailed, naming missing ranks.
@@ -58,15 +43,16 @@ def join(
     if rank == 0:
         rendezvous = Rendezvous.open(host, time.time_ns() // 1_000_000, ranks, deadline)
         address = rendezvous.address
-        keys.put(gang, msgpack.packb((address.host, address.port, address.epoch)))
+        packed = msgpack.packb((address.host, address.port, address.epoch))
+        internal_kv._internal_kv_put(gang, packed, namespace=_SPACE)
     else:
-        address = _address(gang, rank, ranks, keys, deadline)
+        address = _address(gang, rank, ranks, deadline)
         rendezvous = Rendezvous.join(address, rank, ranks, deadline)
     try:
         rendezvous.barrier("here")
     finally:
         if rank == 0:
-            keys.delete(gang)
+            internal_kv._internal_kv_del(gang, namespace=_SPACE)
     return GangMember(
         gang,
         rendezvous,
@@ -79,8 +65,8 @@ def join(
     )
 
 
-def _address(gang: str, rank: int, ranks: int, keys: Keys, deadline: Deadline) -> Address:
-    while (found := keys.get(gang)) is None:
+def _address(gang: str, rank: int, ranks: int, deadline: Deadline) -> Address:
+    while (found := internal_kv._internal_kv_get(gang, namespace=_SPACE)) is None:
         if not deadline.left_s:
             raise MeetingFailed(
                 f"rank {rank} of gang {gang} waited {deadline.within_s:g} s for rank 0 of {ranks}, "
@@ -101,7 +87,6 @@ def join_gang(config: Config) -> tuple[GangMember, list[str]]:
         context.rank,
         context.world_size,
         host=network.get_node_ip_address(),
-        keys=Keys(),
         cluster=config.cluster,
     )
     return member, list(context.member_replica_ids)

@@ -16,7 +16,7 @@ from typing import Literal
 
 from cluster.routing import policies
 from cluster.routing.index import Mirror
-from cluster.routing.policies import Choice
+from cluster.routing.policies import Decision
 from cluster.routing.table import GangTable
 from cluster.tools.replay.worker import Task, VirtualEngine, VirtualWorker, adopt, export, leading
 from cluster.tools.traces import Arrival
@@ -80,7 +80,7 @@ class VirtualIngress:
 
     def choose(
         self, arrival: Arrival, block_hashes: list[bytes], now_s: float
-    ) -> tuple[Choice, int]:
+    ) -> tuple[Decision, int]:
         """Where the request goes, and how many prompt tokens that gang should have to compute."""
         table = self.table
         query = table.query(
@@ -91,9 +91,9 @@ class VirtualIngress:
             expected_output=OUTPUT_TOKENS,
             now_s=now_s,
         )
-        choice = self.policy(query, table.rows)
-        table.sent(table.rows[choice.row], query, choice, block_hashes, now_s)
-        return choice, query.lacking(choice)
+        decision = self.policy(query, table.rows)
+        table.sent(table.rows[decision.row], query, decision, block_hashes, now_s)
+        return decision, query.lacking(decision)
 
 
 class Copies:
@@ -226,12 +226,12 @@ class Replay:
             return
         block_hashes = arrival.block_hashes(size)
         ingress = self.ingresses[next(self._turn) % settings.ingresses]
-        choice, lacking = ingress.choose(arrival, block_hashes, self.now_s)
+        decision, lacking = ingress.choose(arrival, block_hashes, self.now_s)
         task = Task(
-            arrival, block_hashes, lacking=lacking, worker=choice.row, predicted_s=choice.ttft_s
+            arrival, block_hashes, lacking=lacking, worker=decision.row, predicted_s=decision.ttft_s
         )
         self._tasks.append(task)
-        if choice.pull_from is None or not self._pull(task, choice):
+        if decision.pull_from is None or not self._pull(task, decision):
             self._submit(task)
 
     def _submit(self, task: Task) -> None:
@@ -239,14 +239,14 @@ class Replay:
         worker.submit(task, self.now_s)
         self._enqueue(worker)
 
-    def _pull(self, task: Task, choice: Choice) -> bool:
+    def _pull(self, task: Task, decision: Decision) -> bool:
         """Start to copy the needed blocks that the source still has; False if there are none.
 
         A transfer takes the links of both sides, one transfer at a time.
         """
-        assert choice.pull_from is not None
+        assert decision.pull_from is not None
         engine = self.settings.engine
-        mine, source = self.workers[task.worker], self.workers[choice.pull_from]
+        mine, source = self.workers[task.worker], self.workers[decision.pull_from]
         pinned = export(source.pool, task.block_hashes)
         lacked = len(pinned) - leading(mine.pool, task.block_hashes)
         if lacked <= 0:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.routing.index import Match
-from cluster.routing.policies import Choice, RoutingQuery
+from cluster.routing.policies import Decision, RoutingQuery
 from cluster.routing.table import DEMAND_S, PREFIXES_MAX, RATES_S, Demand, GangTable
 from tests.cluster.routing.test_policies import LOAD
 
@@ -74,8 +74,8 @@ def test_what_is_sent_counts_until_a_later_report() -> None:
     gangs, index = table("a", "b")
     index.found = {"b": Match(2, 2)}
     query = ask(gangs, 5, CHAIN, 700, 256.0, 1.0)
-    gangs.sent(gangs.rows[1], query, Choice("x", 1, pull_from=0, pull_blocks=4), CHAIN, 1.0)
-    gangs.sent(gangs.rows[1], query, Choice("x", 1), CHAIN, 2.0)
+    gangs.sent(gangs.rows[1], query, Decision("x", 1, pull_from=0, pull_blocks=4), CHAIN, 1.0)
+    gangs.sent(gangs.rows[1], query, Decision("x", 1), CHAIN, 2.0)
     row = gangs.rows[1]
     assert index.expected == [("b", 10, 1.0), ("b", 10, 2.0)]
     assert row.sent_tokens == (700 - 6 * 64) + (700 - 2 * 64)
@@ -105,7 +105,7 @@ def test_gangs_are_shared_out_among_ingresses() -> None:
 def test_the_others_are_taken_to_send_what_this_one_does() -> None:
     gangs, _ = table(*"abcd", ingresses=2)
     assert ask(gangs, 1, CHAIN, 1000, 1.0, 0.0).unseen_tokens == 500
-    gangs.sent(gangs.rows[0], ask(gangs, 1, CHAIN, 1000, 1.0, 0.0), Choice("x", 0), CHAIN, 0.0)
+    gangs.sent(gangs.rows[0], ask(gangs, 1, CHAIN, 1000, 1.0, 0.0), Decision("x", 0), CHAIN, 0.0)
     assert ask(gangs, 2, CHAIN, 1000, 1.0, 0.0).unseen_tokens == 1000
     alone, _ = table(*"abcd")
     assert ask(alone, 1, CHAIN, 1000, 1.0, 0.0).unseen_tokens == 0
