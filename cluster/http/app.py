@@ -1,8 +1,4 @@
-"""The ASGI application: its routes, its background tasks, and the answers for errors.
-
-`build_app` puts the routes of the OpenAI API, `/health`, `/metrics`, `/debug/...` and `/map` around
-one `Api`. Knows nothing of Ray.
-"""
+"""The ASGI application around one `Api`: routes, background tasks, and the answers for errors."""
 
 from __future__ import annotations
 
@@ -57,7 +53,7 @@ def build_app(api: Api, *, echo_label: bool = True) -> FastAPI:
         }
         if api.resources is not None:
             tasks["watching resources"] = api.resources.turn
-        if api.access.from_files:
+        if api.config.server.api_keys_file or api.config.server.admin_key_file:
             tasks["reading keys"] = partial(_reread_keys, api)
         async with background(tasks, api.metrics.background_failure):
             yield
@@ -83,25 +79,23 @@ async def background(
 ) -> AsyncIterator[None]:
     """Run each of `works` repeatedly until the `with` block ends. An exception is logged, and
     `on_failure` gets the name of the one that raised it."""
-    tasks = [asyncio.create_task(_repeat(name, work, on_failure)) for name, work in works.items()]
+
+    async def repeat(name: str, work: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            try:
+                await work()
+            except Exception:
+                log.exception("%s failed; it runs again", name)
+                on_failure(name)
+                await asyncio.sleep(PAUSE_S)
+
+    tasks = [asyncio.create_task(repeat(*named)) for named in works.items()]
     try:
         yield
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _repeat(
-    name: str, work: Callable[[], Awaitable[None]], on_failure: Callable[[str], None]
-) -> None:
-    while True:
-        try:
-            await work()
-        except Exception:
-            log.exception("%s failed; it runs again", name)
-            on_failure(name)
-            await asyncio.sleep(PAUSE_S)
 
 
 async def _reread_keys(api: Api) -> None:

@@ -92,7 +92,6 @@ class Completion(Response):
         self._send: Send
         self._request: openai.Common
         self._answer: Answer
-        self._timed = False  # tokens come one by one, so their times can be measured
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record, self._send = self._record, send
@@ -159,7 +158,6 @@ class Completion(Response):
             self._job(served, index=i, tokens=ids, text=text, timeout_s=timeout_s)
             for i, (ids, text) in enumerate(zip(tokens, texts, strict=True))
         ]
-        self._timed = all(job.submit.stream for job in jobs)
         names = dict.fromkeys((job.submit.id for job in jobs), record.label)
         api.labels.update(names)
         async with Generation(
@@ -323,7 +321,8 @@ class Completion(Response):
         record.cached_tokens = sum(job.choices[0].cached_tokens for job in jobs)
         record.generated_tokens = sum(c.generated_tokens for c in choices)
         record.finish_reasons = [c.finish_reason for c in choices if c.finish_reason]
-        if generation.first_token_s is not None and self._timed:
+        timed = all(job.submit.stream for job in jobs)  # tokens come one by one
+        if generation.first_token_s is not None and timed:
             record.ttft_s = generation.first_token_s - record.started_s
 
 

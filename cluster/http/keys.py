@@ -57,11 +57,6 @@ class Access:
         self.problem = ""  # why the files as they are now are not in use
         self._read()
 
-    @property
-    def from_files(self) -> bool:
-        """Whether keys may change while the server runs."""
-        return bool(self._server.api_keys_file or self._server.admin_key_file)
-
     def reread(self) -> bool:
         """Read the files again; returns whether the keys have changed. Files that cannot be used
         change nothing and set `problem`."""

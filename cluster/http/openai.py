@@ -72,15 +72,6 @@ class Served:
     pools: Mapping[str, int] = field(default_factory=dict)  # the longest sequence of each, if known
     silent: Sequence[str] = ()  # pools whose longest sequence is not known yet
 
-    def params(self) -> ParamLimits:
-        return ParamLimits(
-            vocab_size=self.vocab_size,
-            max_logprobs=self.limits.max_logprobs,
-            max_logit_bias=self.limits.max_logit_bias,
-            max_n=self.limits.max_n,
-            max_beam_width=self.max_beam_width,
-        )
-
 
 class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True)
@@ -349,8 +340,15 @@ def _params(request: Common, served: Served, max_tokens: int | None) -> Sampling
         speculation=request.speculation.method or "",
         speculation_k=request.speculation.k or 0,
     )
+    limits = ParamLimits(
+        vocab_size=served.vocab_size,
+        max_logprobs=served.limits.max_logprobs,
+        max_logit_bias=served.limits.max_logit_bias,
+        max_n=served.limits.max_n,
+        max_beam_width=served.max_beam_width,
+    )
     try:
-        check(params, served.params())
+        check(params, limits)
     except ParamError as error:
         raise invalid(str(error), _client_name(request, error.parameter)) from None
     return replace(params, top_k=max(0, params.top_k))

@@ -27,7 +27,6 @@ from cluster.routing.index import Mirror
 from cluster.routing.registry import GangRegistry, Workers
 from cluster.routing.router import Router
 from cluster.routing.sync import AnyHub, IndexFollower
-from cluster.routing.waiting import Waiting
 from configs.schema import Config
 
 log = logging.getLogger("kvatlas.ingress")
@@ -90,8 +89,7 @@ class Api:
             config=lambda: self.config,
             clock=time.monotonic,
         )
-        self.waiting = Waiting(lambda: self.config)
-        self.dispatcher = Dispatcher(self.gangs, router, self.waiting, name=name)
+        self.dispatcher = Dispatcher(self.gangs, router, name=name, config=lambda: self.config)
         self.created = int(time.time())
         self.resources: ResourceCheck | None = None
         self.labels: dict[str, str] = {}  # X-Request-Id of the requests in flight, by id
@@ -99,7 +97,7 @@ class Api:
     async def served(self) -> openai.Served:
         """The model and the limits, once a worker can take a request.
 
-        Raises 429 and 503, see `Waiting.until`.
+        Raises 429 and 503, see `Dispatcher.until`.
         """
 
         def served() -> openai.Served | None:
@@ -123,7 +121,7 @@ class Api:
             message = f"{self.model} is not ready {passed}: {self.gangs.reason}"
             return ApiError(503, code, message, retry_after_s=1)
 
-        return await self.waiting.until(served, failure)
+        return await self.dispatcher.until(served, failure)
 
     def state(self) -> IngressState:
         return self.metrics.state(self.labels)

@@ -18,8 +18,9 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from kvpaging.events import (
     CLEARED,
@@ -36,9 +37,6 @@ from kvpaging.events import (
     xor_of,
 )
 from kvpaging.host_pool import GPU, HOST
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 TABLE_BYTES = 64  # of memory for a block hash in its set, at most
 BLOCK_BYTES = TABLE_BYTES + 64  # and for the 16 bytes of the hash as a Python object

@@ -16,20 +16,8 @@ from typing import NamedTuple
 from configs.schema import RoutingConfig
 from kvpaging.events import LoadStats
 
+RATES = ("prompt_s", "token_s", "step_s", "block_s")  # of a load, that prices use
 EXPLAINED_MAX = 4  # gangs in a header
-
-
-class Rates(NamedTuple):
-    """The rates of a `LoadStats` that prices use."""
-
-    prompt_s: float
-    token_s: float
-    step_s: float
-    block_s: float
-
-    @classmethod
-    def of(cls, load: LoadStats) -> Rates:
-        return cls(load.prompt_s, load.token_s, load.step_s, load.block_s)
 
 
 class Sent(NamedTuple):
@@ -43,10 +31,11 @@ class Sent(NamedTuple):
 
 class Candidate:
     """A gang in one ingress's table. `sent_*` is what that ingress sent and no report counts yet.
-    A step of a gang keeps all its `ranks` GPU workers busy."""
+    `rates` is a load whose `RATES` are compared with those of other gangs. A step of a gang keeps
+    all its `ranks` GPU workers busy."""
 
     def __init__(self, name: str, load: LoadStats, ranks: int = 1) -> None:
-        self.name, self.load, self.rates, self.ranks = name, load, Rates.of(load), ranks
+        self.name, self.load, self.rates, self.ranks = name, load, load, ranks
         self.sent_tokens = self.sent_blocks = self.sent_requests = self.sent_pulling = 0
         self._sent: deque[Sent] = deque()
 

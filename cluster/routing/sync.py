@@ -50,7 +50,8 @@ class _HubCaller(ABC):
             await self.call()
         except Exception as error:
             if not self.away:
-                log.warning("no index for now: %s", _shown(error))
+                lines = str(error).strip().splitlines() or [type(error).__name__]
+                log.warning("no index for now: %s", lines[-1])
             self.away = True
             await asyncio.sleep(AT_LEAST_S)
             return
@@ -98,7 +99,3 @@ class IndexFollower(_HubCaller):
         self._changes, self.at, self.ingresses = news.changes, news.at, news.ingresses
         self._mirror.take(news, self._clock())
         await asyncio.sleep(EACH_S)
-
-
-def _shown(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1]

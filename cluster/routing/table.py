@@ -9,9 +9,11 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from cluster.routing.index import Match, PrefixIndex
-from cluster.routing.policies import Candidate, Decision, Rates, RoutingQuery, Sent, alike
+from cluster.routing.policies import RATES, Candidate, Decision, RoutingQuery, Sent, alike
 from kvpaging.events import LoadStats
 
 DEMAND_S = 10.0
@@ -130,8 +132,11 @@ class GangTable:
         return sent * self.ingresses // len(self.rows)
 
     def _rate(self, now_s: float) -> None:
-        columns = zip(*(Rates.of(row.load) for row in self.rows), strict=True)
-        equal = [alike(column, self.rates_alike) for column in columns]
-        for row, rates in zip(self.rows, zip(*equal, strict=True), strict=True):
-            row.rates = Rates(*rates)
+        for row in self.rows:
+            row.rates = row.load
+        for name in RATES:
+            equal = alike([getattr(row.load, name) for row in self.rows], self.rates_alike)
+            for row, rate in zip(self.rows, equal, strict=True):
+                changed: dict[str, Any] = {name: rate}
+                row.rates = replace(row.rates, **changed)
         self._rated_s = now_s

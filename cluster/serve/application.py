@@ -32,6 +32,7 @@ from ray.serve.config import (
 from ray.serve.schema import LoggingConfig
 
 from cluster.errors import UserError
+from cluster.logs import configure_logging
 from cluster.metrics import IngressState
 from cluster.routing import registry
 from cluster.routing.calls import Misrouted, ServeHandle
@@ -92,8 +93,6 @@ class Worker:
     def __init__(
         self, kind: str, config: Config, pool: PoolConfig, directory: str | None, key: bytes
     ) -> None:
-        from cluster.logs import configure_logging
-
         self._config = config
         configure_logging(config.server.log_level, as_json=config.server.log_json)
         self._reporting: asyncio.Task[None] | None = None
@@ -205,7 +204,6 @@ class Ingress:
         from cluster.http.app import keep_turning
         from cluster.http.state import Api
         from cluster.http.text import load_tokenizer
-        from cluster.logs import configure_logging
         from cluster.serve.resources import ResourceMonitor, of_ray
 
         self._config = config
@@ -261,8 +259,6 @@ def _reconfigured(config: Config, user_config: dict[str, Any]) -> Config:
 
     Invalid live settings are logged and not used: Serve would replace every replica that raises.
     """
-    from cluster.logs import configure_logging
-
     try:
         config = adjusted(config, user_config)
     except ConfigError as error:

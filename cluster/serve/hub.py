@@ -16,6 +16,7 @@ from typing import Any
 
 import ray
 
+from cluster.logs import configure_logging
 from cluster.routing.index import Hub, News, Version
 from kvpaging.events import EventError
 
@@ -36,8 +37,6 @@ class HubActor:
     """A `Hub` as a Ray actor. All calls run on one event loop, so each sees a consistent index."""
 
     def __init__(self, most_bytes: int, log_level: str) -> None:
-        from cluster.logs import configure_logging
-
         configure_logging(log_level, as_json=False)
         self._hub = Hub(time.monotonic(), most_bytes=most_bytes)
         self._news = asyncio.Event()

@@ -1,8 +1,4 @@
-"""`kvatlas serve`: starts a local Ray with the application on it, and ends all its processes.
-
-`serve_here` does all of it. It reports progress through `say`, and raises UserError for problems
-that a user can fix.
-"""
+"""`kvatlas serve`: starts a local Ray with the application on it, and ends all its processes."""
 
 from __future__ import annotations
 

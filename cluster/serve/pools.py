@@ -8,6 +8,7 @@ addressed to it: the right one may have been replaced meanwhile.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 from cluster.routing.calls import EngineLost, Handle, Refused, ServeHandle, Undelivered, ask
@@ -50,13 +51,11 @@ class Peers:
     pull, when Serve knows all deployments."""
 
     def __init__(self, workers: Callable[[], Workers]) -> None:
-        self._make = workers
-        self._workers: Workers | None = None
+        self._workers = cache(workers)
 
     async def __call__(self, gang: str, group_hashes: list[bytes], timeout_s: float) -> Answer:
         """How many leading blocks the gang had, and their bytes. Raises PullFailed."""
-        self._workers = self._workers or self._make()
-        handle = self._workers.to(gang)
+        handle = self._workers().to(gang)
         try:
             count, data = await ask(handle, "export", group_hashes, deadline_s=timeout_s)
         except (EngineLost, Refused) as error:

@@ -28,7 +28,7 @@ with warnings.catch_warnings():
 @pytest.fixture(autouse=True)
 def _same_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker has a process to itself and so its logging and environment; here it has not."""
-    monkeypatch.setattr("cluster.logs.configure_logging", lambda *_, **__: None)
+    monkeypatch.setattr("cluster.serve.application.configure_logging", lambda *_, **__: None)
     monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     monkeypatch.setattr(application.Worker, "_report", lambda worker: None)
 
@@ -299,7 +299,8 @@ def test_live_settings_come_while_requests_run(
 ) -> None:
     logging_as: list[Any] = []
     monkeypatch.setattr(
-        "cluster.logs.configure_logging", lambda level, *, as_json: logging_as.append(level)
+        "cluster.serve.application.configure_logging",
+        lambda level, *, as_json: logging_as.append(level),
     )
     start = config("limits.request_timeout_s=9")
     made = application._reconfigured(

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture
 async def actor(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[HubActor]:
-    monkeypatch.setattr("cluster.logs.configure_logging", lambda *_, **__: None)
+    monkeypatch.setattr("cluster.serve.hub.configure_logging", lambda *_, **__: None)
     monkeypatch.setattr(hub, "EXPIRE_S", 0.0)
     made = HubActor(1 << 20, "info")
     yield made
