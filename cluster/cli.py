@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 
 from cluster import quickstart
 from cluster.errors import UserError
@@ -30,7 +30,6 @@ WHERE_S = 30.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code."""
     options = _parser().parse_args(arguments)
     return run(lambda: options.run(options))
 
@@ -99,7 +98,6 @@ def _model(config: Config) -> Path:
 
 
 def say(line: str) -> None:
-    """Print a line of progress."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -130,11 +128,9 @@ def _check(options: argparse.Namespace) -> int:
 def _where(options: argparse.Namespace) -> int:
     if (options.block is None) == (options.token is None):
         raise UserError("ask for a REQUEST and a TOKEN, or for a --block")
-    path = f"/debug/where?request={quote(options.request or '', safe='')}&token={options.token}"
-    if options.block is not None:
-        path = f"/debug/where?block={options.block}&rank={options.rank}&group={options.group}"
-        path += f"&gang={quote(options.gang, safe='')}"
-    print(json.dumps(_answer(options.url, path), indent=2))
+    names = ("request", "token") if options.block is None else ("block", "rank", "group", "gang")
+    query = urlencode({name: getattr(options, name) for name in names}, quote_via=quote)
+    print(json.dumps(_answer(options.url, f"/debug/where?{query}"), indent=2))
     return 0
 
 

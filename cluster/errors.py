@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 from typing import Any
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -10,24 +11,18 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 _FINAL_BY_DEFAULT = (408, 500, 504)
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
     """A response of 4xx or 5xx: `code` is for programs, `message` says what would be accepted."""
 
-    def __init__(
-        self,
-        status: int,
-        code: str,
-        message: str,
-        *,
-        param: str | None = None,
-        retry_after_s: float | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-        self.message = message
-        self.param = param
-        self.retry_after_s = retry_after_s
+    status: int
+    code: str
+    message: str
+    param: str | None = field(default=None, kw_only=True)
+    retry_after_s: float | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__init__(self.message)
 
     def body(self) -> dict[str, Any]:
         """The JSON body, also sent as the last event of a stream that fails."""

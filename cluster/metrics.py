@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 import resource
 from collections import Counter as Tally
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -41,6 +42,8 @@ _REQUEST_S = (
 _TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 
 Snapshot = Mapping[str, Any]
+_Read = str | Callable[[Snapshot], Any]  # a dotted path, or what reads it
+_Row = tuple[str, str, _Read, *tuple[str, ...]]
 
 
 @dataclass(slots=True)
@@ -111,6 +114,16 @@ class Times:
     """Time of the last tokens of each choice."""
 
 
+@dataclass(frozen=True, slots=True)
+class IngressState:
+    """Metrics of one ingress, and its clients' labels of the requests in flight. Any ingress
+    answers `/metrics` and `/debug` for all."""
+
+    ingress: str
+    families: list[Metric]
+    labels: dict[str, str]
+
+
 class Metrics:
     """The registry of one ingress; `snapshots` gives the engines' last statistics by gang."""
 
@@ -121,7 +134,6 @@ class Metrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
         self._labels = {"model_name": model, "ingress": ingress}
-        self._model = model
         self._snapshots = snapshots
         self.first_token = self._histogram("vllm:time_to_first_token_seconds", _FIRST_S)
         self.mispredicted = self._histogram("kvatlas:mispredicted_first_token_seconds", _FIRST_S)
@@ -155,7 +167,6 @@ class Metrics:
         return Counter(name, _words(name), (*self._labels, *labels), registry=self._registry)
 
     def started(self) -> None:
-        """A completion request arrived."""
         self._open.inc()
 
     def followed(self, times: Times) -> None:
@@ -191,91 +202,77 @@ class Metrics:
                 self.per_token.observe(record.decode_s / each)
 
     def answered(self, route: str, status: int) -> None:
-        """Any route was answered."""
         self._answers.labels(**self._labels, route=route, status=str(status)).inc()
 
     def background_failure(self, task: str) -> None:
         """A task that no request waits for failed."""
         self._background.labels(**self._labels, task=task).inc()
 
-    def own(self) -> list[Metric]:
-        """The metrics of this ingress."""
-        return list(self._registry.collect())
+    def state(self, labels: Mapping[str, str]) -> IngressState:
+        """The state of this ingress; `labels` are those of its requests in flight."""
+        return IngressState(self._labels["ingress"], list(self._registry.collect()), dict(labels))
 
-    def text(self, own: Sequence[Metric]) -> bytes:
-        """The text for Prometheus: these metrics of ingresses, and those of the engines."""
-        registry = CollectorRegistry()
-        registry.register(_All([*own, *self.engines()]))
-        return generate_latest(registry)
+    def text(self, states: Iterable[IngressState]) -> bytes:
+        """The text for Prometheus: the metrics of these ingresses, each family once and of each
+        ingress the first state, and those of the engines."""
+        families: dict[str, Metric] = {}
+        seen = set[str]()
+        for state in states:
+            for family in state.families if state.ingress not in seen else ():
+                if (known := families.setdefault(family.name, family)) is not family:
+                    known.samples.extend(family.samples)
+            seen.add(state.ingress)
+        collector: Any = SimpleNamespace(collect=lambda: [*families.values(), *self.engines()])
+        return generate_latest(collector)
 
     def engines(self) -> Iterator[Metric]:
         """Metrics from the engines' snapshots; an engine that is not ready has no samples."""
         snapshots = self._snapshots()
-        labels = ("model_name", "engine")
         for kind, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
-            for name, words, path in table:
-                family = kind(name, words, labels=labels)
+            for name, words, read, *labels in table:
+                family = kind(name, words, labels=("model_name", "engine", *labels))
                 for gang, snapshot in snapshots.items():
-                    if (number := _number(snapshot, path)) is not None:
-                        family.add_metric((self._model, gang), number)
+                    place = (self._labels["model_name"], gang)
+                    for label_values, number in _numbers(snapshot, read).items():
+                        family.add_metric((*place, *label_values), float(number))
                 yield family
-        for made in _LABELLED:
-            family = made.kind(made.name, made.words, labels=(*labels, made.label))
-            for gang, snapshot in snapshots.items():
-                for value, number in made.read(snapshot).items():
-                    family.add_metric((self._model, gang, str(value)), float(number))
-            yield family
-        usage = GaugeMetricFamily(
-            "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", labels=labels
-        )
-        config = GaugeMetricFamily(
-            "vllm:cache_config_info",
-            "The KV cache, as labels",
-            labels=(*labels, "block_size", "num_gpu_blocks"),
-        )
-        for gang, snapshot in snapshots.items():
-            usage.add_metric((self._model, gang), _usage(snapshot["blocks"]))
-            sizes = (str(snapshot["block_size"]), str(sum(snapshot["blocks"].values())))
-            config.add_metric((self._model, gang, *sizes), 1.0)
         memory = GaugeMetricFamily(
             "kvatlas:resident_bytes_max", "Peak memory of a process", labels=("ingress",)
         )
         peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         memory.add_metric((self._labels["ingress"],), peak_kib * 1024.0)
-        yield from (usage, config, memory)
+        yield memory
 
 
 def _words(name: str) -> str:
     return name.partition(":")[2].replace("_", " ")
 
 
-class _All:
-    """A collector of given metric families."""
+def _numbers(snapshot: Snapshot, read: _Read) -> Mapping[tuple[str, ...], float]:
+    """The numbers of one engine by the values of the row's labels; none if a part of the path is
+    None, such as the host cache."""
+    found: Any = snapshot
+    if callable(read):
+        found = read(snapshot)
+    else:
+        for key in read.split("."):
+            found = None if found is None else found[key]
+    if isinstance(found, list):
+        found = dict(enumerate(found))
+    if isinstance(found, Mapping):
+        return {key if isinstance(key, tuple) else (str(key),): n for key, n in found.items()}
+    return {} if found is None else {(): found}
 
-    def __init__(self, families: Sequence[Metric]) -> None:
-        self._families = families
 
-    def collect(self) -> Iterator[Metric]:
-        return iter(self._families)
-
-    def describe(self) -> Iterator[Metric]:
-        return iter(())
-
-
-def _usage(blocks: Mapping[str, int]) -> float:
+def _usage(snapshot: Snapshot) -> float:
     """Share of all blocks that are in use, 0 to 1: a cached block can be evicted at once."""
+    blocks = snapshot["blocks"]
     total = sum(blocks.values())
     return 1.0 - (blocks["free"] + blocks["cached"]) / total if total else 0.0
 
 
-def _number(snapshot: Snapshot, path: str) -> float | None:
-    """The entry at a dotted path; None if a part of it is None, such as the host cache."""
-    found: Any = snapshot
-    for key in path.split("."):
-        found = found[key]
-        if found is None:
-            return None
-    return float(found)
+def _cache_config(snapshot: Snapshot) -> Mapping[tuple[str, str], float]:
+    return {(str(snapshot["block_size"]), str(sum(snapshot["blocks"].values()))): 1.0}
 
 
 def _hits(snapshot: Snapshot) -> Mapping[str, float]:
@@ -290,13 +287,12 @@ def _preemptions(snapshot: Snapshot) -> Mapping[str, float]:
 
 
 def _preemption_expected_s(snapshot: Snapshot) -> Mapping[str, float]:
-    if (host := snapshot["tier"]) is None:
-        return {"recompute": 0.0, "swap": 0.0}
-    return {"recompute": host["recompute_expected_s"], "swap": host["swap_expected_s"]}
+    host = snapshot["tier"]
+    return {way: host[f"{way}_expected_s"] if host else 0.0 for way in ("recompute", "swap")}
 
 
-# One number of each engine: name, help, path in the snapshot.
-_GAUGES = (
+# Of each engine: name, help, where in the snapshot, and labels if there are several numbers.
+_GAUGES: tuple[_Row, ...] = (
     ("vllm:num_requests_running", "Sequences in steps", "running"),
     ("vllm:num_requests_waiting", "Sequences in the queue", "waiting"),
     ("kvatlas:kv_saved_blocks", "Blocks saved by sharing", "saved_blocks"),
@@ -315,9 +311,17 @@ _GAUGES = (
     ("kvatlas:host_load_bytes_per_second", "Measured rate of loads", "tier.load_bytes_per_s"),
     ("kvatlas:swapped_sequences", "Sequences whose blocks are on the host",
      "tier.swapped_sequences"),
+    ("kvatlas:blocks", "KV blocks by state", "blocks", "state"),
+    ("kvatlas:host_blocks", "Blocks of the host cache by state", "tier.blocks", "state"),
+    ("kvatlas:pull_bytes_per_second", "Measured rate of pulls",
+     lambda s: {at: link["bytes_per_s"] for at, link in s["transfers"]["links"].items()},
+     "source"),
+    ("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", _usage),
+    ("vllm:cache_config_info", "The KV cache, as labels", _cache_config,
+     "block_size", "num_gpu_blocks"),
 )  # fmt: skip
 
-_COUNTERS = (
+_COUNTERS: tuple[_Row, ...] = (
     ("vllm:prompt_tokens", "Prompt tokens computed", "prompt_tokens"),
     ("vllm:generation_tokens", "Tokens generated", "generated_tokens"),
     ("vllm:num_preemptions", "Sequences preempted", "preemptions"),
@@ -361,38 +365,13 @@ _COUNTERS = (
     ("kvatlas:host_dropped_blocks", "Blocks evicted without an offload", "tier.dropped_blocks"),
     ("kvatlas:host_evictions", "Blocks evicted from the host", "tier.evictions"),
     ("kvatlas:host_failures", "Copies that failed", "tier.failures"),
-)  # fmt: skip
-
-
-class _Labelled(NamedTuple):
-    """Several numbers of each engine, distinguished by one more label."""
-
-    kind: type[CounterMetricFamily] | type[GaugeMetricFamily]
-    name: str
-    words: str
-    label: str
-    read: Callable[[Snapshot], Mapping[Any, float]]
-
-
-_LABELLED = (
-    _Labelled(GaugeMetricFamily, "kvatlas:blocks", "KV blocks by state", "state",
-              lambda s: s["blocks"]),
-    _Labelled(GaugeMetricFamily, "kvatlas:host_blocks", "Blocks of the host cache by state",
-              "state", lambda s: {} if s["tier"] is None else s["tier"]["blocks"]),
-    _Labelled(CounterMetricFamily, "kvatlas:prefix_hits", "Prompt tokens found in each cache",
-              "tier", _hits),
-    _Labelled(CounterMetricFamily, "kvatlas:preemptions", "Sequences preempted, by what was chosen",
-              "choice", _preemptions),
-    _Labelled(CounterMetricFamily, "kvatlas:preemption_expected_seconds", "Expected cost of that",
-              "choice", _preemption_expected_s),
-    _Labelled(CounterMetricFamily, "kvatlas:pull_failures", "Pulls that failed or lacked blocks",
-              "reason", lambda s: s["transfers"]["failures"]),
-    _Labelled(GaugeMetricFamily, "kvatlas:pull_bytes_per_second", "Measured rate of pulls",
-              "source",
-              lambda s: {at: link["bytes_per_s"] for at, link in s["transfers"]["links"].items()}),
-    _Labelled(CounterMetricFamily, "vllm:spec_decode_num_accepted_tokens_per_pos",
-              "Draft tokens that were right, by place", "position",
-              lambda s: dict(enumerate(s["speculation"]["right_at"]))),
-    _Labelled(CounterMetricFamily, "kvatlas:speculation_off", "Requests without drafts", "reason",
-              lambda s: s["speculation"]["off"]),
+    ("kvatlas:prefix_hits", "Prompt tokens found in each cache", _hits, "tier"),
+    ("kvatlas:preemptions", "Sequences preempted, by what was chosen", _preemptions, "choice"),
+    ("kvatlas:preemption_expected_seconds", "Expected cost of that", _preemption_expected_s,
+     "choice"),
+    ("kvatlas:pull_failures", "Pulls that failed or lacked blocks", "transfers.failures",
+     "reason"),
+    ("vllm:spec_decode_num_accepted_tokens_per_pos", "Draft tokens that were right, by place",
+     "speculation.right_at", "position"),
+    ("kvatlas:speculation_off", "Requests without drafts", "speculation.off", "reason"),
 )  # fmt: skip

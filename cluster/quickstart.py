@@ -55,7 +55,6 @@ def resolve(path: str, revision: str | None = None, *, say: Say = print) -> Path
 
 
 def cache_directory() -> Path:
-    """The directory for converted models."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvatlas"
 
 

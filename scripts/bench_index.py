@@ -19,8 +19,9 @@ from pathlib import Path
 from random import Random
 
 from cluster.routing.index import BLOCK_BYTES, TABLE_BYTES, PrefixIndex
-from cluster.routing.policies import Factors, Priced
+from cluster.routing.policies import Priced
 from cluster.routing.table import GangTable
+from configs.schema import RoutingConfig
 from kvpaging import hashing
 from kvpaging.events import Digest, Event, EventBatch, LoadStats, encode, split, xor_of
 
@@ -163,7 +164,7 @@ def lookup(samples: int, block_size: int, others: int) -> dict[str, float]:
     table = GangTable(index, block_size, rates_alike=0.5)
     for name, load in loads.items():
         table.join(name, load)
-    policy = Priced(Factors(), pull=True)
+    policy = Priced(RoutingConfig())
     match, decide = Timed(), Timed()
     plain = Timed()  # a loop as long as a match: other processes delay both alike
     count = 1
@@ -178,9 +179,11 @@ def lookup(samples: int, block_size: int, others: int) -> dict[str, float]:
             count = count_for(1e-3 * quantile_ms(match.cpu_s, 0.5))
             match, decide, plain = Timed(), Timed(), Timed()
         with decide:
-            query = table.query(i, hashes, PROMPT_TOKENS, 128.0, now)
+            query = table.query(
+                i, table.rows, hashes, prompt_tokens=PROMPT_TOKENS, expected_output=128.0, now_s=now
+            )
             choice = policy(query, table.rows)
-            table.sent(query, choice, hashes, now)
+            table.sent(table.rows[choice.row], query, choice, hashes, now)
         for row in table.rows:
             row.report(row.load, now)
     return {

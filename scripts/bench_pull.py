@@ -107,7 +107,7 @@ async def find_workers(deployment: Any) -> Workers:
 
     handle = ServeHandle(deployment, ANYONE)
     info = await ask(handle, "info", deadline_s=DEADLINE_S)
-    return Workers(handle, info["model"], sorted(DIRECTORY.gangs(WORKER)))
+    return Workers(handle, info["model"], sorted(DIRECTORY[WORKER]))
 
 
 async def measure(workers: Workers, length: int, rounds: int, draw: random.Random) -> Size:

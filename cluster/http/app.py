@@ -1,8 +1,4 @@
-"""The ASGI application: its routes, its background tasks, and the answers for errors.
-
-`build_app` puts the routes of the OpenAI API, `/health`, `/metrics`, `/debug/...` and `/map` around
-one `Api`. Knows nothing of Ray.
-"""
+"""The ASGI application around one `Api`: routes, background tasks, and the answers for errors."""
 
 from __future__ import annotations
 
@@ -29,7 +25,7 @@ from cluster.http import bodies, debug, keys, openai, paths, prompts
 from cluster.http.completions import Completion, while_connected
 from cluster.http.limits import BodyLimit, label_of
 from cluster.http.responses import error_response, json_response
-from cluster.http.state import DEBUG_DEADLINE_S, Api, merged
+from cluster.http.state import DEBUG_DEADLINE_S, Api
 from cluster.metrics import CONTENT_TYPE, Record
 
 log = logging.getLogger("kvatlas.ingress")
@@ -60,7 +56,7 @@ def build_app(api: Api, *, echo_label: bool = True) -> FastAPI:
         }
         if api.resources is not None:
             tasks["watching resources"] = api.resources.turn
-        if api.access.from_files:
+        if api.config.server.api_keys_file or api.config.server.admin_key_file:
             tasks["reading keys"] = partial(_reread_keys, api)
         async with background(tasks, api.metrics.background_failure):
             yield
@@ -100,25 +96,23 @@ async def background(
 ) -> AsyncIterator[None]:
     """Run each of `works` repeatedly until the `with` block ends. An exception is logged, and
     `on_failure` gets the name of the one that raised it."""
-    tasks = [asyncio.create_task(_repeat(name, work, on_failure)) for name, work in works.items()]
+
+    async def repeat(name: str, work: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            try:
+                await work()
+            except Exception:
+                log.exception("%s failed; it runs again", name)
+                on_failure(name)
+                await asyncio.sleep(PAUSE_S)
+
+    tasks = [asyncio.create_task(repeat(*named)) for named in works.items()]
     try:
         yield
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _repeat(
-    name: str, work: Callable[[], Awaitable[None]], on_failure: Callable[[str], None]
-) -> None:
-    while True:
-        try:
-            await work()
-        except Exception:
-            log.exception("%s failed; it runs again", name)
-            on_failure(name)
-            await asyncio.sleep(PAUSE_S)
 
 
 async def _reread_keys(api: Api) -> None:
@@ -214,11 +208,11 @@ def _add_text(app: FastAPI, api: Api) -> None:
     async def tokenize(request: Request) -> Response:
         tenant = api.access.tenant(request)
         asked = await bodies.read(openai.TokenizeRequest, await whole(request), api.config.limits)
-        served = await while_connected(request, api.served())
+        served = await while_connected(request.receive, api.served())
         openai.check_model(asked.model, served.model)
         if (asked.prompt is None) == (asked.messages is None):
             raise invalid("one of prompt and messages is needed", "prompt")
-        ids = await while_connected(request, _ids(api, asked, served, tenant))
+        ids = await while_connected(request.receive, _ids(api, asked, served, tenant))
         body = {"count": len(ids), "max_model_len": served.max_model_len, "tokens": ids}
         if asked.return_token_strs:
             body["token_strs"] = [api.text.token(token)[0] for token in ids]
@@ -229,12 +223,12 @@ def _add_text(app: FastAPI, api: Api) -> None:
     async def detokenize(request: Request) -> Response:
         tenant = api.access.tenant(request)
         asked = await bodies.read(openai.DetokenizeRequest, await whole(request), api.config.limits)
-        served = await while_connected(request, api.served())
+        served = await while_connected(request.receive, api.served())
         openai.check_model(asked.model, served.model)
         prompts.check_ids(asked.tokens, served, "tokens", "tokens must be a list of token ids")
         skip = asked.skip_special_tokens
         work = api.text.decode(asked.tokens, skip_special=skip, tenant=tenant)
-        return json_response({"prompt": await while_connected(request, work)})
+        return json_response({"prompt": await while_connected(request.receive, work)})
 
 
 async def _ids(
@@ -271,10 +265,9 @@ def _add_state(app: FastAPI, api: Api) -> None:
     @app.get("/metrics", dependencies=[Depends(api.access.admin)])
     async def metrics() -> Response:
         await api.gangs.refresh(DEBUG_DEADLINE_S)
-        (own, *others), missing = await api.all_states()
+        states, missing = await api.all_states()
         headers = {"x-kvatlas-missing": "ingresses"} if missing else None
-        text = api.metrics.text(merged(own, others))
-        return Response(text, headers=headers, media_type=CONTENT_TYPE)
+        return Response(api.metrics.text(states), headers=headers, media_type=CONTENT_TYPE)
 
 
 def keep_turning() -> None:

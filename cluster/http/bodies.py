@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import pydantic_core
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from cluster.errors import ApiError, invalid
 from cluster.http import openai
@@ -37,7 +36,7 @@ _BOUNDED_ELSEWHERE = {"prompt", "messages", "tokens"}  # by limits.*, with a mes
 
 _UNIONS = {"stop": "a text or a list of texts"}  # pydantic names only one of the types
 
-_R = TypeVar("_R", bound=BaseModel)
+_R = TypeVar("_R", bound=openai.Asked)
 
 
 async def read(kind: type[_R], body: bytes, limits: LimitsConfig) -> _R:
@@ -87,8 +86,11 @@ def parse(kind: type[_R], body: bytes) -> _R:
         raise invalid("the body must be a JSON object", code="invalid_json")
     _check_sizes(raw)
     given = {name: value for name, value in raw.items() if value is not None}
-    for name, harmless in openai.known(kind).items():
-        if name in given and not _same_as_any(given.pop(name), harmless):
+    for name, harmless in kind.unsupported.items():
+        if name not in given:
+            continue
+        value = given.pop(name)
+        if not any(type(value) is type(other) and value == other for other in harmless):
             wanted = " or ".join(pydantic_core.to_json(v).decode() for v in harmless)
             advice = f"leave it out or send {wanted}" if harmless else "leave it out"
             message = f"{name} is not supported: {advice}"
@@ -111,10 +113,6 @@ def _check_sizes(raw: dict[str, Any]) -> None:
         if long and name not in _BOUNDED_ELSEWHERE:
             message = f"{name[:64]} may have {MAX_ITEMS} items, got {len(value)}"
             raise invalid(message, name[:64])
-
-
-def _same_as_any(value: Any, allowed: Sequence[Any]) -> bool:
-    return any(type(value) is type(other) and value == other for other in allowed)
 
 
 def _reason(error: ValidationError) -> ApiError:

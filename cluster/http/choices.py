@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from cluster.http.openai import Common
 from cluster.http.text import Decode, Detokenizer, StopMatcher
 from worker import messages
 
@@ -70,12 +71,7 @@ class Choice:
         index: int,
         prompt: Sequence[int],
         decode: Decode,
-        *,
-        stops: Sequence[str] = (),
-        include_stop: bool = False,
-        min_tokens: int = 0,
-        stop_token_ids: Sequence[int] = (),
-        scored: bool = False,
+        request: Common,
     ) -> None:
         self.index = index
         self.prompt = prompt
@@ -86,11 +82,8 @@ class Choice:
         self.stop_reason: str | int | None = None
         self.score: float | None = None  # of a beam
         self._detokenizer = Detokenizer(decode, prompt)
-        self._matcher = StopMatcher(stops, include=include_stop) if stops else None
-        self._min_tokens = min_tokens
-        self._include_stop = include_stop
-        self._stop_token_ids = stop_token_ids
-        self._scored = scored
+        self._request, include = request, request.include_stop_str_in_output
+        self._matcher = StopMatcher(request.stops, include=include) if request.stops else None
         self._text: list[str] = []
         self._released = 0  # characters that went into _text since the start
         self._decoded = 0  # characters decoded since the start, those held back included
@@ -133,7 +126,7 @@ class Choice:
         self._tokens.append(Scored(token, self._decoded, entry))
         self._decoded += len(text)
         # The text of the first min_tokens tokens never stops an answer.
-        self._pass_on(text, stoppable=self.generated_tokens > self._min_tokens)
+        self._pass_on(text, stoppable=self.generated_tokens > self._request.min_tokens)
 
     def _pass_on(self, text: str, *, stoppable: bool = True) -> None:
         if self._matcher is None or not stoppable:
@@ -151,7 +144,8 @@ class Choice:
     def finish(self, message: messages.Finish) -> None:
         """The last tokens. A stop token is not part of the text unless the request includes it."""
         tokens, logprobs = message.tokens, message.logprobs
-        hidden = message.stop_token is not None and not self._include_stop and bool(tokens)
+        included = message.stop_token is None or self._request.include_stop_str_in_output
+        hidden = not included and bool(tokens)
         shown = len(tokens) - hidden
         self.add(tokens[:shown], None if logprobs is None else logprobs[:shown])
         self.cached_tokens, self.score = message.cached_tokens, message.score
@@ -167,7 +161,7 @@ class Choice:
         self.generated_tokens = message.generated_tokens
         if self.finish_reason is None:
             self.finish_reason = message.reason
-            if message.stop_token in self._stop_token_ids:
+            if message.stop_token in self._request.stop_token_ids:
                 self.stop_reason = message.stop_token
 
     def take(self) -> Piece | None:
@@ -186,7 +180,8 @@ class Choice:
         self._text.clear()
         if not (ended or text or released):
             return None
-        piece = Piece(text, [s.token for s in released], released if self._scored else [])
+        scored = self._request.alternatives is not None
+        piece = Piece(text, [s.token for s in released], released if scored else [])
         if ended:
             self._reported = True
             piece.finish_reason, piece.stop_reason = self.finish_reason, self.stop_reason

@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -35,9 +36,7 @@ from cluster.http.responses import (
 )
 from cluster.http.state import Api
 from cluster.metrics import Record
-from cluster.routing.router import Route
 from worker import messages
-from worker.params import SamplingParams
 
 log = logging.getLogger("kvatlas.ingress")
 
@@ -57,33 +56,23 @@ _SSE = [
 ]
 
 
-async def until_disconnect(receive: Receive, work: Awaitable[Any]) -> bool:
-    """Run `work`, cancelled when the client disconnects; returns whether it ran to its end."""
-    task = asyncio.ensure_future(work)
-    disconnect = asyncio.ensure_future(_disconnect(receive))
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
+    """The result of `work`. Cancels it and raises ClientDisconnect when the client disconnects."""
+
+    async def disconnect() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
     try:
-        await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            return False
-        task.result()
-        return True
+            raise ClientDisconnect
+        return task.result()
     finally:
         task.cancel()
-        disconnect.cancel()
-        await asyncio.gather(task, disconnect, return_exceptions=True)
-
-
-async def while_connected(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """The result of `work`. Raises ClientDisconnect when the client disconnects first."""
-    task = asyncio.ensure_future(work)
-    if not await until_disconnect(request.receive, task):
-        raise ClientDisconnect
-    return task.result()
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
 
 
 class Completion(Response):
@@ -101,18 +90,21 @@ class Completion(Response):
         self._tenant = tenant
         self._timeout = timeout
         self._extra_headers: list[tuple[bytes, bytes]] = []  # besides those of every answer
-        self._timed = False  # tokens come one by one, so their times can be measured
         self._release: Callable[[], None] = lambda: None
+        self._send: Send
+        self._request: openai.Common
+        self._answer: Answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = self._record
+        self._send = _whole(send) if scope.get("http_version") == "1.0" else send
         self._release = scope.get(RELEASE, self._release)
-        if scope.get("http_version") == "1.0":
-            send = _whole(send)
         self._api.metrics.started()
         complete = False
         try:
-            complete = await until_disconnect(receive, self._run(send))
+            with suppress(ClientDisconnect):
+                await while_connected(receive, self._run())
+                complete = True
         finally:
             if not complete and not record.error:
                 record.status, record.error = _DISCONNECTED, "the client went away"
@@ -120,37 +112,37 @@ class Completion(Response):
             record.total_s = time.monotonic() - record.started_s
             self._api.finished(record)
 
-    async def _run(self, send: Send) -> None:
+    async def _run(self) -> None:
         most_s = self._api.config.limits.request_timeout_s + SEND_S
         try:
             async with asyncio.timeout(most_s):
-                await self._answer(send)
+                await self._serve()
         except TimeoutError:  # the engine's own deadline is earlier
             if not self._record.status:
                 message = f"no answer in {most_s:g} s (limits.request_timeout_s)"
-                await self._refuse(send, ApiError(408, "timeout", message))
+                await self._refuse(ApiError(408, "timeout", message))
                 return
             self._record.error = "client_too_slow"
             log.warning("%s was not read in %g s: cut off", self._record.id, most_s)
         except ApiError as error:
-            await self._refuse(send, error)
+            await self._refuse(error)
         except Exception as error:
             log.exception("could not answer %s", self._record.id or self._record.route)
             if self._record.status == 200:  # too late for another status: the stream just ends
                 self._record.error = "internal_error"
                 raise
             message = f"the server failed on this request: {type(error).__name__}"
-            await self._refuse(send, ApiError(500, "internal_error", message))
+            await self._refuse(ApiError(500, "internal_error", message))
 
-    async def _refuse(self, send: Send, error: ApiError) -> None:
+    async def _refuse(self, error: ApiError) -> None:
         self._record.status, self._record.error = error.status, error.code
         headers = [(name.encode(), value.encode()) for name, value in error.headers().items()]
-        await self._send(send, error.status, dumps(error.body()), headers)
+        await self._whole(error.status, dumps(error.body()), headers)
 
-    async def _answer(self, send: Send) -> None:
+    async def _serve(self) -> None:
         api, record = self._api, self._record
         kind = openai.ChatRequest if self._chat else openai.CompletionRequest
-        request: openai.Common = await bodies.read(kind, self._body, api.config.limits)
+        request = self._request = await bodies.read(kind, self._body, api.config.limits)
         self._body = b""
         timeout_s, limit = openai.patience(request, self._timeout, api.config.limits)
         try:
@@ -161,30 +153,17 @@ class Completion(Response):
             raise ApiError(408, "timeout", message) from None
         openai.check_common(request, served)
         self._note_ignored(request)
-        texts, tokens = await self._tokens(request, served)
+        texts, tokens = await self._tokens(served)
         request.forget_prompt()
         self._release()
-        answer = (ChatAnswer if self._chat else CompletionAnswer)(
-            served.model,
-            api.text.token,
-            scored=request.alternatives is not None,
-            token_ids=request.return_token_ids,
+        answer = self._answer = (ChatAnswer if self._chat else CompletionAnswer)(
+            served.model, api.text.token, token_ids=request.return_token_ids
         )
         record.id = answer.id
-        many = len(tokens)
         jobs = [
-            self._job(
-                request,
-                answer,
-                openai.sampling(request, served, prompt_tokens=len(ids), prompts=many),
-                index=i,
-                tokens=ids,
-                text=text,
-                timeout_s=timeout_s,
-            )
+            self._job(served, len(tokens), index=i, tokens=ids, text=text, timeout_s=timeout_s)
             for i, (ids, text) in enumerate(zip(tokens, texts, strict=True))
         ]
-        self._timed = all(job.submit.stream for job in jobs)
         generation = Generation(
             api.dispatcher,
             jobs,
@@ -197,30 +176,21 @@ class Completion(Response):
         names = dict.fromkeys((job.submit.id for job in jobs), record.label)
         with api.logprob_values(self._tenant, values), api.labelled(names):
             async with generation:
-                await self._follow(request, answer, generation, send)
+                await self._follow(generation)
 
-    async def _follow(
-        self, request: openai.Common, answer: Answer, generation: Generation, send: Send
-    ) -> None:
+    async def _follow(self, generation: Generation) -> None:
         try:
             await generation.admit()
-            self._routed(generation.route)
-            if request.stream:
-                await self._stream(request, answer, generation, send)
-            else:
-                await self._complete(request, answer, generation, send)
+            if (route := generation.route) is not None:
+                self._record.gang, self._record.predicted_s = route.gang, route.ttft_s
+                if self._api.shows_routes:
+                    self._extra_headers.append((b"x-kvatlas-route", route.explained.encode()))
+            await (self._stream if self._request.stream else self._complete)(generation)
         finally:
             self._note(generation)
 
     def _left_s(self, timeout_s: float) -> float:
-        """Seconds left of the request's time."""
         return timeout_s - (time.monotonic() - self._record.started_s)
-
-    def _routed(self, route: Route | None) -> None:
-        if route is not None:
-            self._record.gang, self._record.predicted_s = route.gang, route.ttft_s
-            if self._api.shows_routes:
-                self._extra_headers.append((b"x-kvatlas-route", route.explained.encode()))
 
     def _note_ignored(self, request: openai.Common) -> None:
         self._record.ignored = len(request.ignored)
@@ -229,11 +199,9 @@ class Completion(Response):
             listed = ", ".join(name[:64] for name in names[:32])
             self._extra_headers.append((b"x-kvatlas-ignored", listed.encode()))
 
-    async def _tokens(
-        self, request: openai.Common, served: openai.Served
-    ) -> tuple[Sequence[str], Sequence[list[int]]]:
+    async def _tokens(self, served: openai.Served) -> tuple[Sequence[str], Sequence[list[int]]]:
         """For each prompt, the text that the answer echoes ("" for none), and its tokens."""
-        text = self._api.text
+        request, text = self._request, self._api.text
         if isinstance(request, openai.ChatRequest):
             ids = await text.encode_chat(
                 prompts.conversation(request.messages, served),
@@ -264,9 +232,8 @@ class Completion(Response):
 
     def _job(
         self,
-        request: openai.Common,
-        answer: Answer,
-        params: SamplingParams,
+        served: openai.Served,
+        prompts: int,
         *,
         index: int,
         tokens: list[int],
@@ -274,19 +241,11 @@ class Completion(Response):
         timeout_s: float,
     ) -> Job:
         """The request to the engine for one prompt, and the choices that take its answer."""
+        request, answer = self._request, self._answer
+        params = openai.sampling(request, served, prompt_tokens=len(tokens), prompts=prompts)
         decode = self._api.text.decoder(skip_special=request.skip_special_tokens)
         choices = [
-            Choice(
-                index * params.n + sample,
-                tokens,
-                decode,
-                stops=request.stops,
-                include_stop=request.include_stop_str_in_output,
-                min_tokens=params.min_tokens,
-                stop_token_ids=params.stop_token_ids,
-                scored=request.alternatives is not None,
-            )
-            for sample in range(params.n)
+            Choice(index * params.n + sample, tokens, decode, request) for sample in range(params.n)
         ]
         for choice in choices:
             choice.echo(text)
@@ -306,14 +265,12 @@ class Completion(Response):
         )
         return Job(submit, choices, Echo(tokens, decode), open_ended=request.asked_tokens is None)
 
-    async def _complete(
-        self, request: openai.Common, answer: Answer, generation: Generation, send: Send
-    ) -> None:
-        jobs = generation.jobs
+    async def _complete(self, generation: Generation) -> None:
+        answer, jobs = self._answer, generation.jobs
         while not generation.finished:
             await generation.news()
         choices = list[bytes]()
-        for index, choice in enumerate(c for job in jobs for c in job.best(request.n)):
+        for index, choice in enumerate(c for job in jobs for c in job.best(self._request.n)):
             piece = choice.take()
             assert piece is not None
             choices.append(
@@ -321,21 +278,20 @@ class Completion(Response):
             )
         body = answer.full(b",".join(choices), _usage(jobs), jobs[0].submit.prompt)
         self._record.status = 200
-        await self._send(send, 200, body)
+        await self._whole(200, body)
 
-    async def _stream(
-        self, request: openai.Common, answer: Answer, generation: Generation, send: Send
-    ) -> None:
-        jobs = generation.jobs
+    async def _stream(self, generation: Generation) -> None:
+        answer, jobs = self._answer, generation.jobs
+        options = self._request.stream_options
         choices = [choice for job in jobs for choice in job.choices]
         head: Message = {"type": "http.response.start", "status": 200}
-        await send({**head, "headers": [*_SSE, *self._extra_headers]})
+        await self._send({**head, "headers": [*_SSE, *self._extra_headers]})
         self._record.status = 200
 
         async def chunk(body: Json, piece: Piece, extra: Json | None = None) -> bytes:
             extra = extra or {}
-            if request.include_usage:
-                counts = _usage(jobs, sent=True) if request.continuous_usage else None
+            if options.include_usage:
+                counts = _usage(jobs, sent=True) if options.continuous_usage_stats else None
                 extra = {**extra, "usage": counts}
             return answer.chunk(await _joined(answer.encoded(body, piece)), extra)
 
@@ -354,7 +310,7 @@ class Completion(Response):
             if last:
                 break
             if out:
-                await _body(send, out, more=True)
+                await self._part(out, more=True)
                 out = []
             try:
                 if not await generation.news(KEEP_ALIVE_S):
@@ -365,19 +321,23 @@ class Completion(Response):
             self._record.error = failure.code
             out.append(event(failure.body()))
         else:
-            if request.include_usage:
+            if options.include_usage:
                 out.append(answer.chunk(b"", {"usage": _usage(jobs)}))
             out.append(DONE)
-        await _body(send, out, more=False)
+        await self._part(out, more=False)
 
-    async def _send(
-        self, send: Send, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()
+    async def _whole(
+        self, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()
     ) -> None:
         length = (b"content-length", str(len(body)).encode())
         kind = (b"content-type", b"application/json")
         head: Message = {"type": "http.response.start", "status": status}
-        await send({**head, "headers": [kind, length, *headers, *self._extra_headers]})
-        await send({"type": "http.response.body", "body": body})
+        await self._send({**head, "headers": [kind, length, *headers, *self._extra_headers]})
+        await self._part([body], more=False)
+
+    async def _part(self, parts: Sequence[bytes], *, more: bool) -> None:
+        body = b"".join(parts)
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
     def _note(self, generation: Generation) -> None:
         record, jobs = self._record, generation.jobs
@@ -386,7 +346,8 @@ class Completion(Response):
         record.cached_tokens = sum(job.choices[0].cached_tokens for job in jobs)
         record.generated_tokens = sum(c.generated_tokens for c in choices)
         record.finish_reasons = [c.finish_reason for c in choices if c.finish_reason]
-        if generation.first_token_s is not None and self._timed:
+        timed = all(job.submit.stream for job in jobs)  # tokens come one by one
+        if generation.first_token_s is not None and timed:
             record.ttft_s = generation.first_token_s - record.started_s
 
 
@@ -417,10 +378,6 @@ async def _joined(parts: Iterator[bytes]) -> bytes:
         await asyncio.sleep(0)
         found.append(part)
     return b"".join(found)
-
-
-async def _body(send: Send, parts: Sequence[bytes], *, more: bool) -> None:
-    await send({"type": "http.response.body", "body": b"".join(parts), "more_body": more})
 
 
 def _usage(jobs: Sequence[Job], *, sent: bool = False) -> Json:

@@ -22,7 +22,7 @@ _MAP_HEADERS = {  # the page may load nothing from elsewhere
 
 
 def add_debug(app: FastAPI, api: Api) -> None:
-    """Blocks by worker, the index, requests in flight, and where a token lies."""
+    """Blocks by worker, the index, requests in flight, where a token lies, and the map."""
     admin: dict[str, Any] = {"dependencies": [Depends(api.access.admin)]}
 
     @app.get("/debug/kv", **admin)
@@ -59,11 +59,6 @@ def add_debug(app: FastAPI, api: Api) -> None:
     async def debug_where(request: Request) -> Response:
         return json_response(await _where(api, request.query_params))
 
-    _add_map(app, api, admin)
-
-
-def _add_map(app: FastAPI, api: Api, admin: dict[str, Any]) -> None:
-    """The map of KV blocks: one self-contained page, and the data that it fetches."""
     page = files("cluster.http.ui").joinpath("map.html").read_bytes()
 
     @app.get("/map", **admin)

@@ -19,8 +19,16 @@ from dataclasses import dataclass, field, replace
 from cluster.errors import ApiError
 from cluster.http.choices import Choice, Echo
 from cluster.metrics import Metrics, Times
-from cluster.routing.calls import DeadlinePassed, EngineLost, Refused, Stream, Undelivered, ask
-from cluster.routing.dispatch import Dispatcher, Target
+from cluster.routing.calls import (
+    DeadlinePassed,
+    EngineLost,
+    Handle,
+    Refused,
+    Stream,
+    Undelivered,
+    ask,
+)
+from cluster.routing.dispatch import Dispatcher
 from cluster.routing.router import Length, Route
 from worker import messages
 
@@ -59,7 +67,7 @@ class Job:
 
     `generated` has the token ids of each choice so far, and `scored` counts the prompt tokens whose
     log-probabilities have come, so that another engine can continue. `open_ended`: the request sets
-    no limit on tokens.
+    no limit on tokens. `later`: the answer does not wait until an engine has `admitted` it.
     """
 
     submit: messages.GenerateRequest
@@ -68,6 +76,8 @@ class Job:
     open_ended: bool = False
     generated: list[list[int]] = field(default_factory=list)
     scored: int = 0
+    later: bool = False
+    admitted: bool = False
 
     def __post_init__(self) -> None:
         self.generated = [[] for _ in self.choices]
@@ -146,21 +156,16 @@ class Generation:
 
     @property
     def finished(self) -> bool:
-        """All choices have ended."""
         return all(job.finished for job in self.jobs)
 
     async def admit(self) -> None:
         """Send the prompts. Returns once the engines have accepted the first `at_once`; raises
         ApiError otherwise."""
         loop = asyncio.get_running_loop()
-        first, later = self.jobs[: self._at_once], self.jobs[self._at_once :]
-        admitted: list[asyncio.Future[None]] = [loop.create_future() for _ in first]
-        self._tasks = [
-            loop.create_task(self._follow(job, future))
-            for job, future in zip(first, admitted, strict=True)
-        ]
-        self._tasks += [loop.create_task(self._follow(job, None)) for job in later]
-        while not all(future.done() for future in admitted):
+        for job in self.jobs[self._at_once :]:
+            job.later = True
+        self._tasks = [loop.create_task(self._follow(job)) for job in self.jobs]
+        while not all(job.later or job.admitted for job in self.jobs):
             await self.news()
         if self._failure is not None:
             raise self._failure
@@ -178,12 +183,12 @@ class Generation:
             raise self._failure
         return True
 
-    async def _follow(self, job: Job, admitted: asyncio.Future[None] | None) -> None:
+    async def _follow(self, job: Job) -> None:
         loop = asyncio.get_running_loop()
         until_s = loop.time() + job.submit.deadline_s
         try:
             async with asyncio.timeout_at(until_s), self._places:
-                await self._serve(job, admitted, until_s)
+                await self._serve(job, until_s)
         except ApiError as error:
             self._fail(error)
         except (DeadlinePassed, TimeoutError):
@@ -193,59 +198,53 @@ class Generation:
             log.exception("could not follow %s", job.submit.id)
             self._fail(ApiError(500, "internal_error", f"{type(error).__name__}: {error}"))
 
-    async def _serve(self, job: Job, admitted: asyncio.Future[None] | None, until_s: float) -> None:
+    async def _serve(self, job: Job, until_s: float) -> None:
         """Try gangs until the answer is complete. Raises ApiError, DeadlinePassed."""
         loop = asyncio.get_running_loop()
-        target = self._dispatcher.choose(job.submit, job.length, ())
-        losses, undelivered, pauses, full = 0, 0, 0, set[str]()
+        route: Route | None = None
+        losses, undelivered, pauses = 0, 0, 0
+        full, avoid = set[str](), set[str]()
         while True:
-            if target is None:
-                begun = admitted is None or admitted.done()
-                target = await self._dispatcher.wait(job.submit, job.length, (), begun=begun)
-            submit = job.again(losses, until_s - loop.time(), target.route.pull)
+            if route is None:
+                begun = job.later or job.admitted or bool(avoid)
+                route = await self._dispatcher.wait(job.submit, job.length, avoid, begun=begun)
+            submit = job.again(losses, until_s - loop.time(), route.pull)
             try:
-                with self._dispatcher.opened(target, submit):
-                    return await self._attempt(submit, job, target, admitted)
+                with self._dispatcher.opened(route.gang, submit):
+                    return await self._attempt(submit, job, route)
             except QueueFull as refused:
-                full.add(target.gang)
-                target = self._dispatcher.choose(job.submit, job.length, full)
-                if target is None or len(full) > MORE_GANGS:
-                    if admitted is not None:
+                full.add(route.gang)
+                route = self._dispatcher.router.choose(job.submit, job.length, full)
+                if route is None or len(full) > MORE_GANGS:
+                    if not job.later:
                         raise refused.answer from None
                     await asyncio.sleep(pause_s(refused.wait_s, pauses))
                     pauses += 1
                     full.clear()
-                    target = self._dispatcher.choose(job.submit, job.length, ())
+                    route, avoid = None, set()
             except EngineLost as error:
                 if isinstance(error, Undelivered):
                     undelivered += 1
                 else:
                     losses += 1
-                log.warning("lost the worker %s of %s: %s", target.gang, job.submit.id, error)
-                self._dispatcher.lost(target, error)
+                log.warning("lost the worker %s of %s: %s", route.gang, job.submit.id, error)
+                self._dispatcher.gangs.suspect(route.gang, error)
                 if losses == LOSSES_MAX or undelivered > UNDELIVERED_MAX:
                     message = f"this request lost its worker {losses} times: {error}"
                     raise ApiError(500, "worker_lost", message) from None
-                avoid = {target.gang}
-                target = await self._dispatcher.wait(job.submit, job.length, avoid, begun=True)
+                avoid, route = {route.gang}, None
 
-    async def _attempt(
-        self,
-        submit: messages.GenerateRequest,
-        job: Job,
-        target: Target,
-        admitted: asyncio.Future[None] | None,
-    ) -> None:
+    async def _attempt(self, submit: messages.GenerateRequest, job: Job, route: Route) -> None:
         """One engine's answer. Raises ApiError, QueueFull, EngineLost, DeadlinePassed."""
+        handle = self._dispatcher.gangs.handle(route.gang)
         encoded, deadline_s = messages.encode(submit), submit.deadline_s
-        with Stream(target.handle, "generate", encoded, deadline_s=deadline_s) as stream:
+        with Stream(handle, "generate", encoded, deadline_s=deadline_s) as stream:
             await self._admission(stream)
-            self.route = self.route or target.route
-            if admitted is not None and not admitted.done():
-                admitted.set_result(None)
+            self.route = self.route or route
+            job.admitted = True
             self._news.set()
             times = Times(time.monotonic(), each_token=submit.stream)
-            await self._tokens(stream, job, target, times)
+            await self._tokens(stream, job, handle, times)
             if not submit.attempt:
                 self._metrics.followed(times)
 
@@ -267,27 +266,25 @@ class Generation:
                 await stream.next()
             raise QueueFull(answer)
         if isinstance(first, messages.Error):
-            _raise_lost(first)
-            stream.finished = True
-            raise ApiError(first.status, first.code, first.message)
+            raise _failed(stream, first)
         if not isinstance(first, messages.Accepted):
             raise messages.WireError(f"a stream began with {type(first).__name__}")
 
-    async def _tokens(self, stream: Stream, job: Job, target: Target, times: Times) -> None:
+    async def _tokens(self, stream: Stream, job: Job, handle: Handle, times: Times) -> None:
         running = {i for i, c in enumerate(job.choices) if c.finish_reason is None}  # in the engine
         while not job.finished:
             event = messages.decode(await stream.next())
             match event:
                 case messages.Delta():
                     job.generated[event.choice] += event.tokens
-                    self._add(event, job, target)
+                    self._add(event, job, handle)
                 case messages.Finish(reason="abort") if (
                     job.choices[event.choice].finish_reason is None
                 ):
                     raise EngineLost("the worker has aborted the request")
                 case messages.Finish() if event.choice in running:
                     job.choices[event.choice].finish(event)
-                    self._dispatcher.ended(event.generated_tokens)
+                    self._dispatcher.router.ended(event.generated_tokens)
                     running.discard(event.choice)
                     stream.finished = not running
                 case messages.PromptLogprobs():
@@ -298,9 +295,7 @@ class Generation:
                     for choice in job.choices:
                         choice.echo_scored(scored, text)
                 case messages.Error():
-                    _raise_lost(event)
-                    stream.finished = True
-                    raise ApiError(event.status, event.code, event.message)
+                    raise _failed(stream, event)
                 case messages.KeepAlive() | messages.Finish():
                     continue
                 case _:
@@ -324,19 +319,19 @@ class Generation:
             times.choices[event.choice] = now_s
         times.last_s = now_s
 
-    def _add(self, delta: messages.Delta, job: Job, target: Target) -> None:
+    def _add(self, delta: messages.Delta, job: Job, handle: Handle) -> None:
         choice = job.choices[delta.choice]
         if choice.finish_reason is not None:
             return  # the engine has not received the abort yet
         choice.add(delta.tokens, delta.logprobs)
         if choice.finish_reason is not None and not job.finished:
-            ending = self._end(target, job.submit.id, delta.choice)
+            ending = self._end(handle, job.submit.id, delta.choice)
             self._tasks.append(asyncio.get_running_loop().create_task(ending))
 
-    async def _end(self, target: Target, request_id: str, choice: int) -> None:
+    async def _end(self, handle: Handle, request_id: str, choice: int) -> None:
         """Abort a choice that is complete while others of its prompt go on."""
         try:
-            await ask(target.handle, "abort", request_id, choice, deadline_s=ABORT_S)
+            await ask(handle, "abort", request_id, choice, deadline_s=ABORT_S)
         except (EngineLost, Refused) as error:
             log.warning("could not end choice %d of %s: %s", choice, request_id, error)
 
@@ -347,7 +342,9 @@ def pause_s(least_s: float, before: int) -> float:
     return random.uniform(0.5, 1.0) * min(MAX_WAIT_S, 2.0 * least_s * 2.0 ** min(before, 10))
 
 
-def _raise_lost(error: messages.Error) -> None:
-    """Raises EngineLost if a worker's engine has stopped, so that another one continues."""
+def _failed(stream: Stream, error: messages.Error) -> Exception:
+    """A worker's error as the one to raise; if its engine has stopped, another one continues."""
     if error.code == "worker_lost":
-        raise EngineLost(error.message)
+        return EngineLost(error.message)
+    stream.finished = True
+    return ApiError(error.status, error.code, error.message)

@@ -12,7 +12,7 @@ import hmac
 import ipaddress
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -74,11 +74,6 @@ class Access:
             return not self._tenants
         return bool(self._owner(request, self._admins))
 
-    @property
-    def from_files(self) -> bool:
-        """Whether keys may change while the server runs."""
-        return bool(self._server.api_keys_file or self._server.admin_key_file)
-
     def reread(self) -> bool:
         """Read the files again; returns whether the keys have changed. Files that cannot be used
         change nothing and set `problem`."""
@@ -123,29 +118,28 @@ class Access:
 
     def _read(self) -> None:
         source = f"server.api_keys_file or {API_KEYS}"
-        lines = self._lines(API_KEYS, self._server.api_keys_file, "server.api_keys_file")
-        pairs = None if lines is None else [_pair(line, source) for line in lines]
-        lines = self._lines(ADMIN_KEY, self._server.admin_key_file, "server.admin_key_file")
-        admins = None if lines is None else [_key(*line) for line in lines]
-        keys = [key for _, key in pairs or ()] + (admins or [])
+        pairs = [_pair(line, source) for line in self._lines(API_KEYS, "api_keys_file")]
+        admins = [_key(*line) for line in self._lines(ADMIN_KEY, "admin_key_file")]
+        keys = [key for _, key in pairs] + admins
         if len(set(keys)) < len(keys):
             raise UserError(f"the same key is given twice (in {source}, or as the admin key too)")
         if len(keys) > MAX_KEYS:
             raise UserError(f"at most {MAX_KEYS} keys are possible ({source}), got {len(keys)}")
-        self._tenants = [(tenant, self._digest(key)) for tenant, key in pairs or ()]
-        self._admins = [("admin", self._digest(key)) for key in admins or ()]
+        self._tenants = [(tenant, self._digest(key)) for tenant, key in pairs]
+        self._admins = [("admin", self._digest(key)) for key in admins]
 
-    def _lines(self, variable: str, file: str | None, setting: str) -> list[_Line] | None:
-        """The lines with keys, None if nothing is configured. An empty file is an error."""
-        given = self._environment.get(variable)
+    def _lines(self, variable: str, name: str) -> list[_Line]:
+        """The lines with keys, none if nothing is configured. An empty file is an error."""
+        file: str | None = getattr(self._server, name)
+        given, setting = self._environment.get(variable), f"server.{name}"
         if given is not None and file is not None:
             raise UserError(f"{variable} and {setting} are both set: leave one out")
         if given is not None:
-            found = list(_numbered(variable, re.split(r"[,\n]", given)))
+            found = _numbered(variable, re.split(r"[,\n]", given))
         elif file is not None:
-            found = list(_numbered(file, _text(file, setting).splitlines()))
+            found = _numbered(file, _text(file, setting).splitlines())
         else:
-            return None
+            return []
         if not found:
             raise UserError(f"{file or variable} holds no key: leave {setting} and {variable} out")
         return found
@@ -197,11 +191,9 @@ def _text(file: str, setting: str) -> str:
     raise UserError(f"{file} {reason} ({setting})")
 
 
-def _numbered(source: str, lines: Sequence[str]) -> Iterator[_Line]:
-    for number, line in enumerate(lines, 1):
-        text = line.strip()
-        if text and not text.startswith("#"):
-            yield f"{source}, line {number}", text
+def _numbered(source: str, lines: Sequence[str]) -> list[_Line]:
+    texts = [(f"{source}, line {n}", line.strip()) for n, line in enumerate(lines, 1)]
+    return [(where, text) for where, text in texts if text and not text.startswith("#")]
 
 
 def _pair(line: _Line, source: str) -> tuple[str, str]:
@@ -230,8 +222,10 @@ def _from_here(request: Request) -> bool:
     """Whether the request comes from a program on this machine: not through a proxy, and not from
     a foreign web page in a local browser (by DNS rebinding or across origins).
     """
-    headers, peer = request.headers, request.client
-    if peer is None or not _is_loopback(peer.host) or _FORWARDED & set(headers.keys()):
+    headers = request.headers
+    peer = None if request.client is None else _address(request.client.host)
+    peer = getattr(peer, "ipv4_mapped", None) or peer
+    if peer is None or not peer.is_loopback or _FORWARDED & set(headers.keys()):
         return False
     host = headers.get("host", "localhost")
     try:
@@ -240,12 +234,6 @@ def _from_here(request: Request) -> bool:
     except ValueError:
         return False
     return origin == host and (name == "localhost" or _address(name) is not None)
-
-
-def _is_loopback(host: str) -> bool:
-    address = _address(host)
-    mapped = getattr(address, "ipv4_mapped", None)
-    return address is not None and (mapped or address).is_loopback
 
 
 def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

@@ -59,14 +59,12 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        label = label_of(headers)
-        if self._echo and label:
-            send = _with(send, lambda: [(b"x-request-id", label.encode())])
+        label = label_of(headers) if self._echo else ""
         limits = self._limits()
         self.held.most = MAX_BODIES * limits.max_body_bytes
         encoding = headers.get("content-encoding", "").strip().lower()
         body = _Body(self.held, self._tenant(scope), limits, receive, gzip=encoding == "gzip")
-        send = body.closing(send)
+        send = body.answering(send, [(b"x-request-id", label.encode())] if label else [])
         scope[RELEASE] = body.release
         try:
             refusal = _refusal(headers, encoding, limits)
@@ -138,13 +136,15 @@ class _Body:
             raise self._refusal(400, "invalid_body", _NOT_GZIP)
         return {**message, "body": b"".join(parts)}
 
-    def closing(self, send: Send) -> Send:
-        """`send` that closes the connection after the answer to a refused body."""
-        send = _with(send, lambda: [_CLOSE] if self.refused else [])
+    def answering(self, send: Send, headers: list[tuple[bytes, bytes]]) -> Send:
+        """`send` that adds these headers, and closes the connection after the answer to a refused
+        body."""
 
         async def sending(message: Message) -> None:
-            last = message["type"] == "http.response.body" and not message.get("more_body", False)
-            if last and self.refused:
+            if message["type"] == "http.response.start":
+                more = [*headers, _CLOSE] if self.refused else headers
+                message = {**message, "headers": [*message["headers"], *more]}
+            elif self.refused and not message.get("more_body", False):
                 await send({**message, "more_body": True})
                 await self._discard()
                 message = {"type": "http.response.body", "body": b""}
@@ -195,14 +195,3 @@ def label_of(headers: Headers) -> str:
 def printable(raw: str) -> str:
     """A text made safe as a label in a header and a log line: at most 128 printable characters."""
     return "".join(c for c in raw[:_LABEL_MAX] if c.isascii() and c.isprintable())
-
-
-def _with(send: Send, more: Callable[[], list[tuple[bytes, bytes]]]) -> Send:
-    """`send` that adds the headers `more()`, called when the answer starts."""
-
-    async def sending(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            message = {**message, "headers": [*message["headers"], *more()]}
-        await send(message)
-
-    return sending

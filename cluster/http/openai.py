@@ -11,7 +11,7 @@ import secrets
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
@@ -30,7 +30,6 @@ _FAR = 10**6  # beyond the range of a logit bias
 HARMLESS = frozenset(
     {"metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "user"}
 )
-# Known but not supported, with the values that have no effect and are accepted.
 _COMMON: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": ([],),
     "bad_words": ([],),
@@ -74,15 +73,6 @@ class Served:
     pools: Mapping[str, int] = field(default_factory=dict)  # the longest sequence of each, if known
     silent: Sequence[str] = ()  # pools whose longest sequence is not known yet
 
-    def params(self) -> ParamLimits:
-        return ParamLimits(
-            vocab_size=self.vocab_size,
-            max_logprobs=self.limits.max_logprobs,
-            max_logit_bias=self.limits.max_logit_bias,
-            max_n=self.limits.max_n,
-            max_beam_width=self.max_beam_width,
-        )
-
 
 class Options(BaseModel):
     """An object among the parameters. Null in it means left out, as for parameters themselves."""
@@ -111,19 +101,26 @@ class SpeculationOptions(Options):
     k: int | None = Field(default=None, ge=1, le=MAX_DRAFT_TOKENS)
 
 
-class Common(BaseModel):
-    """Parameters of both kinds of completion."""
+class Asked(BaseModel):
+    """Parameters of every request."""
 
     model_config = ConfigDict(strict=True)
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Known but not supported, with the values that have no effect and are accepted."""
 
     model: str | None = None
+
+
+class Common(Asked):
+    """Parameters of both kinds of completion."""
+
     n: int = 1
     best_of: int | None = None
     use_beam_search: bool = False
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions = StreamOptions()
     max_tokens: int | None = None
     min_tokens: int = 0
     temperature: float = 1.0
@@ -187,15 +184,6 @@ class Common(BaseModel):
         return self.max_tokens
 
     @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
-    def continuous_usage(self) -> bool:
-        options = self.stream_options
-        return options is not None and options.include_usage and options.continuous_usage_stats
-
-    @property
     def ignored(self) -> list[str]:
         """Names of unknown parameters, sorted."""
         return self._ignored
@@ -203,6 +191,8 @@ class Common(BaseModel):
 
 class ChatRequest(Common):
     """POST /v1/chat/completions."""
+
+    unsupported = _COMMON | _CHAT
 
     messages: list[Any]
     max_completion_tokens: int | None = None
@@ -228,6 +218,8 @@ class ChatRequest(Common):
 class CompletionRequest(Common):
     """POST /v1/completions."""
 
+    unsupported = _COMMON | _COMPLETION
+
     prompt: Any
     echo: bool = False
     logprobs: int | None = None
@@ -245,12 +237,9 @@ class CompletionRequest(Common):
         return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(Asked):
     """POST /tokenize: a text or a conversation."""
 
-    model_config = ConfigDict(strict=True)
-
-    model: str | None = None
     prompt: str | None = None
     messages: list[Any] | None = None
     add_special_tokens: bool = True
@@ -260,19 +249,11 @@ class TokenizeRequest(BaseModel):
     return_token_strs: bool = False
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(Asked):
     """POST /detokenize."""
 
-    model_config = ConfigDict(strict=True)
-
-    model: str | None = None
     tokens: list[Any]
     skip_special_tokens: bool = False
-
-
-def known(kind: type[BaseModel]) -> Mapping[str, tuple[Any, ...]]:
-    """Unsupported parameters of this kind of request, with their accepted values."""
-    return {ChatRequest: _COMMON | _CHAT, CompletionRequest: _COMMON | _COMPLETION}.get(kind, {})
 
 
 def check_common(request: Common, served: Served) -> None:
@@ -282,7 +263,7 @@ def check_common(request: Common, served: Served) -> None:
         name = request.ignored[0]
         message = f"unknown parameter {name[:80]!r} (server.strict_params is on)"
         raise invalid(message, name[:64], code="unknown_parameter")
-    if request.stream_options is not None and not request.stream:
+    if "stream_options" in request.model_fields_set and not request.stream:
         raise invalid("stream_options needs stream: true", "stream_options")
     _check_choices(request, served)
     if len(request.cache_salt) > MAX_SALT:
@@ -368,7 +349,11 @@ def sampling(
     room = served.max_model_len - prompt_tokens
     asked = request.asked_tokens
     if room < (1 if asked is None else asked):
-        raise _exceeds(request, served, prompt_tokens)
+        message = f"the prompt has {prompt_tokens} tokens"
+        if asked:
+            message += f" and {asked} more are asked for, {prompt_tokens + asked} together"
+        param = "messages" if isinstance(request, ChatRequest) else "prompt"
+        raise too_long(message, served, param)
     most = served.limits.max_logprob_values // prompts
     if asked is None and request.values_per_token:  # no limit was asked for, so this may be one
         room = min(room, most // (request.choices * request.values_per_token))
@@ -398,34 +383,37 @@ def _too_many_logprobs(request: Common, served: Served, prompts: int) -> ApiErro
     return invalid(f"{message}; ask for fewer, or for fewer tokens with max_tokens", name)
 
 
+# Passed on as they were given.
+_ALIKE = ("min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
+          "presence_penalty", "frequency_penalty", "ignore_eos", "length_penalty")  # fmt: skip
+
+
 def _params(request: Common, served: Served, max_tokens: int | None) -> SamplingParams:
     echo = isinstance(request, CompletionRequest) and request.echo
     ranked = 0 if request.choices > request.n else None
     params = SamplingParams(
+        **{name: getattr(request, name) for name in _ALIKE},
         max_tokens=served.max_model_len if max_tokens is None else max_tokens,
-        min_tokens=request.min_tokens,
-        temperature=request.temperature,
-        top_k=request.top_k,
-        top_p=request.top_p,
-        min_p=request.min_p,
-        repetition_penalty=request.repetition_penalty,
-        presence_penalty=request.presence_penalty,
-        frequency_penalty=request.frequency_penalty,
         logit_bias=_bias(request.logit_bias),
         seed=secrets.randbits(63) if request.seed is None else request.seed,
-        ignore_eos=request.ignore_eos,
         stop_token_ids=tuple(request.stop_token_ids),
         logprobs=ranked if request.alternatives is None else request.alternatives,
         prompt_logprobs=request.alternatives if echo else None,
         n=request.choices,
         beam_width=request.width if request.use_beam_search else 0,
-        length_penalty=request.length_penalty,
         early_stopping=str(request.early_stopping).lower(),
         speculation=request.speculation.method or "",
         speculation_k=request.speculation.k or 0,
     )
+    limits = ParamLimits(
+        vocab_size=served.vocab_size,
+        max_logprobs=served.limits.max_logprobs,
+        max_logit_bias=served.limits.max_logit_bias,
+        max_n=served.limits.max_n,
+        max_beam_width=served.max_beam_width,
+    )
     try:
-        check(params, served.params())
+        check(params, limits)
     except ParamError as error:
         name = _client_name(request, error.parameter)
         raise invalid(str(error.named(name)), name) from None
@@ -440,13 +428,6 @@ def _client_name(request: Common, parameter: str) -> str:
         if parameter == "max_tokens" and request.max_completion_tokens is not None:
             return "max_completion_tokens"
     return "logprobs" if parameter == "prompt_logprobs" else parameter
-
-
-def _exceeds(request: Common, served: Served, prompt_tokens: int) -> ApiError:
-    message = f"the prompt has {prompt_tokens} tokens"
-    if asked := request.asked_tokens:
-        message += f" and {asked} more are asked for, {prompt_tokens + asked} together"
-    return too_long(message, served, "messages" if isinstance(request, ChatRequest) else "prompt")
 
 
 def too_long(message: str, served: Served, param: str) -> ApiError:

@@ -43,7 +43,6 @@ def dumps(body: object) -> bytes:
 def json_response(
     body: object, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """A JSON response."""
     return Response(dumps(body), status, headers, media_type="application/json")
 
 
@@ -53,7 +52,6 @@ def error_response(error: ApiError, headers: Mapping[str, str] | None = None) ->
 
 
 def event(body: object) -> bytes:
-    """One server-sent event."""
     return b"data: " + dumps(body) + b"\n\n"
 
 
@@ -71,12 +69,11 @@ class Answer(ABC):
 
     prefix = chunk_object = full_object = ""
 
-    def __init__(self, model: str, token: Token, *, scored: bool, token_ids: bool) -> None:
+    def __init__(self, model: str, token: Token, *, token_ids: bool) -> None:
         self.id = f"{self.prefix}-{secrets.token_hex(16)}"
         self.created = int(time.time())
         self.model = model
         self._token = token
-        self._scored = scored
         self._token_ids = token_ids
         head = self._frame(self.chunk_object)
         self._head = b"data: " + dumps(head)[:-1] + b',"choices":['
@@ -98,7 +95,7 @@ class Answer(ABC):
     def encoded(self, choice: Json, piece: Piece) -> Iterator[bytes]:
         """The parts of a choice as JSON, with the log-probabilities of a piece."""
         head = dumps(choice)[:-1] + b',"logprobs":'
-        if not self._scored or not piece.scored:
+        if not piece.scored:
             yield head + b"null}"
             return
         yield head

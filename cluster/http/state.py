@@ -10,20 +10,17 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
-
-from prometheus_client.core import Metric
 
 from cluster.errors import ApiError, invalid
 from cluster.http import openai
 from cluster.http.keys import Access
 from cluster.http.shares import Shares
 from cluster.http.text import TextService
-from cluster.metrics import Metrics, Record
+from cluster.metrics import IngressState, Metrics, Record
 from cluster.routing.block_hashes import BlockHasher
 from cluster.routing.calls import Refused
 from cluster.routing.dispatch import Dispatcher
@@ -31,8 +28,7 @@ from cluster.routing.health import HealthMonitor
 from cluster.routing.index import Mirror
 from cluster.routing.registry import GangRegistry, Workers
 from cluster.routing.router import Router
-from cluster.routing.sync import Hub, IndexFollower
-from cluster.routing.waiting import Waiting
+from cluster.routing.sync import AnyHub, IndexFollower
 from configs.schema import Config
 
 log = logging.getLogger("kvatlas.ingress")
@@ -43,23 +39,6 @@ DEBUG_DEADLINE_S = 2.0
 
 ANSWERS_SCORED = 16
 """All answers together may have this many times `limits.max_logprob_values`."""
-
-
-@dataclass(frozen=True, slots=True)
-class IngressState:
-    """Metrics of one ingress, and its clients' labels of the requests in flight."""
-
-    ingress: str
-    families: list[Metric] = field(default_factory=list)
-    labels: dict[str, str] = field(default_factory=dict)
-
-
-class Peers(Protocol):
-    """All ingresses, this one among them."""
-
-    async def all(self) -> list[IngressState]:
-        """The state of each. Raises if one does not answer in time."""
-        ...
 
 
 class ResourceCheck(Protocol):
@@ -73,7 +52,8 @@ class ResourceCheck(Protocol):
 class Api:
     """The state of one ingress: settings, keys, tokenizer, metrics, and its view of the workers.
 
-    `key` is the cluster's secret, which keys block hashes. `behind_proxy`: see `keys.Access`.
+    `peers` gives the state of all ingresses, or raises if one does not answer in time. `key` is the
+    cluster's secret, which keys block hashes. `behind_proxy`: see `keys.Access`.
     """
 
     def __init__(
@@ -85,11 +65,11 @@ class Api:
         *,
         name: str,
         key: bytes,
-        hub: Hub,
-        peers: Peers,
+        hub: AnyHub,
+        peers: Callable[[], Awaitable[list[IngressState]]],
         behind_proxy: bool,
     ) -> None:
-        self.config, self.name, self.peers = config, name, peers
+        self.config, self.peers = config, peers
         self.access = Access(config.server, os.environ, behind_proxy=behind_proxy)
         self.model = model
         self.text = TextService(tokenizer)
@@ -98,9 +78,7 @@ class Api:
         monitor = partial(
             HealthMonitor,
             ingress=name,
-            period_s=config.cluster.health_period_s,
-            timeout_s=config.cluster.health_timeout_s,
-            step_timeout_s=config.cluster.step_timeout_s,
+            cluster=config.cluster,
             on_failure=partial(self.metrics.background_failure, "watch"),
             check=self.block_hashes.problem,
         )
@@ -116,8 +94,7 @@ class Api:
             config=lambda: self.config,
             clock=time.monotonic,
         )
-        self.waiting = Waiting(lambda: self.config)
-        self.dispatcher = Dispatcher(self.gangs, router, self.waiting, name=name)
+        self.dispatcher = Dispatcher(self.gangs, router, name=name, config=lambda: self.config)
         self._values = Shares(0)
         self.created = int(time.time())
         self.resources: ResourceCheck | None = None
@@ -126,12 +103,12 @@ class Api:
     async def served(self) -> openai.Served:
         """The model and the limits, once a worker can take a request.
 
-        Raises 429 and 503, see `Waiting.until`.
+        Raises 429 and 503, see `Dispatcher.until`.
         """
 
         def served() -> openai.Served | None:
             info = self.gangs.info
-            if info is None or not self.gangs.ready():
+            if not info or not self.gangs.ready():
                 return None
             limits = self.gangs.limits()
             return openai.Served(
@@ -146,11 +123,11 @@ class Api:
             )
 
         def failure(passed: str) -> ApiError:
-            code = "no_capacity" if self.gangs.info is None else "worker_lost"
+            code = "worker_lost" if self.gangs.info else "no_capacity"
             message = f"{self.model} is not ready {passed}: {self.gangs.reason}"
             return ApiError(503, code, message, retry_after_s=1)
 
-        return await self.waiting.until(served, failure)
+        return await self.dispatcher.until(served, failure)
 
     @property
     def shows_routes(self) -> bool:
@@ -181,13 +158,12 @@ class Api:
                 del self.labels[request]
 
     def state(self) -> IngressState:
-        """The state of this ingress, for the others."""
-        return IngressState(self.name, self.metrics.own(), dict(self.labels))
+        return self.metrics.state(self.labels)
 
     async def all_states(self) -> tuple[list[IngressState], dict[str, Any]]:
         """The states of all ingresses, and a `missing` entry if others do not answer in time."""
         try:
-            return [self.state(), *await self.peers.all()], {}
+            return [self.state(), *await self.peers()], {}
         except Exception as error:
             log.warning("the other ingresses do not answer: %s", error)
             return [self.state()], {"missing": {"ingresses": type(error).__name__}}
@@ -233,15 +209,3 @@ class Api:
             raise ApiError(503, "worker_lost", message, retry_after_s=1)
         missing = {gang: str(error) for gang, error in errors.items()}
         return list(answers.values()), {"missing": missing} if missing else {}
-
-
-def merged(own: IngressState, others: list[IngressState]) -> list[Metric]:
-    """The metrics of all, each family once."""
-    families: dict[str, Metric] = {}
-    for state in (own, *(other for other in others if other.ingress != own.ingress)):
-        for family in state.families:
-            if family.name in families:
-                families[family.name].samples.extend(family.samples)
-            else:
-                families[family.name] = family
-    return list(families.values())

@@ -253,17 +253,12 @@ class TextService:
     ) -> list[list[int]]:
         """The token ids of each text; `special` adds the model's first and last special tokens.
         Raises ApiError for a text that no sequence of what is `served` can hold."""
-        size = sum(map(len, texts))
-
-        def work() -> list[list[int]]:
-            return self._encode(texts, served, special, "prompt")
-
-        return await self._off_loop(size, work, tenant)
+        encode = partial(self._encode, texts, served, special, "prompt")
+        return await self._off_loop(sum(map(len, texts)), encode, tenant)
 
     async def decode(
         self, ids: Sequence[int], *, skip_special: bool = False, tenant: str = ""
     ) -> str:
-        """The text of all these tokens."""
         if self._backend is None or len(ids) <= INLINE_TOKENS:
             return self.decoder(skip_special=skip_special)(ids)
         # As in `_encode`, only the batched call releases the interpreter lock.
@@ -293,16 +288,16 @@ class TextService:
         if variables:  # a template may do anything with them
             size = INLINE_CHARACTERS + 1
 
+        render = partial(
+            self._render,
+            messages,
+            **variables,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+
         def work() -> list[int]:
-            text = self._render(
-                messages,
-                {
-                    **variables,
-                    "add_generation_prompt": add_generation_prompt,
-                    "continue_final_message": continue_final_message,
-                },
-            )
-            return self._encode([text], served, False, "messages")[0]
+            return self._encode([render()], served, False, "messages")[0]
 
         return await self._off_loop(size, work, tenant)
 
@@ -328,7 +323,7 @@ class TextService:
             ids += [e.ids for e in encoded]
         return ids
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+    def _render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         import jinja2
 
         if not self._tokenizer.chat_template:
@@ -348,7 +343,6 @@ class TextService:
         return work() if size <= INLINE_CHARACTERS else await self._threads.run(tenant, work)
 
     def close(self) -> None:
-        """Ends the threads."""
         self._threads.close()
 
 

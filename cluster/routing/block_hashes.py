@@ -7,6 +7,7 @@ secret, and depends on the model and on the salt that keeps tenants apart.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from kvpaging import hashing
@@ -18,22 +19,18 @@ class BlockHasher:
 
     def __init__(self, key: bytes) -> None:
         self._key = key
-        self._roots: tuple[dict[str, Any], dict[bytes, bytes]] = ({}, {})
+        self._root = lru_cache(1024)(self._root_of)
 
     def block_hashes(self, info: dict[str, Any], tokens: Sequence[int], salt: bytes) -> list[bytes]:
         """The hashes of a prompt's full blocks in order; none without a prefix cache."""
         parts = info["hash_inputs"]
         if parts is None:
             return []
-        known, roots = self._roots
-        if known != parts:
-            roots = {}
-            self._roots = (parts, roots)
-        if salt not in roots:
-            if len(roots) > 1024:
-                roots.clear()
-            roots[salt] = hashing.root(**parts, salt=salt, key=self._key)
-        return hashing.block_hashes(roots[salt], tokens, info["block_size"], key=self._key)
+        root = self._root(tuple(parts.items()), salt)
+        return hashing.block_hashes(root, tokens, info["block_size"], key=self._key)
+
+    def _root_of(self, parts: tuple[tuple[str, Any], ...], salt: bytes) -> bytes:
+        return hashing.root(**dict(parts), salt=salt, key=self._key)
 
     def problem(self, info: dict[str, Any]) -> str:
         """Why this ingress and a worker cannot serve together; empty if they can."""

@@ -1,8 +1,8 @@
 """The dispatcher: gives each request of one ingress a gang to send it to.
 
-It chooses the gang for a prompt and returns its handle, or waits until one is ready. It tracks the
-open streams and tells the gangs, which abort all other requests of this ingress. Callers report
-when a gang was lost and how long an answer became.
+A request that finds none ready waits `limits.worker_wait_s` at most, and at most
+`scheduler.max_waiting` wait. The dispatcher tracks the open streams and tells the gangs, which
+abort all other requests of this ingress.
 """
 
 from __future__ import annotations
@@ -10,48 +10,37 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from typing import TypeVar
 
 from cluster.errors import ApiError
-from cluster.routing.calls import EngineLost, Handle, Refused, ask
+from cluster.routing.calls import EngineLost, Refused, ask
 from cluster.routing.registry import GangRegistry
 from cluster.routing.router import Length, Route, Router
-from cluster.routing.waiting import Waiting
+from configs.schema import Config
 from worker import messages
 
 log = logging.getLogger("kvatlas.ingress")
+
+_T = TypeVar("_T")
+
+LOOK_S = 0.1
+"""How often a waiting request looks for a worker."""
 
 ALIVE_S = 3.0
 """How often the gangs get the list of requests that are alive."""
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A gang that was chosen, and its handle."""
-
-    route: Route
-    handle: Handle
-
-    @property
-    def gang(self) -> str:
-        return self.route.gang
-
-
 class Dispatcher:
-    """Sends the requests of the ingress `name` to gangs."""
+    """Sends the requests of the ingress `name` to gangs. `waiting` counts those that wait, `config`
+    gives the current settings."""
 
-    def __init__(self, gangs: GangRegistry, router: Router, waiting: Waiting, *, name: str) -> None:
-        self._gangs, self._router, self._waiting, self.name = gangs, router, waiting, name
+    def __init__(
+        self, gangs: GangRegistry, router: Router, *, name: str, config: Callable[[], Config]
+    ) -> None:
+        self.gangs, self.router, self.name, self._config = gangs, router, name, config
+        self.waiting = 0
         self._open: dict[str, dict[str, int]] = {}  # by gang: attempts by request
-
-    def choose(
-        self, submit: messages.GenerateRequest, length: Length, avoid: Collection[str]
-    ) -> Target | None:
-        """The gang that should serve a prompt; None if no gang outside `avoid` is ready and can
-        hold it."""
-        route = self._router.choose(submit, length, avoid)
-        return None if route is None else Target(route, self._gangs.handle(route.gang))
 
     async def wait(
         self,
@@ -60,50 +49,73 @@ class Dispatcher:
         avoid: Collection[str],
         *,
         begun: bool,
-    ) -> Target:
-        """Like `choose`, but waits for a gang; one in `avoid` is better than none.
+    ) -> Route:
+        """Like `Router.choose`, but waits for a gang; one in `avoid` is better than none.
 
-        Raises ApiError, see `Waiting.until`.
+        Raises ApiError, see `until`.
         """
 
-        def target() -> Target | None:
-            return self.choose(submit, length, avoid) or self.choose(submit, length, ())
+        def route() -> Route | None:
+            choose = self.router.choose
+            return choose(submit, length, avoid) or choose(submit, length, ())
 
         def failure(passed: str) -> ApiError:
             message = f"no worker is ready that can hold this request, {passed}"
             return ApiError(503, "worker_lost", message, retry_after_s=1)
 
-        return await self._waiting.until(target, failure, begun=begun)
+        return await self.until(route, failure, begun=begun)
 
-    def lost(self, target: Target, error: Exception) -> None:
-        """A stream from a gang broke: the gang gets no prompt until it answers again."""
-        self._gangs.suspect(target.gang, error)
+    async def until(
+        self,
+        found: Callable[[], _T | None],
+        failure: Callable[[str], ApiError],
+        *,
+        begun: bool = False,
+    ) -> _T:
+        """The first value of `found` that is not None.
 
-    def ended(self, tokens: int) -> None:
-        """An answer of that many tokens has ended."""
-        self._router.ended(tokens)
+        Raises `failure("after 5 s (limits.worker_wait_s)")` when the time is over, and 429 if too
+        many wait already; a request that has `begun` to answer never gets that 429.
+        """
+        if (value := found()) is not None:
+            return value
+        config = self._config()
+        wait_s, most = config.limits.worker_wait_s, config.scheduler.max_waiting
+        if self.waiting >= most and not begun:
+            message = f"{most} requests wait for a worker already (scheduler.max_waiting)"
+            raise ApiError(429, "queue_full", message, retry_after_s=1)
+        self.waiting += 1
+        try:
+            async with asyncio.timeout(wait_s):
+                while (value := found()) is None:
+                    await asyncio.sleep(LOOK_S)
+            return value
+        except TimeoutError:
+            raise failure(f"after {wait_s:g} s (limits.worker_wait_s)") from None
+        finally:
+            self.waiting -= 1
 
     async def tell(self) -> None:
         """Wait `ALIVE_S`, then tell the gangs which requests are alive."""
         await asyncio.sleep(ALIVE_S)
-        await asyncio.gather(*map(self._tell, self._gangs.ready()))
+        await asyncio.gather(*map(self._tell, self.gangs.ready()))
 
     async def _tell(self, gang: str) -> None:
         alive = list(self._open.get(gang, ()))
         try:
-            handle = self._gangs.handle(gang)
+            handle = self.gangs.handle(gang)
             await ask(handle, "still_wanted", self.name, alive, deadline_s=ALIVE_S)
         except (EngineLost, Refused) as error:
             log.warning("could not tell worker %s which requests are alive: %s", gang, error)
 
     @contextlib.contextmanager
-    def opened(self, target: Target, submit: messages.GenerateRequest) -> Iterator[None]:
+    def opened(self, gang: str, submit: messages.GenerateRequest) -> Iterator[None]:
         """A stream is open while the `with` block runs."""
-        attempts = self._open.setdefault(target.gang, {})
+        attempts = self._open.setdefault(gang, {})
         attempts[submit.id] = submit.attempt
         try:
             yield
         finally:
             del attempts[submit.id]
             if not attempts:
-                self._open.pop(target.gang, None)
+                self._open.pop(gang, None)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cluster.routing.calls import EngineLost, Handle, Refused, Stream, ask
+from configs.schema import ClusterConfig
 
 log = logging.getLogger("kvatlas.ingress")
 
@@ -25,8 +26,9 @@ RETRY_S = 0.2
 class HealthMonitor:
     """The worker's last statistics and `info`, and whether it is ready.
 
-    A heartbeat comes every `period_s`; `timeout_s` later the worker is lost. `check` says why an
-    `info` does not fit this ingress, "" if it does. Each loss calls `on_failure` once.
+    A heartbeat comes every `health_period_s`; `health_timeout_s` later the worker is lost. `info`
+    is empty until the first one. `check` says why an `info` does not fit this ingress, "" if it
+    does. Each loss calls `on_failure` once.
     """
 
     def __init__(
@@ -34,73 +36,49 @@ class HealthMonitor:
         handle: Handle,
         *,
         ingress: str,
-        period_s: float,
-        timeout_s: float,
-        step_timeout_s: float,
+        cluster: ClusterConfig,
         on_failure: Callable[[], None],
         check: Callable[[dict[str, Any]], str] = lambda info: "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._handle, self._ingress = handle, ingress
-        self._period_s, self._timeout_s = period_s, timeout_s
-        self._step_timeout_s = step_timeout_s
+        self.handle, self._ingress, self._cluster = handle, ingress, cluster
         self._on_failure, self._check = on_failure, check
-        self._unfit = ""
         self._clock = clock
-        self._stats: dict[str, Any] | None = None
+        self._unfit = ""
+        self._stats: dict[str, Any] = {}
         self._answered_s = clock()
-        self._reason = "no worker has answered yet"
+        self._lost = "no worker has answered yet"
         self._asking: asyncio.Task[None] | None = None
-        self.info: dict[str, Any] | None = None
+        self.info: dict[str, Any] = {}
 
     @property
     def ready(self) -> bool:
         """The worker answered recently and its engine runs."""
-        return not self._why_not()
+        return not self.reason
 
     @property
     def reason(self) -> str:
-        """Why it is not ready, for people."""
-        return self._why_not() or "ready"
-
-    def _why_not(self) -> str:
-        if self._stats is None or self.info is None:
-            return self._reason
+        """Why it is not ready, for people; "" if it is."""
+        if not self._stats or not self.info:
+            return self._lost
         if self._unfit:
             return self._unfit
         if self._stats["failure"]:
             return f"the engine stopped: {self._stats['failure']}"
-        if self._stats["step_age_s"] > self._step_timeout_s:
+        if self._stats["step_age_s"] > self._cluster.step_timeout_s:
             return f"a step has run for {self._stats['step_age_s']:.0f} s: the device hangs"
         return ""
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence that it holds; 0 if not known yet."""
-        return 0 if self.info is None else int(self.info["max_model_len"])
-
-    @property
-    def pool(self) -> str:
-        """The pool of the gang."""
-        return "" if self.info is None else str(self.info["pool"])
-
-    @property
-    def ranks(self) -> int:
-        """Workers of the gang."""
-        return 1 if self.info is None else int(self.info["ranks"])
-
     def snapshot(self) -> dict[str, Any]:
         """The last statistics; the worker must be ready."""
-        assert self._stats is not None
-        assert self.info is not None
         return {**self._stats, "block_size": self.info["block_size"]}
 
     def report(self, gang: str) -> dict[str, Any]:
         """Its entry in `/health/ready`."""
-        entry = {"gang": gang, "ready": self.ready, "reason": self.reason}
-        if self.info is not None:
-            entry |= {"pool": self.pool, "workers": self.ranks}
-        if self._stats is None:
+        entry = {"gang": gang, "ready": self.ready, "reason": self.reason or "ready"}
+        if self.info:
+            entry |= {"pool": self.info["pool"], "workers": self.info["ranks"]}
+        if not self._stats:
             unknown = ("host", "pid", "step_age_s", "answer_age_s", "quarantined_blocks")
             return {**entry, **dict.fromkeys(unknown)}
         return {
@@ -113,19 +91,18 @@ class HealthMonitor:
         }
 
     async def run(self) -> None:
-        """Listen forever."""
         while True:
             await self.listen()
             await asyncio.sleep(RETRY_S)
 
     async def listen(self) -> None:
         """Follow one worker until it is lost; that is logged, counted and shows in readiness."""
-        silence_s = self._period_s + self._timeout_s
+        period_s, timeout_s = self._cluster.health_period_s, self._cluster.health_timeout_s
+        arguments, silence_s = (period_s, self._ingress), period_s + timeout_s
         try:
-            arguments = (self._period_s, self._ingress)
-            with Stream(self._handle, "heartbeats", *arguments, silence_s=silence_s) as heartbeats:
+            with Stream(self.handle, "heartbeats", *arguments, silence_s=silence_s) as heartbeats:
                 while True:
-                    await self._receive(await heartbeats.next(), self._timeout_s)
+                    await self._receive(await heartbeats.next(), timeout_s)
         except Exception as error:
             self.failed(error)
 
@@ -144,12 +121,12 @@ class HealthMonitor:
 
     async def look(self, deadline_s: float | None = None) -> None:
         """Ask for the statistics once. Raises EngineLost."""
-        deadline_s = deadline_s or self._timeout_s
-        await self._receive(await ask(self._handle, "stats", deadline_s=deadline_s), deadline_s)
+        deadline_s = deadline_s or self._cluster.health_timeout_s
+        await self._receive(await ask(self.handle, "stats", deadline_s=deadline_s), deadline_s)
 
     async def _receive(self, stats: dict[str, Any], deadline_s: float) -> None:
-        if self.info is None or self._stats is None or stats["gang"] != self._stats["gang"]:
-            self.info = await ask(self._handle, "info", deadline_s=deadline_s)
+        if not self.info or stats["gang"] != self._stats.get("gang"):
+            self.info = await ask(self.handle, "info", deadline_s=deadline_s)
             self._unfit = self._check(self.info)
             log.info("worker %s (process %s) answers", stats["gang"], stats["pid"])
         self._stats, self._answered_s = stats, self._clock()
@@ -157,8 +134,8 @@ class HealthMonitor:
     def failed(self, error: Exception) -> None:
         """The worker is not ready. Only the first failure after an answer is logged and counted."""
         known = isinstance(error, EngineLost | Refused)
-        if self._stats is not None or not known:
+        if self._stats or not known:
             self._on_failure()
             log.warning("the worker does not answer: %s", error, exc_info=None if known else error)
-        self._reason = f"the worker does not answer: {error}"
-        self._stats = None
+        self._lost = f"the worker does not answer: {error}"
+        self._stats = {}

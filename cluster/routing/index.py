@@ -18,8 +18,9 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from kvpaging.events import (
     CLEARED,
@@ -36,9 +37,6 @@ from kvpaging.events import (
     xor_of,
 )
 from kvpaging.host_pool import GPU, HOST
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 TABLE_BYTES = 64  # of memory for a block hash in its set, at most
 BLOCK_BYTES = TABLE_BYTES + 64  # and for the 16 bytes of the hash as a Python object
@@ -101,7 +99,6 @@ class Gang:
         return Version(self.epoch, -1 if self.diverged else self.seq, self.number)
 
     def replace(self, dump: Dump) -> None:
-        """Replace what was known by a dump."""
         self.seq, self.ring = dump.seq, Ring(dump.seq, self.ring_bytes)
         self.xor = xor_of(dump.ids) ^ xor_of(dump.hosted, HOST)
         self.latest = max(self.latest, dump.seq)
@@ -244,11 +241,6 @@ class PrefixIndex:
                 found[name] = Match(stored, expected, held - stored)
         return found
 
-    def owners(self, block_hash: bytes) -> list[str]:
-        """The gangs that have a block."""
-        gangs = self.gangs.items()
-        return [n for n, g in gangs if block_hash in g.block_hashes or block_hash in g.hosted]
-
 
 # Sets are prefix-closed: blocks that are held come before missing ones, and those on the GPU before
 # those on the host. So the places where one turns into the other can be bisected.
@@ -268,14 +260,18 @@ def _expected(hashes: Sequence[bytes], gang: Gang, stored: int, now: float) -> i
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """The hub's news for one mirror. `ages_s`: of every gang's load. `settled`: the hub has run
-    long enough to know all gangs, so the mirror drops others."""
+class News:
+    """The hub's answer to an ingress. `ages_s`: of every gang's load. `settled`: the hub has run
+    long enough to know all gangs, so the mirror drops others. `changes`: the number of them so far.
+    It is ingress number `at` of `ingresses`."""
 
     messages: list[bytes]
     ages_s: dict[str, float]
     unindexed: list[str]
     settled: bool
+    changes: int
+    at: int
+    ingresses: int
 
 
 class Hub(PrefixIndex):
@@ -305,40 +301,42 @@ class Hub(PrefixIndex):
             self.drop(name)
         return late
 
-    def answer(self, have: Mapping[str, Version], now: float) -> Answer:
+    def answer(
+        self, have: Mapping[str, Version], now: float, at: int = 0, ingresses: int = 1
+    ) -> News:
         """What a mirror that has `have` lacks; past `answer_bytes`, the rest comes later."""
         messages: list[bytes] = []
         room = self.answer_bytes
         for name, gang in self.gangs.items():
-            news = _news(name, gang, have.get(name, NOTHING))
-            messages += news
-            room -= sum(map(len, news))
+            missed = _missed(name, gang, have.get(name, NOTHING))
+            messages += missed
+            room -= sum(map(len, missed))
             if room < 0:
                 break
-        return Answer(
+        return News(
             messages,
             {name: now - gang.heard_s for name, gang in self.gangs.items()},
             self.unindexed,
             now - self.started_s > self.silent_s,
+            self.changes,
+            at,
+            ingresses,
         )
 
 
 NOTHING = Version(-1, 0, 0)
 
 
-def _news(name: str, gang: Gang, have: Version) -> list[bytes]:
+def _missed(name: str, gang: Gang, have: Version) -> list[bytes]:
     seq, number = (have.seq, have.number) if have.epoch == gang.epoch else (0, 0)
     missed = gang.ring.since(seq) if gang.indexed else []
     if missed is None:
-        missed = [] if gang.diverged else [_dump(name, gang)]
+        head = (gang.model, name, gang.epoch, gang.seq, gang.capacity, gang.digest)
+        dump = Dump(*head, b"".join(gang.block_hashes), b"".join(gang.hosted))
+        missed = [] if gang.diverged else [encode(dump)]
     if gang.number > number and gang.last not in missed:
         missed.append(gang.last)
     return missed
-
-
-def _dump(name: str, gang: Gang) -> bytes:
-    place = (gang.model, name, gang.epoch, gang.seq, gang.capacity, gang.digest)
-    return encode(Dump(*place, b"".join(gang.block_hashes), b"".join(gang.hosted)))
 
 
 class Mirror(PrefixIndex):
@@ -366,15 +364,15 @@ class Mirror(PrefixIndex):
     def have(self) -> dict[str, Version]:
         return {name: gang.version for name, gang in self.gangs.items()}
 
-    def take(self, answer: Answer, now: float) -> None:
-        """Apply an answer; late and repeated ones do no harm. Raises EventError."""
-        for message in answer.messages:
+    def take(self, news: News, now: float) -> None:
+        """Apply news; late and repeated ones do no harm. Raises EventError."""
+        for message in news.messages:
             self.apply(message, now)
         for name, gang in list(self.gangs.items()):
-            if name in answer.ages_s:
-                gang.age_s = answer.ages_s[name]
-                if gang.indexed == (name in answer.unindexed):
+            if name in news.ages_s:
+                gang.age_s = news.ages_s[name]
+                if gang.indexed == (name in news.unindexed):
                     gang.indexed = not gang.indexed
                     gang.forget()
-            elif answer.settled:
+            elif news.settled:
                 self.drop(name)

@@ -1,44 +1,59 @@
 """Routing policies: which gang a request goes to. Pure: no torch, no Ray, no clock.
 
 A policy takes a `RoutingQuery` and the rows of the table, one for each gang that may be chosen. It
-returns a `Choice`: the row, blocks to pull from another gang first, and the prices behind it. Units
-are seconds and tokens. The ingress and `kvatlas replay` use the same objects.
+returns a `Decision`: the row, blocks to pull from another gang first, and the prices behind it.
+Units are seconds and tokens. The ingress and `kvatlas replay` use the same objects.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from configs.schema import RoutingConfig
 from kvpaging.events import LoadStats
 
-TERMS = ("queue", "prefill", "steps", "output", "room", "pull", "host")
+RATES = ("prompt_s", "token_s", "step_s", "block_s")  # of a load, that prices use
 EXPLAINED_MAX = 4  # gangs in a header
 
 
-class Rates(NamedTuple):
-    """The rates of a `Load` that prices use."""
+class Sent(NamedTuple):
+    """A request that was sent and that no report counts yet, in the units of `LoadStats`."""
 
-    prompt_s: float
-    token_s: float
-    step_s: float
-    block_s: float
+    at_s: float
+    tokens: int
+    blocks: int
+    pulling: int
 
 
-class Candidate(Protocol):
+class Candidate:
     """A gang in one ingress's table. `sent_*` is what that ingress sent and no report counts yet.
-    A step of a gang keeps all its `ranks` GPU workers busy."""
+    `rates` is a load whose `RATES` are compared with those of other gangs. A step of a gang keeps
+    all its `ranks` GPU workers busy."""
 
-    name: str
-    load: LoadStats
-    rates: Rates
-    sent_tokens: int
-    sent_blocks: int
-    sent_requests: int
-    sent_pulling: int
-    ranks: int
+    def __init__(self, name: str, load: LoadStats, ranks: int = 1) -> None:
+        self.name, self.load, self.rates, self.ranks = name, load, load, ranks
+        self.sent_tokens = self.sent_blocks = self.sent_requests = self.sent_pulling = 0
+        self._sent: deque[Sent] = deque()
+
+    def sent(self, request: Sent) -> None:
+        self._sent.append(request)
+        self._count(request, 1)
+
+    def report(self, load: LoadStats, as_of_s: float) -> None:
+        """A load that counts everything sent until `as_of_s`."""
+        self.load = load
+        while self._sent and self._sent[0].at_s <= as_of_s:
+            self._count(self._sent.popleft(), -1)
+
+    def _count(self, request: Sent, sign: int) -> None:
+        self.sent_tokens += sign * request.tokens
+        self.sent_blocks += sign * request.blocks
+        self.sent_pulling += sign * request.pulling
+        self.sent_requests += sign
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +76,7 @@ class RoutingQuery:
     next_block: bytes
     deepest: int
     demand: float
-    home: range
+    home: Collection[int]
     unseen_tokens: int
     hosted: Sequence[int] = ()
 
@@ -69,37 +84,15 @@ class RoutingQuery:
         """The first block that a pull copies to a row, those that only its host has included."""
         return self.matched[row] - (self.hosted[row] if self.hosted else 0)
 
-    def cached(self, choice: Choice) -> int:
+    def cached(self, decision: Decision) -> int:
         """Leading blocks that the gang chosen should have when the request starts."""
-        if choice.pull_from is None:
-            return self.matched[choice.row]
-        return self.pulled_from(choice.row) + choice.pull_blocks
+        if decision.pull_from is None:
+            return self.matched[decision.row]
+        return self.pulled_from(decision.row) + decision.pull_blocks
 
-    def lacking(self, choice: Choice) -> int:
+    def lacking(self, decision: Decision) -> int:
         """Prompt tokens that the gang chosen should have to compute."""
-        return max(1, self.prompt_tokens - self.cached(choice) * self.block_size)
-
-
-@dataclass(frozen=True, slots=True)
-class Factors:
-    """The weights of the parts of a price; see the settings of the same names.
-
-    A request's own prefill weighs `prefill` times and every expected token `output` steps, because
-    other requests wait too: minimising only a request's own time is unstable. Both count once for
-    each worker of a gang. Above a share `room_from` of the pool, each further pool's worth of
-    blocks costs `room_s`. A copied block evicts another, so a pull costs `pull_tax` times the
-    recomputing of what it copies, beside its time on the link. Prices within `tie_s` of the lowest
-    are equal, and so are rates that differ by a share of at most `rates_alike`.
-    """
-
-    prefill: float = 3.0
-    output: float = 0.1
-    room_from: float = 0.8
-    room_s: float = 20.0
-    pull_tax: float = 2.0
-    pull_tokens_min: int = 2048
-    tie_s: float = 0.1
-    rates_alike: float = 0.5
+        return max(1, self.prompt_tokens - self.cached(decision) * self.block_size)
 
 
 class Price(NamedTuple):
@@ -120,7 +113,7 @@ class Price(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Decision:
     """The row chosen, what to pull first (blocks from `RoutingQuery.pulled_from` on), and why.
 
     `ttft_s` is a prediction; None if the policy makes none.
@@ -134,7 +127,7 @@ class Choice:
     prices: tuple[Price, ...] = ()
 
     def explained(self, rows: Sequence[Candidate]) -> str:
-        """The choice in one line of printable ASCII for a header: the gang, its price, and the
+        """The decision in one line of printable ASCII for a header: the gang, its price, and the
         cheapest others. Times in seconds."""
         parts = [f"policy={self.policy}", f"gang={rows[self.row].name}"]
         if self.pull_from is not None:
@@ -143,13 +136,13 @@ class Choice:
             parts.append(f"ttft={self.ttft_s:.3f}")
         prices = sorted(self.prices, key=lambda price: (price.row != self.row, price.total_s))
         for price in prices[:EXPLAINED_MAX]:
-            terms = zip(TERMS, price[1:8], strict=True)
-            shown = "".join(f" {name}={term:.3f}" for name, term in terms if term >= 0.0005)
+            terms = zip(Price._fields[1:8], price[1:8], strict=True)
+            shown = "".join(f" {name[:-2]}={term:.3f}" for name, term in terms if term >= 0.0005)
             parts.append(f"{rows[price.row].name}={price.total_s:.3f}{shown}")
         return "; ".join(parts)
 
 
-Policy = Callable[[RoutingQuery, Sequence[Candidate]], Choice]
+Policy = Callable[[RoutingQuery, Sequence[Candidate]], Decision]
 
 
 class RoundRobin:
@@ -158,21 +151,21 @@ class RoundRobin:
     def __init__(self, start: int = 0) -> None:
         self._next = start
 
-    def __call__(self, query: RoutingQuery, rows: Sequence[Candidate]) -> Choice:
+    def __call__(self, query: RoutingQuery, rows: Sequence[Candidate]) -> Decision:
         smallest = _smallest(rows)
         turn = self._next % len(smallest)
         self._next = turn + 1
-        return Choice("round_robin", smallest[turn])
+        return Decision("round_robin", smallest[turn])
 
 
-def power_of_two(query: RoutingQuery, rows: Sequence[Candidate]) -> Choice:
+def power_of_two(query: RoutingQuery, rows: Sequence[Candidate]) -> Decision:
     """The one of two gangs with fewer requests; the request's number decides which two."""
     draw = int.from_bytes(blake2b(query.number.to_bytes(8, "big"), digest_size=8).digest(), "big")
     among = _smallest(rows)
     first = draw % len(among)
     second = (first + 1 + (draw >> 32) % max(1, len(among) - 1)) % len(among)
     two = among[first], among[second]
-    return Choice("power_of_two", min(two, key=lambda i: _requests(rows[i])))
+    return Decision("power_of_two", min(two, key=lambda i: _requests(rows[i])))
 
 
 def _smallest(rows: Sequence[Candidate]) -> list[int]:
@@ -186,23 +179,31 @@ def _requests(row: Candidate) -> int:
 
 
 class Priced:
-    """The lowest price in seconds; a price includes what the choice costs other requests."""
+    """The lowest price in seconds; a price includes what the decision costs other requests.
 
-    def __init__(self, factors: Factors, *, pull: bool) -> None:
-        self.factors, self.pull = factors, pull
+    A request's own prefill weighs `prefill` times and every expected token `output` steps, because
+    other requests wait too: minimising only a request's own time is unstable. Both count once for
+    each worker of a gang. Above a share `room_from` of the pool, each further pool's worth of
+    blocks costs `room_s`. A copied block evicts another, so a pull costs `pull_tax` times the
+    recomputing of what it copies, beside its time on the link. Prices within `tie_s` of the lowest
+    are equal, and so are rates that differ by a share of at most `rates_alike`.
+    """
 
-    def __call__(self, query: RoutingQuery, rows: Sequence[Candidate]) -> Choice:
-        factors = self.factors
+    def __init__(self, weights: RoutingConfig) -> None:
+        self.weights = weights
+
+    def __call__(self, query: RoutingQuery, rows: Sequence[Candidate]) -> Decision:
+        weights = self.weights
         best: list[Price] = []
-        source = max(range(len(rows)), key=query.stored.__getitem__) if self.pull else None
+        source = max(range(len(rows)), key=query.stored.__getitem__) if weights.pull else None
         for i, row in enumerate(rows):
-            price = _price(factors, query, row, i)
+            price = _price(weights, query, row, i)
             if source is not None and source != i:
-                pulled = _pull(factors, query, rows, at=i, source=source)
+                pulled = _pull(weights, query, rows, at=i, source=source)
                 if pulled is not None and pulled.total_s < price.total_s:
                     price = pulled
             best.append(price)
-        limit = min(price.total_s for price in best) + factors.tie_s
+        limit = min(price.total_s for price in best) + weights.tie_s
         equal = [price for price in best if price.total_s <= limit]
 
         def preference(price: Price) -> tuple[int, bool, bytes]:
@@ -210,7 +211,7 @@ class Priced:
             return -row.ranks, price.row in query.home, _affinity(query.next_block, row.name)
 
         chosen = max(equal, key=preference) if len(equal) > 1 else equal[0]
-        return Choice(
+        return Decision(
             "priced",
             chosen.row,
             pull_from=chosen.pull_from,
@@ -226,7 +227,7 @@ def _affinity(block: bytes, gang: str) -> bytes:
 
 
 def _price(
-    factors: Factors,
+    weights: RoutingConfig,
     query: RoutingQuery,
     row: Candidate,
     at: int,
@@ -250,14 +251,14 @@ def _price(
     step_s = rates.step_s + rates.block_s * min(blocks, load.blocks)
     queue_s, prefill_s = ahead * rates.token_s, uncached * rates.token_s
     steps_s = -(-(ahead + uncached) // load.step_tokens_max) * (step_s + rates.prompt_s)
-    output_s = row.ranks * query.expected_output * factors.output * step_s
-    over = (blocks + query.expected_output / query.block_size) / load.blocks - factors.room_from
-    room_s = factors.room_s * over if over > 0 else 0.0
+    output_s = row.ranks * query.expected_output * weights.output * step_s
+    over = (blocks + query.expected_output / query.block_size) / load.blocks - weights.room_from
+    room_s = weights.room_s * over if over > 0 else 0.0
     copied = query.block_size * pull_blocks
     again = max(0, query.block_size * query.deepest - cached)  # computed, though another row has it
     others = query.demand / (1 + query.demand)  # of a copy's cost is for those who will use it
-    copied_s = factors.pull_tax * copied * rates.token_s * (1 - others)
-    weighed_s = row.ranks * factors.prefill * (uncached - again * others) * rates.token_s
+    copied_s = weights.pull_tax * copied * rates.token_s * (1 - others)
+    weighed_s = row.ranks * weights.prefill * (uncached - again * others) * rates.token_s
     total_s = queue_s + weighed_s + steps_s + output_s + room_s + link_s + copied_s + host_s
     ttft_s = queue_s + prefill_s + steps_s + link_s + host_s
     return Price(
@@ -277,7 +278,7 @@ def _price(
 
 
 def _pull(
-    factors: Factors, query: RoutingQuery, rows: Sequence[Candidate], at: int, source: int
+    weights: RoutingConfig, query: RoutingQuery, rows: Sequence[Candidate], at: int, source: int
 ) -> Price | None:
     """The price with a pull of what `source` stores and row `at` lacks; None if not worth a pull.
 
@@ -289,11 +290,11 @@ def _pull(
     blocks = query.stored[source] - query.pulled_from(at)
     tokens = blocks * query.block_size
     rate = row.load.link_tokens_per_s
-    if tokens < factors.pull_tokens_min or rate <= 0:
+    if tokens < weights.pull_tokens_min or rate <= 0:
         return None
     ahead = row.load.pulling_tokens + row.sent_pulling
     return _price(
-        factors, query, row, at, source=source, pull_blocks=blocks, link_s=(ahead + tokens) / rate
+        weights, query, row, at, source=source, pull_blocks=blocks, link_s=(ahead + tokens) / rate
     )
 
 
@@ -315,17 +316,15 @@ def alike(values: Sequence[float], share: float) -> list[float]:
     return grouped
 
 
-NAMES = ("round_robin", "power_of_two", "priced")
+_MAKERS: dict[str, Callable[[RoutingConfig, int], Policy]] = {
+    "round_robin": lambda _, start: RoundRobin(start),
+    "power_of_two": lambda *_: power_of_two,
+    "priced": lambda routing, _: Priced(routing),
+}
+NAMES = tuple(_MAKERS)
 
 
-def make(name: str, *, factors: Factors, pull: bool, start: int = 0) -> Policy:
-    """The policy named in `routing.policy`, for one ingress; round robin begins at `start`.
-
-    Raises KeyError for a name that is not in `NAMES`.
-    """
-    makers: dict[str, Callable[[], Policy]] = {
-        "round_robin": lambda: RoundRobin(start),
-        "power_of_two": lambda: power_of_two,
-        "priced": lambda: Priced(factors, pull=pull),
-    }
-    return makers[name]()
+def make(routing: RoutingConfig, start: int = 0) -> Policy:
+    """The policy of these settings for one ingress; round robin begins at `start`. Raises KeyError
+    for a name that is not in `NAMES`."""
+    return _MAKERS[routing.policy](routing, start)

@@ -34,9 +34,8 @@ class GangRegistry:
         self, workers: Workers, *, model: str, monitor: Callable[[Handle], HealthMonitor]
     ) -> None:
         self._workers, self._model, self._new_monitor = workers, model, monitor
-        self._info: dict[str, Any] | None = None
+        self._info: dict[str, Any] = {}
         self._limits: dict[str, int] = {}
-        self._handles: dict[str, Handle] = {}
         self._monitors: dict[str, HealthMonitor] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -46,7 +45,6 @@ class GangRegistry:
         await asyncio.sleep(LOOK_S)
 
     def close(self) -> None:
-        """Stop all monitors."""
         for task in self._tasks.values():
             task.cancel()
 
@@ -55,17 +53,17 @@ class GangRegistry:
         self.limits()
         listed = self._workers.listed()
         for gang in listed - self._monitors.keys():
-            handle = self._handles[gang] = self._workers.to(gang)
-            monitor = self._monitors[gang] = self._new_monitor(handle)
+            monitor = self._monitors[gang] = self._new_monitor(self._workers.to(gang))
             self._tasks[gang] = asyncio.create_task(monitor.run())
         for gang in self._monitors.keys() - listed:
-            del self._monitors[gang], self._handles[gang]
+            del self._monitors[gang]
             self._tasks.pop(gang).cancel()
 
     def handle(self, gang: str) -> Handle:
         """A gang's handle, made once while it is listed; for others, a handle whose calls raise
         Undelivered."""
-        return self._handles.get(gang) or self._workers.to(gang)
+        monitor = self._monitors.get(gang)
+        return self._workers.to(gang) if monitor is None else monitor.handle
 
     def all(self) -> list[str]:
         """The names of all listed gangs, ready or not."""
@@ -77,7 +75,7 @@ class GangRegistry:
 
     def ready_by_pool(self) -> Mapping[str, int]:
         """How many gangs of each pool take requests."""
-        return Counter(monitor.pool for monitor in self.ready().values())
+        return Counter(monitor.info["pool"] for monitor in self.ready().values())
 
     def suspect(self, gang: str, error: Exception) -> None:
         """A stream of this gang was lost: it is not ready until it answers again."""
@@ -85,16 +83,17 @@ class GangRegistry:
             self._monitors[gang].suspect(error)
 
     @property
-    def info(self) -> dict[str, Any] | None:
-        """The model as a worker describes it; workers differ only in how much they hold."""
+    def info(self) -> dict[str, Any]:
+        """The model as a worker describes it, empty until one has; workers differ only in how much
+        they hold."""
         self._info = next((monitor.info for monitor in self.ready().values()), self._info)
         return self._info
 
     def limits(self) -> Mapping[str, int]:
         """The longest sequence in tokens that the gangs of each pool hold, where known."""
         for monitor in self._monitors.values():
-            if monitor.info is not None:
-                self._limits[monitor.pool] = monitor.longest
+            if monitor.info:
+                self._limits[monitor.info["pool"]] = monitor.info["max_model_len"]
         return self._limits
 
     @property
@@ -112,20 +111,17 @@ class GangRegistry:
         self, method: str, *arguments: Any, deadline_s: float
     ) -> tuple[dict[str, Any], dict[str, Exception]]:
         """The answer of each listed gang, and the errors (EngineLost, Refused) of the others."""
+
+        async def ask_one(gang: str) -> Any:
+            try:
+                return await ask(self.handle(gang), method, *arguments, deadline_s=deadline_s)
+            except (EngineLost, Refused) as error:
+                return error
+
         gangs = self.all()
-        calls = [
-            ask(self.handle(gang), method, *arguments, deadline_s=deadline_s) for gang in gangs
-        ]
-        results = await asyncio.gather(*calls, return_exceptions=True)
-        answers, errors = dict[str, Any](), dict[str, Exception]()
-        for gang, result in zip(gangs, results, strict=True):
-            if isinstance(result, EngineLost | Refused):
-                errors[gang] = result
-            elif isinstance(result, BaseException):
-                raise result
-            else:
-                answers[gang] = result
-        return answers, errors
+        found = dict(zip(gangs, await asyncio.gather(*map(ask_one, gangs)), strict=True))
+        errors = {gang: error for gang, error in found.items() if isinstance(error, Exception)}
+        return {gang: found[gang] for gang in gangs if gang not in errors}, errors
 
     async def refresh(self, deadline_s: float) -> None:
         """Ask all for their statistics now; those that do not answer are not ready."""
@@ -135,11 +131,10 @@ class GangRegistry:
     def report(self) -> dict[str, Any]:
         """The body of `/health/ready`."""
         ready = bool(self.ready())
-        info = self.info or {"table": {}}
         model = {
             "model": self._model,
             "ready": ready,
-            "table": info["table"],
+            "table": self.info.get("table", {}),
             "gangs": [self._monitors[gang].report(gang) for gang in self.all()],
         }
         return {"ready": ready, "reason": "ready" if ready else self.reason, "models": [model]}

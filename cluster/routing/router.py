@@ -8,15 +8,15 @@ The `Route` names the gang, perhaps blocks to pull first, and a predicted time t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import NamedTuple
 
 from cluster.routing.block_hashes import BlockHasher
 from cluster.routing.health import HealthMonitor
 from cluster.routing.index import Mirror
-from cluster.routing.policies import Factors, Policy, RoutingQuery, make
+from cluster.routing.policies import Policy, make
 from cluster.routing.registry import GangRegistry
 from cluster.routing.table import GangTable
 from configs.schema import Config, RoutingConfig
@@ -90,7 +90,7 @@ class Router:
         info = self._gangs.info
         ready = self._gangs.ready()  # once: all below decides about the same gangs
         holding = self._holding(ready, length) - set(avoid)
-        if info is None or not holding:
+        if not info or not holding:
             return None
         now = self._clock()
         config = self._config()
@@ -98,22 +98,23 @@ class Router:
         hashes = self._hasher.block_hashes(info, submit.prompt, submit.salt.encode())
         output = min(submit.params.max_tokens, self._output_tokens) * max(1, submit.params.n)
         number = next(self._numbers)
+        rows = [row for row in table.rows if row.name in holding]
         query = table.query(
-            number, hashes, prompt_tokens=len(submit.prompt), expected_output=output, now_s=now
+            number,
+            rows,
+            hashes,
+            prompt_tokens=len(submit.prompt),
+            expected_output=output,
+            now_s=now,
         )
         if not hashes:  # nothing to reuse later: equal gangs take turns
             query = replace(query, next_block=b"%s %d" % (self._name.encode(), number))
-        places = [i for i, row in enumerate(table.rows) if row.name in holding]
-        rows = [table.rows[i] for i in places]
-        choice = self._decide(config.routing)(_of_rows(query, places, len(table.rows)), rows)
-        explained = choice.explained(rows)
-        pull_from = None if choice.pull_from is None else places[choice.pull_from]
-        choice = replace(choice, row=places[choice.row], pull_from=pull_from)
-        table.sent(query, choice, hashes, now)
+        decision = self._decide(config.routing)(query, rows)
+        table.sent(rows[decision.row], query, decision, hashes, now)
         pull = None
-        if pull_from is not None:
-            pull = messages.Pull(table.rows[pull_from].name, query.cached(choice))
-        return Route(table.rows[choice.row].name, pull, choice.ttft_s, explained)
+        if decision.pull_from is not None:
+            pull = messages.Pull(rows[decision.pull_from].name, query.cached(decision))
+        return Route(rows[decision.row].name, pull, decision.ttft_s, decision.explained(rows))
 
     def _holding(self, ready: Mapping[str, HealthMonitor], length: Length) -> set[str]:
         """Those of the ready gangs that can hold a sequence of this length."""
@@ -122,7 +123,7 @@ class Router:
             longest = max(self._gangs.limits().values(), default=0)
             tokens = min(longest, length.known + int(OPEN_ENDED * self._output_tokens))
         least = max(tokens, length.known)
-        return {gang for gang, monitor in ready.items() if monitor.longest >= least}
+        return {g for g, m in ready.items() if m.info["max_model_len"] >= least}
 
     def ended(self, tokens: int) -> None:
         """An answer of that many tokens has ended."""
@@ -130,10 +131,7 @@ class Router:
 
     def _decide(self, routing: RoutingConfig) -> Policy:
         if self._policy is None or self._policy[0] != routing:
-            factors = Factors(**{f.name: getattr(routing, f.name) for f in fields(Factors)})
-            start = _number(self._name)
-            policy = make(routing.policy, factors=factors, pull=routing.pull, start=start)
-            self._policy = (routing, policy)
+            self._policy = (routing, make(routing, start=_number(self._name)))
         return self._policy[1]
 
     def _synced(
@@ -151,7 +149,7 @@ class Router:
             table.leave(name)
             self._reported.pop(name, None)
         for name in ready.keys() - {row.name for row in table.rows}:
-            table.join(name, self._load(ready[name], name, config), ready[name].ranks)
+            table.join(name, self._load(ready[name], name, config), ready[name].info["ranks"])
         for row in table.rows:
             known = self._mirror.gangs.get(row.name)
             if known is not None and self._reported.get(row.name) != (known.epoch, known.number):
@@ -165,7 +163,6 @@ class Router:
     def _load(self, monitor: HealthMonitor, name: str, config: Config) -> LoadStats:
         """A gang's last report, completed where it lacks values or has not measured them yet."""
         info = monitor.info
-        assert info is not None
         known = self._mirror.gangs.get(name)
         load = LoadStats() if known is None else known.load
         if not load.blocks:
@@ -182,17 +179,3 @@ class Router:
 def _number(name: str) -> int:
     """A hash of a name, the same in every process."""
     return int.from_bytes(blake2b(name.encode(), digest_size=4).digest(), "big")
-
-
-def _of_rows(query: RoutingQuery, rows: Sequence[int], count: int) -> RoutingQuery:
-    """The same query about these of the `count` rows of the table."""
-    if len(rows) == count:
-        return query
-    home = [place for place, i in enumerate(rows) if i in query.home]
-    return replace(
-        query,
-        matched=[query.matched[i] for i in rows],
-        stored=[query.stored[i] for i in rows],
-        hosted=[query.hosted[i] for i in rows],
-        home=range(home[0], home[-1] + 1) if home else range(0),
-    )

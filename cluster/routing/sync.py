@@ -1,4 +1,4 @@
-"""Both ends of the index: a `Reporter` sends a worker's changes, a `Follower` updates a mirror.
+"""Both ends of the index: `Reporter` sends a worker's changes, `IndexFollower` updates a mirror.
 
 Serving does not depend on the hub. While it is away workers serve, and mirrors keep what they have.
 """
@@ -9,9 +9,12 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from cluster.routing.index import Answer, Mirror, Version
+from cluster.routing.index import Mirror, News, Version
+
+if TYPE_CHECKING:
+    from worker.replica import GPUWorker
 
 log = logging.getLogger("kvatlas.index")
 
@@ -25,27 +28,7 @@ WAIT_S = 1.0
 """How long a poll of the hub waits for news."""
 
 
-class News(NamedTuple):
-    """The hub's answer to an ingress: what its mirror lacks, the number of changes so far, and that
-    it is ingress number `at` of `ingresses`."""
-
-    answer: Answer
-    changes: int
-    at: int
-    ingresses: int
-
-
-class Reports(Protocol):
-    """The methods of a worker that a reporter calls."""
-
-    gang: str
-
-    async def announce(self, force: bool) -> bytes | None: ...
-
-    async def repair(self, epoch: int, seq: int) -> list[bytes]: ...
-
-
-class Hub(Protocol):
+class AnyHub(Protocol):
     """The hub's methods for reporters and followers."""
 
     async def report(self, messages: list[bytes]) -> Mapping[str, Version]: ...
@@ -67,7 +50,8 @@ class _HubCaller(ABC):
             await self.call()
         except Exception as error:
             if not self.away:
-                log.warning("no index for now: %s", _shown(error))
+                lines = str(error).strip().splitlines() or [type(error).__name__]
+                log.warning("no index for now: %s", lines[-1])
             self.away = True
             await asyncio.sleep(AT_LEAST_S)
             return
@@ -83,7 +67,7 @@ class _HubCaller(ABC):
 class Reporter(_HubCaller):
     """Sends the batches of one worker to the hub, and repairs for those that it missed."""
 
-    def __init__(self, worker: Reports, hub: Hub, clock: Callable[[], float]) -> None:
+    def __init__(self, worker: GPUWorker, hub: AnyHub, clock: Callable[[], float]) -> None:
         super().__init__()
         self._worker, self._hub, self._clock = worker, hub, clock
         self._sent_s = -AT_LEAST_S
@@ -104,19 +88,14 @@ class Reporter(_HubCaller):
 class IndexFollower(_HubCaller):
     """Keeps one ingress's mirror up to date. This is ingress number `at` of `ingresses`."""
 
-    def __init__(self, name: str, mirror: Mirror, hub: Hub, clock: Callable[[], float]) -> None:
+    def __init__(self, name: str, mirror: Mirror, hub: AnyHub, clock: Callable[[], float]) -> None:
         super().__init__()
         self._name, self._mirror, self._hub, self._clock = name, mirror, hub, clock
         self._changes = -1
         self.at, self.ingresses = 0, 1
 
     async def call(self) -> None:
-        """Poll the hub and apply the news."""
         news = await self._hub.poll(self._name, self._mirror.have, self._changes, WAIT_S)
         self._changes, self.at, self.ingresses = news.changes, news.at, news.ingresses
-        self._mirror.take(news.answer, self._clock())
+        self._mirror.take(news, self._clock())
         await asyncio.sleep(EACH_S)
-
-
-def _shown(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1]

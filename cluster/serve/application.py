@@ -32,7 +32,8 @@ from ray.serve.config import (
 from ray.serve.schema import LoggingConfig
 
 from cluster.errors import UserError
-from cluster.http.state import IngressState
+from cluster.logs import configure_logging
+from cluster.metrics import IngressState
 from cluster.routing import registry
 from cluster.routing.calls import Misrouted, ServeHandle
 from cluster.routing.sync import Reporter
@@ -93,8 +94,6 @@ class Worker:
     def __init__(
         self, kind: str, config: Config, pool: PoolConfig, directory: str | None, key: bytes
     ) -> None:
-        from cluster.logs import configure_logging
-
         self._config = config
         configure_logging(config.server.log_level, as_json=config.server.log_json)
         self._reporting: asyncio.Task[None] | None = None
@@ -111,11 +110,9 @@ class Worker:
 
     def _new_worker(self, kind: Any, pool: PoolConfig, directory: str, key: bytes) -> Any:
         """The worker of this replica: alone, or as one rank of a gang."""
-        from cluster.serve.transfer import Peers, by_reference
-
         config = self._config.of_pool(pool)
         names = [pools.deployment(each.name) for each in self._config.pools]
-        peers = Peers(lambda: pools.Pools({d: by_reference(d) for d in names}, pools.DIRECTORY))
+        peers = pools.Peers(lambda: pools.Pools({d: pools.by_reference(d) for d in names}))
         if pool.gang_size == 1:
             return kind(config, directory, key, peers)
         from cluster.serve.rendezvous import join_gang
@@ -159,7 +156,7 @@ class Worker:
         _reconfigured(self._config, user_config)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """The input of `scaling.Policy` from this worker; of a gang only rank 0 reports."""
+        """The input of `scaling.ScalingPolicy` from this worker; of a gang only rank 0 reports."""
         if self._rank:
             return {}
         pressure = self._worker.pressure
@@ -182,17 +179,14 @@ async def _forever(turn: Callable[[], Awaitable[None]]) -> None:
         await turn()
 
 
-class ServePeers:
-    """All replicas of the ingress deployment, as `http.state.Peers`."""
-
-    async def all(self) -> list[IngressState]:
-        """The state of each. Raises TimeoutError, and what Serve raises."""
-        context = contextvars.Context()  # of no request, see `calls`
-        handle: Any = context.run(serve.get_deployment_handle, INGRESS, APP)
-        response = context.run(handle.broadcast, "state")
-        async with asyncio.timeout(_PEERS_S):
-            found: list[IngressState] = await response.results_async()
-        return found
+async def _all_ingresses() -> list[IngressState]:
+    """The state of each ingress. Raises TimeoutError, and what Serve raises."""
+    context = contextvars.Context()  # of no request, see `calls`
+    handle: Any = context.run(serve.get_deployment_handle, INGRESS, APP)
+    response = context.run(handle.broadcast, "state")
+    async with asyncio.timeout(_PEERS_S):
+        found: list[IngressState] = await response.results_async()
+    return found
 
 
 class Ingress:
@@ -211,7 +205,6 @@ class Ingress:
         from cluster.http.app import keep_turning
         from cluster.http.state import Api
         from cluster.http.text import load_tokenizer
-        from cluster.logs import configure_logging
         from cluster.serve.resources import ResourceMonitor, of_ray
 
         self._config = config
@@ -223,12 +216,12 @@ class Ingress:
         self._api = Api(
             config,
             model,
-            pools.Pools(handles, pools.DIRECTORY),
+            pools.Pools(handles),
             tokenizer,
             name=name,
             key=key,
             hub=HubClient(config.cluster.index_bytes, config.server.log_level),
-            peers=ServePeers(),
+            peers=_all_ingresses,
             behind_proxy=haproxy.in_use(os.environ),
         )
         self._api.resources = ResourceMonitor(
@@ -238,7 +231,6 @@ class Ingress:
         keep_turning()
 
     async def state(self) -> IngressState:
-        """The state of this ingress, for the others."""
         return self._api.state()
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
@@ -268,8 +260,6 @@ def _reconfigured(config: Config, user_config: dict[str, Any]) -> Config:
 
     Invalid live settings are logged and not used: Serve would replace every replica that raises.
     """
-    from cluster.logs import configure_logging
-
     try:
         config = adjusted(config, user_config)
     except ConfigError as error:
@@ -413,7 +403,7 @@ def _replicas(config: Config, pool: PoolConfig) -> dict[str, Any]:
             metrics_interval_s=scaling.REPORT_S,
             look_back_period_s=scaling.STALE_S,
             policy=policy(
-                policy_function=scaling.Policy,
+                policy_function=scaling.ScalingPolicy,
                 policy_kwargs={"target_s": scaled.target_queued_s, "size": size},
             ),
         )

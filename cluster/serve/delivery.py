@@ -53,7 +53,6 @@ class Delivery(RequestRouter):
         return [candidate_replicas]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Called by Serve with the current replicas."""
         super().update_replicas(replicas)
         self._publish()
 
@@ -67,4 +66,4 @@ class Delivery(RequestRouter):
         leaders = frozenset(name for name, rank in map(place_of, replicas) if rank == 0)
         # Serve pickles this class by value and modules by name: `pools.DIRECTORY` is this process's
         # own, while a global of this module would be a copy.
-        pools.DIRECTORY.publish(self._deployment_id.name, leaders)
+        pools.DIRECTORY[self._deployment_id.name] = leaders

@@ -16,8 +16,8 @@ from typing import Any
 
 import ray
 
-from cluster.routing.index import Hub, Version
-from cluster.routing.sync import News
+from cluster.logs import configure_logging
+from cluster.routing.index import Hub, News, Version
 from kvpaging.events import EventError
 
 log = logging.getLogger("kvatlas.hub")
@@ -37,8 +37,6 @@ class HubActor:
     """A `Hub` as a Ray actor. All calls run on one event loop, so each sees a consistent index."""
 
     def __init__(self, most_bytes: int, log_level: str) -> None:
-        from cluster.logs import configure_logging
-
         configure_logging(log_level, as_json=False)
         self._hub = Hub(time.monotonic(), most_bytes=most_bytes)
         self._news = asyncio.Event()
@@ -55,7 +53,14 @@ class HubActor:
                 self._hub.apply(message, self._called_s)
             except EventError as error:
                 log.warning("a message was refused: %s", error)
-        self._alarm()
+        unindexed = set(self._hub.unindexed)
+        for gang in unindexed - self._alarmed:
+            log.warning(
+                "gang %s is served without its blocks being known: all gangs together would need "
+                "more than cluster.index_bytes",
+                gang,
+            )
+        self._alarmed = unindexed
         self._news.set()
         return self._hub.wanted
 
@@ -72,8 +77,7 @@ class HubActor:
                     await self._news.wait()
         ingresses = sorted(self._ingresses)
         at = ingresses.index(ingress) if ingress in ingresses else 0
-        answer = self._hub.answer(have, time.monotonic())
-        return News(answer, self._hub.changes, at, max(1, len(ingresses)))
+        return self._hub.answer(have, time.monotonic(), at, max(1, len(ingresses)))
 
     async def _expire(self) -> None:
         while True:
@@ -86,16 +90,6 @@ class HubActor:
                     del self._ingresses[ingress]
             if now - self._called_s > IDLE_S:
                 ray.actor.exit_actor()  # type: ignore[no-untyped-call]
-
-    def _alarm(self) -> None:
-        unindexed = set(self._hub.unindexed)
-        for gang in unindexed - self._alarmed:
-            log.warning(
-                "gang %s is served without its blocks being known: all gangs together would need "
-                "more than cluster.index_bytes",
-                gang,
-            )
-        self._alarmed = unindexed
 
 
 class HubClient:

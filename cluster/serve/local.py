@@ -1,8 +1,4 @@
-"""`kvatlas serve`: starts a local Ray with the application on it, and ends all its processes.
-
-`serve_here` does all of it. It reports progress through `say`, and raises UserError for problems
-that a user can fix.
-"""
+"""`kvatlas serve`: starts a local Ray with the application on it, and ends all its processes."""
 
 from __future__ import annotations
 
@@ -239,19 +235,15 @@ def _states(status: Any) -> str:
 def _ready(config: Config) -> dict[str, Any] | None:
     """The rows of the table from `/health/ready`, None until all gangs are ready."""
     connection = http.client.HTTPConnection(_reachable(config), config.server.port, timeout=2)
-    try:
+    with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
         connection.request("GET", "/health/ready")
         response = connection.getresponse()
-        if response.status != 200:
-            return None
-        model = json.loads(response.read())["models"][0]
-        ready = sum(gang["ready"] for gang in model["gangs"])
-        rows: dict[str, Any] = model["table"]
-        return rows if ready >= sum(pool.gangs for pool in config.pools) else None
-    except (OSError, http.client.HTTPException):
-        return None
-    finally:
-        connection.close()
+        if response.status == 200:
+            model = json.loads(response.read())["models"][0]
+            rows: dict[str, Any] = model["table"]
+            if sum(gang["ready"] for gang in model["gangs"]) >= sum(p.gangs for p in config.pools):
+                return rows
+    return None
 
 
 def _reachable(config: Config) -> str:

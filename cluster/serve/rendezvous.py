@@ -10,14 +10,14 @@ from __future__ import annotations
 import secrets
 import time
 from dataclasses import astuple
-from typing import Any, Protocol
+from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
 import ray
 from ray import serve
 from ray.experimental import internal_kv
 
-from configs.schema import Config
+from configs.schema import ClusterConfig, Config
 from context_parallel.group import Address, Deadline, MeetingFailed, Rendezvous
 from worker.gang.member import GangMember
 
@@ -29,72 +29,47 @@ _SPACE = "kvatlas"
 SETTING = "cluster.start_timeout_s"
 
 
-class Keys(Protocol):
-    """A key-value store that all hosts of the cluster share."""
-
-    def put(self, key: str, value: bytes) -> None: ...
-
-    def get(self, key: str) -> bytes | None: ...
-
-    def delete(self, key: str) -> None: ...
-
-
-class RayKeys:
-    """Ray's own key-value store."""
-
-    def put(self, key: str, value: bytes) -> None:
-        internal_kv._internal_kv_put(key, value, overwrite=True, namespace=_SPACE)
-
-    def get(self, key: str) -> bytes | None:
-        found: bytes | None = internal_kv._internal_kv_get(key, namespace=_SPACE)
-        return found
-
-    def delete(self, key: str) -> None:
-        internal_kv._internal_kv_del(key, namespace=_SPACE)
-
-
 def join(
     gang: str,
     rank: int,
     ranks: int,
     *,
     host: str,
-    keys: Keys,
-    within_s: float,
-    timeout_s: float,
-    idle_s: float,
+    cluster: ClusterConfig,
 ) -> GangMember:
     """This rank's member once all ranks have joined. Raises MeetingFailed, naming missing ranks.
 
-    The deadline `within_s` counts from now, for the whole start.
+    The deadline `cluster.start_timeout_s` counts from now, for the whole start.
     """
+    within_s = cluster.start_timeout_s
     deadline = Deadline(time.monotonic() + within_s, within_s, SETTING, time.monotonic)
     if rank == 0:
         epoch, secret = time.time_ns() // 1_000_000, secrets.token_hex(16)
         rendezvous = Rendezvous.open(host, epoch, ranks, deadline, secret=secret)
-        keys.put(gang, msgpack.packb(astuple(rendezvous.address)))
+        packed = msgpack.packb(astuple(rendezvous.address))
+        internal_kv._internal_kv_put(gang, packed, namespace=_SPACE)
     else:
-        address = _address(gang, rank, ranks, keys, deadline)
+        address = _address(gang, rank, ranks, deadline)
         rendezvous = Rendezvous.join(address, rank, ranks, deadline)
     try:
         rendezvous.barrier("here")
     finally:
         if rank == 0:
-            keys.delete(gang)
+            internal_kv._internal_kv_del(gang, namespace=_SPACE)
     return GangMember(
         gang,
         rendezvous,
         host=host,
-        timeout_s=timeout_s,
-        idle_s=idle_s,
+        timeout_s=cluster.collective_timeout_s,
+        idle_s=cluster.step_timeout_s,
         now=time.monotonic,
         clock=time.perf_counter,
         cpu_clock=time.thread_time,
     )
 
 
-def _address(gang: str, rank: int, ranks: int, keys: Keys, deadline: Deadline) -> Address:
-    while (found := keys.get(gang)) is None:
+def _address(gang: str, rank: int, ranks: int, deadline: Deadline) -> Address:
+    while (found := internal_kv._internal_kv_get(gang, namespace=_SPACE)) is None:
         if not deadline.left_s:
             raise MeetingFailed(
                 f"rank {rank} of gang {gang} waited {deadline.within_s:g} s for rank 0 of {ranks}, "
@@ -110,15 +85,11 @@ def join_gang(config: Config) -> tuple[GangMember, list[str]]:
     network: Any = ray.util
     context = serve.get_replica_context().gang_context
     assert context is not None
-    cluster = config.cluster
     member = join(
         context.gang_id,
         context.rank,
         context.world_size,
         host=network.get_node_ip_address(),
-        keys=RayKeys(),
-        within_s=cluster.start_timeout_s,
-        timeout_s=cluster.collective_timeout_s,
-        idle_s=cluster.step_timeout_s,
+        cluster=config.cluster,
     )
     return member, list(context.member_replica_ids)

@@ -85,7 +85,6 @@ class ResourceMonitor:
 
 
 def of_ray() -> Resources:
-    """The resources of the Ray cluster of this process."""
     import ray
 
     total: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]

@@ -52,7 +52,7 @@ def wanted(
     return max(least, min(most, now))
 
 
-class Policy:
+class ScalingPolicy:
     """Serve's autoscaling policy: `wanted` in replicas. A gang has `size`, of which one reports."""
 
     def __init__(self, target_s: float, size: int) -> None:

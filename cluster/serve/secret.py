@@ -15,17 +15,13 @@ SHORTEST = 16
 _NAME = b"kvatlas:cache-secret"
 
 
-class SecretError(ValueError):
-    """The given secret cannot be used."""
-
-
 def given(environment: Mapping[str, str] = os.environ) -> bytes | None:
-    """The secret from the environment, None without one. Raises SecretError."""
+    """The secret from the environment, None without one. Raises ValueError."""
     text = environment.get(VARIABLE)
     if text is None:
         return None
     if len(text) < SHORTEST:
-        raise SecretError(f"{VARIABLE} has {len(text)} characters, at least {SHORTEST} are needed")
+        raise ValueError(f"{VARIABLE} has {len(text)} characters, at least {SHORTEST} are needed")
     return hashlib.sha256(text.encode()).digest()
 
 
@@ -33,7 +29,7 @@ def of_this_cluster() -> bytes:
     """The given secret, else a random one that the first caller stores for the cluster. It lives as
     long as the cluster, because Serve would restart an application whose secret has changed.
 
-    Raises SecretError.
+    Raises ValueError.
     """
     if (found := given()) is not None:
         return found

@@ -16,10 +16,10 @@ import httpx
 import uvicorn
 
 from cluster.http.app import build_app
-from cluster.http.state import Api, IngressState
+from cluster.http.state import Api
+from cluster.metrics import IngressState
 from cluster.routing.calls import KEEP_ALIVE_S, Misrouted
-from cluster.routing.index import Hub, Version
-from cluster.routing.sync import News
+from cluster.routing.index import Hub, News, Version
 from configs.loading import load
 from configs.pools import UNNAMED
 from configs.schema import Config
@@ -455,7 +455,7 @@ class NoPeers:
     def __init__(self) -> None:
         self.others: list[IngressState] = []
 
-    async def all(self) -> list[IngressState]:
+    async def __call__(self) -> list[IngressState]:
         return self.others
 
 
@@ -479,7 +479,7 @@ class LocalHub:
         while self.hub.changes == changes:
             self.news.clear()
             await self.news.wait()
-        return News(self.hub.answer(have, self.now), self.hub.changes, 0, 1)
+        return self.hub.answer(have, self.now)
 
 
 def config(*overrides: str) -> Config:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import cluster.serve.application
-from cluster.routing.policies import Candidate, Choice, Policy, RoutingQuery
+from cluster.routing.policies import Candidate, Decision, Policy, RoutingQuery
 from cluster.routing.router import Length, Route
 from configs.schema import Config, RoutingConfig
 from tests.cluster import seeds
@@ -59,7 +59,7 @@ class Unclear(str):
 class Ingress(cluster.serve.application.Ingress):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        router = self._api.dispatcher._router
+        router = self._api.dispatcher.router
         decide, choose = router._decide, router.choose
         seed: int | None = None
 
@@ -76,15 +76,15 @@ class Ingress(cluster.serve.application.Ingress):
         def deciding(routing: RoutingConfig) -> Policy:
             policy = decide(routing)
 
-            def told(ask: RoutingQuery, rows: Sequence[Candidate]) -> Choice:
+            def told(ask: RoutingQuery, rows: Sequence[Candidate]) -> Decision:
                 if seed == seeds.RAISES:
                     raise RuntimeError("this policy raises")
                 if seed == seeds.PULLS and any(ask.stored):
                     owner = max(range(len(rows)), key=ask.stored.__getitem__)
                     row = min(range(len(rows)), key=ask.stored.__getitem__)
-                    return Choice("told", row, owner, ask.stored[owner] - ask.matched[row])
+                    return Decision("told", row, owner, ask.stored[owner] - ask.matched[row])
                 if seed is not None and 0 <= seed - seeds.SENT < len(rows):
-                    return Choice("told", seed - seeds.SENT)
+                    return Decision("told", seed - seeds.SENT)
                 return policy(ask, rows)
 
             return told

@@ -21,7 +21,7 @@ async def snapshot() -> dict[str, object]:
 
 def samples(metrics: Metrics) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     found = {}
-    for family in text_string_to_metric_families(metrics.text(metrics.own()).decode()):
+    for family in text_string_to_metric_families(metrics.text([metrics.state({})]).decode()):
         for sample in family.samples:
             found[sample.name, frozenset(sample.labels.items())] = sample.value
     return found
@@ -213,7 +213,7 @@ def test_every_sample_says_whose_it_is() -> None:
 
 def test_no_series_beside_those_that_are_asked_for() -> None:
     metrics = Metrics("m", "i", dict)
-    assert b"_created" not in metrics.text(metrics.own())
+    assert b"_created" not in metrics.text([metrics.state({})])
 
 
 def test_the_line_of_a_request_says_what_and_how_fast() -> None:

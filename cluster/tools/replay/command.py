@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -225,7 +225,9 @@ def _facts(
         "ingresses": settings.ingresses,
         "delay_ms": options.delay_ms,
         "factors": {
-            field.name: getattr(settings.factors, field.name) for field in fields(settings.factors)
+            name: value
+            for name, value in asdict(settings.routing).items()
+            if name not in ("policy", "pull", "link_bytes_per_s")
         },
         "reuse_infinite": round(bounds.infinite, 4),
         "reuse_pooled": round(bounds.pooled, 4),

@@ -10,15 +10,17 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
+from typing import Literal
 
 from cluster.routing import policies
 from cluster.routing.index import Mirror
-from cluster.routing.policies import Choice, Factors
+from cluster.routing.policies import Decision
 from cluster.routing.table import GangTable
 from cluster.tools.replay.worker import Task, VirtualEngine, VirtualWorker, adopt, export, leading
 from cluster.tools.traces import Arrival
+from configs.schema import RoutingConfig
 from kvpaging.events import LoadStats
 
 END_S = 1e18  # after everything
@@ -29,14 +31,17 @@ OUTPUT_TOKENS = 256.0  # expected of every answer: an ingress does not know how 
 class Settings:
     """One run. `speed` divides the trace's times; `delay_s` is how old an ingress's view is."""
 
-    policy: str
+    policy: Literal["round_robin", "power_of_two", "priced"]
     engine: VirtualEngine
     workers: int = 8
     speed: float = 1.0
     pull: bool = False
     ingresses: int = 1
     delay_s: float = 0.0
-    factors: Factors = field(default_factory=Factors)
+
+    @property
+    def routing(self) -> RoutingConfig:
+        return RoutingConfig(policy=self.policy, pull=self.pull)
 
 
 @dataclass(slots=True)
@@ -65,31 +70,30 @@ class VirtualIngress:
     def __init__(self, settings: Settings, loads: dict[str, LoadStats], at: int) -> None:
         self.mirror = Mirror()
         self.table = GangTable(
-            self.mirror, settings.engine.block_size, rates_alike=settings.factors.rates_alike,
+            self.mirror, settings.engine.block_size, rates_alike=settings.routing.rates_alike,
             at=at, ingresses=settings.ingresses,
         )  # fmt: skip
         for name, load in loads.items():
             self.table.join(name, load)
-        self.policy = policies.make(
-            settings.policy, factors=settings.factors, pull=settings.pull,
-            start=at * settings.workers // settings.ingresses,
-        )  # fmt: skip
+        start = at * settings.workers // settings.ingresses
+        self.policy = policies.make(settings.routing, start)
 
     def choose(
         self, arrival: Arrival, block_hashes: list[bytes], now_s: float
-    ) -> tuple[Choice, int]:
+    ) -> tuple[Decision, int]:
         """Where the request goes, and how many prompt tokens that gang should have to compute."""
         table = self.table
         query = table.query(
             arrival.number,
+            table.rows,
             block_hashes,
             prompt_tokens=arrival.prompt_tokens,
             expected_output=OUTPUT_TOKENS,
             now_s=now_s,
         )
-        choice = self.policy(query, table.rows)
-        table.sent(query, choice, block_hashes, now_s)
-        return choice, query.lacking(choice)
+        decision = self.policy(query, table.rows)
+        table.sent(table.rows[decision.row], query, decision, block_hashes, now_s)
+        return decision, query.lacking(decision)
 
 
 class Copies:
@@ -222,12 +226,12 @@ class Replay:
             return
         block_hashes = arrival.block_hashes(size)
         ingress = self.ingresses[next(self._turn) % settings.ingresses]
-        choice, lacking = ingress.choose(arrival, block_hashes, self.now_s)
+        decision, lacking = ingress.choose(arrival, block_hashes, self.now_s)
         task = Task(
-            arrival, block_hashes, lacking=lacking, worker=choice.row, predicted_s=choice.ttft_s
+            arrival, block_hashes, lacking=lacking, worker=decision.row, predicted_s=decision.ttft_s
         )
         self._tasks.append(task)
-        if choice.pull_from is None or not self._pull(task, choice):
+        if decision.pull_from is None or not self._pull(task, decision):
             self._submit(task)
 
     def _submit(self, task: Task) -> None:
@@ -235,14 +239,14 @@ class Replay:
         worker.submit(task, self.now_s)
         self._enqueue(worker)
 
-    def _pull(self, task: Task, choice: Choice) -> bool:
+    def _pull(self, task: Task, decision: Decision) -> bool:
         """Start to copy the needed blocks that the source still has; False if there are none.
 
         A transfer takes the links of both sides, one transfer at a time.
         """
-        assert choice.pull_from is not None
+        assert decision.pull_from is not None
         engine = self.settings.engine
-        mine, source = self.workers[task.worker], self.workers[choice.pull_from]
+        mine, source = self.workers[task.worker], self.workers[decision.pull_from]
         pinned = export(source.pool, task.block_hashes)
         lacked = len(pinned) - leading(mine.pool, task.block_hashes)
         if lacked <= 0:

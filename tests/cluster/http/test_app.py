@@ -350,7 +350,7 @@ async def test_ingresses_that_do_not_answer_are_named(monkeypatch: pytest.Monkey
         raise TimeoutError
 
     async with serving(FakeWorker()) as served:
-        monkeypatch.setattr(served.api.peers, "all", silent)
+        monkeypatch.setattr(served.api, "peers", silent)
         answer = await served.http.get("/metrics")
         assert answer.headers["x-kvatlas-missing"] == "ingresses"
         assert 'ingress="ingress-1"' in answer.text

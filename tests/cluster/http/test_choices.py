@@ -7,6 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cluster.http.choices import Choice, Echo, Piece
+from cluster.http.openai import CompletionRequest
 from tests.cluster import tokens
 from tests.cluster.fakes import ids_of
 from worker import messages
@@ -19,8 +20,17 @@ def decode(ids: Sequence[int]) -> str:
     return text
 
 
-def choice(**options: Any) -> Choice:
-    return Choice(0, PROMPT, decode, **options)
+def choice(
+    *, stops: Sequence[str] = (), include_stop: bool = False, scored: bool = False, **options: Any
+) -> Choice:
+    request = CompletionRequest(
+        prompt="hi",
+        stop=list(stops),
+        include_stop_str_in_output=include_stop,
+        logprobs=0 if scored else None,
+        **options,
+    )
+    return Choice(0, PROMPT, decode, request)
 
 
 def scores(ids: Sequence[int]) -> list[messages.TokenLogprob]:

@@ -193,7 +193,7 @@ async def test_every_route_asks_for_a_key(files: tuple[str, str]) -> None:
         "/tokenize",
         "/v1/models/fake",
     } <= guarded
-    samples = api.metrics.text(api.metrics.own()).decode()
+    samples = api.metrics.text([api.state()]).decode()
     assert 'route="/v1/models/{model:path}",status="401"' in samples
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from cluster.routing.calls import EngineLost
 from cluster.routing.health import HealthMonitor
+from configs.schema import ClusterConfig
 from tests.cluster.clocks import Clock, stopped, turns
 from tests.cluster.fakes import FakeWorker, LocalHandle
 
@@ -27,9 +28,7 @@ class Watched:
         self.monitor = HealthMonitor(
             LocalHandle(self.worker),  # type: ignore[arg-type]
             ingress="ingress-1",
-            period_s=2.0,
-            timeout_s=5.0,
-            step_timeout_s=60.0,
+            cluster=ClusterConfig(health_period_s=2.0, health_timeout_s=5.0, step_timeout_s=60.0),
             on_failure=self.count,
             clock=self.clock,
         )
@@ -84,7 +83,6 @@ async def test_ready_follows_the_answers() -> None:
         "reason": "ready",
         **known,
     }
-    assert it.monitor.info is not None
     assert it.monitor.snapshot()["block_size"] == it.monitor.info["block_size"]
 
 
@@ -154,7 +152,6 @@ async def test_a_new_worker_process_brings_its_own_facts() -> None:
     assert it.monitor.info == {"old": True}  # the same worker is not asked again
     it.worker.gang = "gang-2"
     await it.monitor.look()
-    assert it.monitor.info is not None
     assert it.monitor.info["gang"] == "gang-2"
 
 

@@ -70,13 +70,13 @@ def ask(hub: Hub, mirror: Mirror, now: float = NOW) -> None:
     mirror.take(hub.answer(mirror.have, now), now)
 
 
-def test_batches_build_what_match_and_owners_tell() -> None:
+def test_batches_build_what_match_tells() -> None:
     whole, one, two = PrefixIndex(), Worker("one"), Worker("two")
     whole.apply(one.store(A, B, C), NOW)
     whole.apply(two.store(A), NOW)
     assert depths(whole) == {"one": 3, "two": 1}
     assert depths(whole, []) == depths(whole, [E]) == {}
-    assert whole.owners(A) == ["one", "two"]
+    assert list(whole.match([A], NOW)) == ["one", "two"]
     whole.apply(one.forget(B), NOW)
     assert depths(whole) == {"one": 1, "two": 1}
     assert whole.wanted == {}

@@ -15,7 +15,7 @@ from random import Random
 
 import pytest
 
-from cluster.routing.index import Answer, Gang, Hub, Mirror, PrefixIndex, Version
+from cluster.routing.index import Gang, Hub, Mirror, News, PrefixIndex, Version
 from kvpaging.events import Announcer, Digest, EventBatch, LoadStats, decode
 from tests.kvpaging.caching import Cache, documents, findable, hosted, keeping, parents_of
 
@@ -147,7 +147,7 @@ class World:
         self.send(ask)
         self.at(0.05, lambda: self.poll(place))
 
-    def take(self, place: int, answer: Answer) -> None:
+    def take(self, place: int, answer: News) -> None:
         self.mirrors[place].take(answer, self.now)
 
     def harm(self) -> None:

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from cluster.routing import policies
-from cluster.routing.policies import Factors, Policy, Rates, RoutingQuery, alike
+from cluster.routing.policies import Candidate, Policy, RoutingQuery, alike
+from configs.schema import RoutingConfig
 from kvpaging.events import LoadStats
 
 LOAD = LoadStats(
@@ -17,21 +18,8 @@ LOAD = LoadStats(
 )  # fmt: skip
 
 
-@dataclass
-class FakeRow:
-    name: str
-    load: LoadStats
-    rates: Rates
-    sent_tokens: int = 0
-    sent_blocks: int = 0
-    sent_requests: int = 0
-    sent_pulling: int = 0
-    ranks: int = 1
-
-
-def row(name: str, **changes: Any) -> FakeRow:
-    load = replace(LOAD, **changes)
-    return FakeRow(name, load, Rates(load.prompt_s, load.token_s, load.step_s, load.block_s))
+def row(name: str, **changes: Any) -> Candidate:
+    return Candidate(name, replace(LOAD, **changes))
 
 
 def ask(*matched: int, **changes: Any) -> RoutingQuery:
@@ -45,7 +33,7 @@ def ask(*matched: int, **changes: Any) -> RoutingQuery:
 
 
 def priced(*, pull: bool = False, **factors: float) -> Policy:
-    return policies.make("priced", factors=Factors(tie_s=0.0, **factors), pull=pull)  # type: ignore[arg-type]
+    return policies.make(RoutingConfig(policy="priced", pull=pull, tie_s=0.0, **factors))  # type: ignore[arg-type]
 
 
 def test_blocks_on_the_host_cost_the_time_to_bring_them_back() -> None:
@@ -88,14 +76,14 @@ def test_a_pull_brings_what_the_host_of_its_puller_has_too() -> None:
 
 
 def test_round_robin_takes_turns_from_its_start() -> None:
-    policy = policies.make("round_robin", factors=Factors(), pull=False, start=2)
+    policy = policies.make(RoutingConfig(policy="round_robin", pull=False), start=2)
     rows = [row(name) for name in "abc"]
     assert [policy(ask(0, 0, 0), rows).row for _ in range(4)] == [2, 0, 1, 2]
     assert policy(ask(0), rows[:1]).row == 0
 
 
 def test_power_of_two_takes_the_one_with_fewer_requests() -> None:
-    policy = policies.make("power_of_two", factors=Factors(), pull=False)
+    policy = policies.make(RoutingConfig(policy="power_of_two", pull=False))
     rows = [row("a", running=3), row("b", waiting=1, running=1), row("c")]
     rows[2].sent_requests = 1
     drawn = Counter(policy(ask(0, 0, 0, number=n), rows).row for n in range(300))
@@ -161,7 +149,7 @@ def test_nothing_is_pulled_that_is_only_expected() -> None:
 
 def test_near_ties_go_by_the_next_block_and_stay_at_home() -> None:
     rows = [row(name) for name in "abcd"]
-    policy = policies.make("priced", factors=Factors(tie_s=0.05), pull=False)
+    policy = policies.make(RoutingConfig(policy="priced", pull=False, tie_s=0.05))
     blocks = [bytes([n]) * 16 for n in range(200)]
     chosen = [policy(ask(0, 0, 0, 0, next_block=block), rows).row for block in blocks]
     assert chosen == [policy(ask(0, 0, 0, 0, next_block=block), rows).row for block in blocks]
@@ -204,9 +192,9 @@ def test_between_equals_the_smallest_gang_is_chosen_whatever_its_hash() -> None:
         large.ranks = 2
     for i in range(20):
         asked = ask(*[0] * 6, prompt_tokens=1, next_block=b"%d" % i, home=range(0))
-        assert policies.make("priced", factors=Factors(), pull=False)(asked, rows).row == 5
+        assert policies.make(RoutingConfig(policy="priced", pull=False))(asked, rows).row == 5
     for name in ("round_robin", "power_of_two"):
-        policy = policies.make(name, factors=Factors(), pull=False)
+        policy = policies.make(RoutingConfig(policy=name, pull=False))
         assert {policy(ask(*[0] * 6, number=i), rows).row for i in range(9)} == {5}
 
 
@@ -235,7 +223,7 @@ def test_a_choice_explains_itself_in_one_printable_line() -> None:
     assert text.isascii()
     assert text.isprintable()
     assert len(text) < 600
-    turn = policies.make("round_robin", factors=Factors(), pull=False)(ask(0), rows[:1])
+    turn = policies.make(RoutingConfig(policy="round_robin", pull=False))(ask(0), rows[:1])
     assert turn.explained(rows) == "policy=round_robin; gang=a"
 
 
@@ -248,4 +236,4 @@ def test_rates_that_hardly_differ_are_equal() -> None:
 
 def test_an_unknown_policy_is_a_key_error() -> None:
     with pytest.raises(KeyError):
-        policies.make("random", factors=Factors(), pull=False)
+        policies.make(RoutingConfig(policy="random", pull=False))

@@ -22,8 +22,10 @@ LOAD = LoadStats(blocks=4096, step_tokens_max=512, prompt_s=0.01, token_s=0.001,
 
 class Watched:
     def __init__(self, pool: str = "", longest: int = 4096, ranks: int = 1) -> None:
-        self.pool, self.longest, self.ranks = pool, longest, ranks
         self.info = {
+            "pool": pool,
+            "max_model_len": longest,
+            "ranks": ranks,
             "block_size": SIZE,
             "table": {"blocks": 4096, "kv_bytes_per_token": 1000},
             **prefix(KEY).to_dict(),
@@ -38,11 +40,11 @@ class FakeGangs:
         return self.watched
 
     def limits(self) -> dict[str, int]:
-        return {watched.pool: watched.longest for watched in self.watched.values()}
+        return {w.info["pool"]: w.info["max_model_len"] for w in self.watched.values()}
 
     @property
-    def info(self) -> dict[str, Any] | None:
-        return next((watched.info for watched in self.watched.values()), None)
+    def info(self) -> dict[str, Any]:
+        return next((watched.info for watched in self.watched.values()), {})
 
 
 class World:

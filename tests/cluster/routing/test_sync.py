@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import pytest
 
 from cluster.routing import sync
-from cluster.routing.index import Hub, Mirror, Version
-from cluster.routing.sync import IndexFollower, News, Reporter
+from cluster.routing.index import Hub, Mirror, News, Version
+from cluster.routing.sync import IndexFollower, Reporter
 from kvpaging.events import Announcer, LoadStats
 from kvpaging.pool import BlockPool
 from tests.cluster.fakes import LocalHub

@@ -13,7 +13,7 @@ import pytest
 from cluster.errors import ApiError
 from cluster.http.app import build_app
 from cluster.http.state import Api
-from cluster.routing.waiting import Waiting
+from cluster.routing.dispatch import Dispatcher
 from tests.cluster.fakes import ALPHABET, FakeWorker, LocalHandle, config, make_api, serving
 
 pytestmark = pytest.mark.anyio
@@ -54,11 +54,11 @@ def error_of(answer: httpx.Response) -> tuple[int, str, str]:
 async def test_a_request_waits_for_the_first_word_of_a_worker(path: str) -> None:
     async with nobody_yet() as (api, handle, http):
         asked = asyncio.create_task(http.post(path, json=BODIES[path]))
-        await until(lambda: api.waiting.number == 1)
+        await until(lambda: api.dispatcher.waiting == 1)
         handle.workers.append(FakeWorker())
         api.gangs.follow()
         assert (await asked).status_code == 200
-        assert api.waiting.number == 0
+        assert api.dispatcher.waiting == 0
 
 
 async def test_a_request_waits_for_a_lost_worker_to_be_replaced() -> None:
@@ -68,7 +68,7 @@ async def test_a_request_waits_for_a_lost_worker_to_be_replaced() -> None:
         worker.heartbeat.set()
         await until(lambda: not served.api.gangs.ready())
         asked = asyncio.create_task(served.post(TEXT, BODIES[TEXT]))
-        await until(lambda: served.api.waiting.number == 1)
+        await until(lambda: served.api.dispatcher.waiting == 1)
         other = FakeWorker()
         other.gang = "gang-2"
         served.handle.workers[:] = [other]
@@ -87,7 +87,7 @@ async def test_it_is_refused_when_none_comes_in_time(path: str) -> None:
             "fake is not ready after 0.01 s (limits.worker_wait_s): no worker has answered yet",
         )
         assert answer.headers["retry-after"] == "1"
-        assert api.waiting.number == 0
+        assert api.dispatcher.waiting == 0
 
 
 async def test_the_time_that_a_request_gives_itself_counts() -> None:
@@ -102,7 +102,7 @@ async def test_the_time_that_a_request_gives_itself_counts() -> None:
 async def test_only_so_many_wait() -> None:
     async with nobody_yet("scheduler.max_waiting=2") as (api, handle, http):
         asked = [asyncio.create_task(http.post(TEXT, json=BODIES[TEXT])) for _ in "12"]
-        await until(lambda: api.waiting.number == 2)
+        await until(lambda: api.dispatcher.waiting == 2)
         answer = await http.post(CHAT, json=BODIES[CHAT])
         message = "2 requests wait for a worker already (scheduler.max_waiting)"
         assert error_of(answer) == (429, "queue_full", message)
@@ -118,9 +118,9 @@ async def test_a_client_that_goes_away_waits_no_more(path: str) -> None:
         served.handle.workers.clear()
         await until(lambda: not served.api.gangs.all())
         asked = asyncio.create_task(served.post(path, BODIES[path]))
-        await until(lambda: served.api.waiting.number == 1)
+        await until(lambda: served.api.dispatcher.waiting == 1)
         asked.cancel()
-        await until(lambda: served.api.waiting.number == 0)
+        await until(lambda: served.api.dispatcher.waiting == 0)
         assert not worker.submits
 
 
@@ -133,15 +133,17 @@ async def test_what_only_a_lost_pool_holds_waits_for_it() -> None:
         served.handle.workers.remove(long)
         await until(lambda: served.api.gangs.all() == ["gang-1"])
         asked = asyncio.create_task(served.post(TEXT, {"prompt": "hi", "max_tokens": 100}))
-        await until(lambda: served.api.waiting.number == 1)
+        await until(lambda: served.api.dispatcher.waiting == 1)
         assert (await served.post(TEXT, {"prompt": "hi", "max_tokens": 3})).status_code == 200
         served.handle.workers.append(long)
         assert "gang=gang-2" in (await asked).headers["x-kvatlas-route"]
 
 
 async def test_what_has_begun_is_not_refused_for_those_that_wait() -> None:
-    waiting = Waiting(lambda: config("scheduler.max_waiting=1", "limits.worker_wait_s=0"))
-    waiting.number = 1
+    nobody: Any = None
+    settings = config("scheduler.max_waiting=1", "limits.worker_wait_s=0")
+    dispatcher = Dispatcher(nobody, nobody, name="ingress-1", config=lambda: settings)
+    dispatcher.waiting = 1
 
     def failure(passed: str) -> ApiError:
         return ApiError(503, "none", passed)
@@ -150,8 +152,8 @@ async def test_what_has_begun_is_not_refused_for_those_that_wait() -> None:
         return None
 
     with pytest.raises(ApiError, match=r"\(scheduler.max_waiting\)"):
-        await waiting.until(nothing, failure)
+        await dispatcher.until(nothing, failure)
     with pytest.raises(ApiError, match=r"after 0 s \(limits.worker_wait_s\)"):
-        await waiting.until(nothing, failure, begun=True)
-    assert await waiting.until(lambda: 7, failure) == 7
-    assert waiting.number == 1
+        await dispatcher.until(nothing, failure, begun=True)
+    assert await dispatcher.until(lambda: 7, failure) == 7
+    assert dispatcher.waiting == 1

@@ -14,7 +14,7 @@ import pytest
 
 from cluster.errors import UserError
 from cluster.routing.calls import Misrouted
-from cluster.serve.transfer import Peers
+from cluster.serve.pools import Peers
 from configs.loading import ConfigError
 from tests.cluster.fakes import KEY, config
 from worker.engine.load import Pressure
@@ -28,7 +28,7 @@ with warnings.catch_warnings():
 @pytest.fixture(autouse=True)
 def _same_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker has a process to itself and so its logging and environment; here it has not."""
-    monkeypatch.setattr("cluster.logs.configure_logging", lambda *_, **__: None)
+    monkeypatch.setattr("cluster.serve.application.configure_logging", lambda *_, **__: None)
     monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     monkeypatch.setattr(application.Worker, "_report", lambda worker: None)
 
@@ -69,7 +69,7 @@ def test_replicas_follow_the_queue_where_more_workers_are_allowed() -> None:
     assert (made.min_replicas, made.max_replicas, made.initial_replicas) == (2, 5, None)
     assert (made.upscale_delay_s, made.downscale_delay_s) == (3, 40)
     assert made.policy.policy_kwargs == {"target_s": 1.5, "size": 1}
-    assert made.policy.get_policy().__name__ == "Policy"
+    assert made.policy.get_policy().__name__ == "ScalingPolicy"
     assert found["ingress"]._deployment_config.autoscaling_config is None
 
 
@@ -299,7 +299,8 @@ def test_live_settings_come_while_requests_run(
 ) -> None:
     logging_as: list[Any] = []
     monkeypatch.setattr(
-        "cluster.logs.configure_logging", lambda level, *, as_json: logging_as.append(level)
+        "cluster.serve.application.configure_logging",
+        lambda level, *, as_json: logging_as.append(level),
     )
     start = config("limits.request_timeout_s=9")
     made = application._reconfigured(

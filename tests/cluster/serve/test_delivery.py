@@ -72,21 +72,24 @@ async def test_a_fault_of_its_own_costs_one_decision(
 async def test_who_is_there_is_known_to_the_whole_process(
     router: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pools, "DIRECTORY", pools.Directory())
+    monkeypatch.setattr(pools, "DIRECTORY", {})
     router._deployment_id = SimpleNamespace(name="worker")
     there = {r.replica_id.unique_id: r for r in [*REPLICAS, *GANG]}
     monkeypatch.setattr(Delivery, "curr_replicas", property(lambda self: there))
     router._publish()
-    assert pools.DIRECTORY.gangs("worker") == frozenset([*"abc", "gang"])
+    assert pools.DIRECTORY["worker"] == frozenset([*"abc", "gang"])
 
 
-def test_the_copy_that_serve_ships_names_the_directory_and_does_not_bring_one() -> None:
+def test_the_copy_that_serve_ships_names_the_directory_and_does_not_bring_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each process makes the class anew from bytes; what it registers must be seen by others."""
+    monkeypatch.setitem(pools.DIRECTORY, "own-entry", frozenset())
     delivery: Any = Delivery
     shipped = RequestRouterConfig(request_router_class=delivery)._serialized_request_router_cls
     assert b"choose_replicas" in shipped  # by value
     assert b"cluster.serve.pools" in shipped
-    assert b"_gangs" not in shipped
+    assert b"own-entry" not in shipped
 
 
 async def test_a_gang_is_called_by_its_name_and_a_follower_by_its_own(router: Any) -> None:

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture
 async def actor(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[HubActor]:
-    monkeypatch.setattr("cluster.logs.configure_logging", lambda *_, **__: None)
+    monkeypatch.setattr("cluster.serve.hub.configure_logging", lambda *_, **__: None)
     monkeypatch.setattr(hub, "EXPIRE_S", 0.0)
     made = HubActor(1 << 20, "info")
     yield made
@@ -33,10 +33,10 @@ async def test_who_asks_is_told_when_there_is_news(actor: HubActor) -> None:
     await asyncio.sleep(0)
     assert not waiting.done()
     assert await actor.report([gang.cut(LoadStats(running=3))]) == {}
-    mirror.take((await waiting).answer, 0.0)
+    mirror.take(await waiting, 0.0)
     assert mirror.gangs["g"].load.running == 3
     same = await actor.poll("i", mirror.have, (await waiting).changes, 0.0)
-    assert same.answer.messages == []
+    assert same.messages == []
 
 
 async def test_ingresses_know_which_of_them_they_are(

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from cluster.serve.pools import Directory, Pools, deployment
+from cluster.serve.pools import DIRECTORY, Pools, deployment
 from configs.pools import UNNAMED, PoolConfig
 from tests.cluster.fakes import ALPHABET, FakeWorker, LocalHandle, Served, serving
 
@@ -105,16 +105,15 @@ def test_a_pool_is_a_deployment() -> None:
     assert deployment("long") == "worker-long"
 
 
-async def test_a_call_goes_to_the_pool_that_has_the_gang() -> None:
+async def test_a_call_goes_to_the_pool_that_has_the_gang(monkeypatch: pytest.MonkeyPatch) -> None:
     short, long = workers()
     handles = {"worker-short": LocalHandle(short), "worker-long": LocalHandle(long)}
-    directory = Directory()
     for name, handle in handles.items():
-        directory.publish(name, handle.listed())
-    pools = Pools(handles, directory)  # type: ignore[arg-type]
+        monkeypatch.setitem(DIRECTORY, name, handle.listed())
+    pools = Pools(handles)  # type: ignore[arg-type]
     assert pools.listed() == {"gang-1", "gang-2"}
     for worker in (short, long):
         assert (await pools.to(worker.gang).ask("info"))["pool"] == worker.pool
-    directory.publish("worker-long", frozenset())
+    monkeypatch.setitem(DIRECTORY, "worker-long", frozenset())
     assert pools.to("gang-2").worker is not long  # type: ignore[attr-defined]
     assert pools.listed() == {"gang-1"}

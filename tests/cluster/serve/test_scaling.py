@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.serve.scaling import FILLED, QUEUED, STALE_S, Policy, wanted
+from cluster.serve.scaling import FILLED, QUEUED, STALE_S, ScalingPolicy, wanted
 
 
 def of(*queued_s: float, now: int | None = None, filled: float = 0.0) -> int:
@@ -119,7 +119,7 @@ class Context:
 
 
 def test_replicas_come_and_go_by_whole_workers() -> None:
-    policy = Policy(2.0, 4)
+    policy = ScalingPolicy(2.0, 4)
     assert policy(Context(8, said=[0.0, 0.0])) == (4, {})
     assert policy(Context(8, said=[5.0, 3.0])) == (16, {})
     assert policy(Context(8, said=[500.0, 500.0])) == (16, {})
@@ -128,6 +128,6 @@ def test_replicas_come_and_go_by_whole_workers() -> None:
 
 def test_a_worker_that_fell_silent_says_nothing() -> None:
     context = Context(4, said=[50.0])
-    assert Policy(2.0, 4)(context)[0] == 8
+    assert ScalingPolicy(2.0, 4)(context)[0] == 8
     context.current_time = 999.1 + STALE_S
-    assert Policy(2.0, 4)(context)[0] == 4
+    assert ScalingPolicy(2.0, 4)(context)[0] == 4

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from cluster.routing.calls import Misrouted
-from cluster.serve.transfer import Peers
+from cluster.serve.pools import Peers
 from tests.cluster.fakes import FakeWorker, LocalHandle
 from worker.blocks.transfer import PullFailed
 
