@@ -24,6 +24,9 @@ from prometheus_client import (
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+TENANTS_MAX = 200
+"""Tenants with samples of their own; each is a time series for Prometheus."""
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 # Bucket bounds of vLLM, which its dashboards expect.
@@ -150,6 +153,10 @@ class Metrics:
         self._answers = self._counter("kvatlas:answers", "route", "status")
         self._ignored = self._counter("kvatlas:ignored_parameters")
         self._background = self._counter("kvatlas:background_failures", "task")
+        self._tenants = set[str]()
+        self._tenant_requests = self._counter("kvatlas:tenant_requests", "tenant", "status")
+        self._tenant_prompt = self._counter("kvatlas:tenant_prompt_tokens", "tenant")
+        self._tenant_generated = self._counter("kvatlas:tenant_generated_tokens", "tenant")
         self._open = self._gauge("kvatlas:requests_open")
         self._gauge("kvatlas:engines_ready").set_function(lambda: len(snapshots()))
 
@@ -186,6 +193,11 @@ class Metrics:
         self.answered(record.route, record.status)
         if record.ignored:
             self._ignored.labels(**self._labels).inc(record.ignored)
+        if record.tenant:
+            tenant = self._tenant(record.tenant)
+            self._tenant_requests.labels(**tenant, status=str(record.status)).inc()
+            self._tenant_prompt.labels(**tenant).inc(record.prompt_tokens)
+            self._tenant_generated.labels(**tenant).inc(record.generated_tokens)
         for reason in record.finish_reasons:
             self._success.labels(**self._labels, finished_reason=reason).inc()
         if record.error or not record.finish_reasons:
@@ -200,6 +212,13 @@ class Metrics:
             if record.later_tokens > 0:
                 each = record.later_tokens / len(record.finish_reasons)
                 self.per_token.observe(record.decode_s / each)
+
+    def _tenant(self, tenant: str) -> dict[str, str]:
+        """The labels of a tenant: its name in the log, "others" for more than TENANTS_MAX."""
+        if tenant not in self._tenants:
+            tenant = tenant if len(self._tenants) < TENANTS_MAX else "others"
+            self._tenants.add(tenant)
+        return {**self._labels, "tenant": tenant}
 
     def answered(self, route: str, status: int) -> None:
         self._answers.labels(**self._labels, route=route, status=str(status)).inc()

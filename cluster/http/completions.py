@@ -260,6 +260,7 @@ class Completion(Response):
             choices=[messages.ChoiceInput() for _ in choices],
             salt=keys.salt(self._tenant, request.cache_salt),
             tenant=self._record.tenant,
+            weight=self._api.access.weight(self._tenant),
             priority=request.priority,
             ingress=self._api.dispatcher.name,
         )

@@ -25,11 +25,15 @@ API_KEYS, ADMIN_KEY = "KVATLAS_API_KEYS", "KVATLAS_ADMIN_KEY"
 """Environment variables. The first has pairs `tenant: key`, separated by commas or line ends; the
 second has one key."""
 
+WEIGHTS = 0.01, 100.0
+"""The least and the largest weight of a tenant."""
+
 MAX_KEYS = 1000
 """Every request is compared with all of them."""
 
 _FILE_BYTES_MAX = 1 << 20
 _TENANT = re.compile(r"[A-Za-z0-9._@-]{1,64}")
+_NUMBER = re.compile(r"\d{1,3}(\.\d{1,3})?")
 _KEY = re.compile(r"[!-~]{16,512}")
 _KEY_RULE = "16 to 512 visible ASCII characters"
 # A proxy sends these: the address of the connection is not the client's.
@@ -54,6 +58,7 @@ class Access:
         self._behind_proxy = behind_proxy
         self._tenants: Sequence[tuple[str, bytes]] = ()
         self._admins: Sequence[tuple[str, bytes]] = ()
+        self._weights: Mapping[str, float] = {}
         self.problem = ""  # why the files as they are now are not in use
         self._read()
         if server.require_keys and not self._tenants:
@@ -77,14 +82,14 @@ class Access:
     def reread(self) -> bool:
         """Read the files again; returns whether the keys have changed. Files that cannot be used
         change nothing and set `problem`."""
-        before = self._tenants, self._admins
+        before = self._tenants, self._admins, self._weights
         try:
             self._read()
         except UserError as error:
             self.problem = str(error)
             return False
         self.problem = ""
-        return before != (self._tenants, self._admins)
+        return before != (self._tenants, self._admins, self._weights)
 
     def tenant(self, request: Request) -> str:
         """The tenant whose key the request carries; "" if none is needed. Raises 401."""
@@ -96,6 +101,10 @@ class Access:
     def owner(self, request: Request) -> str:
         """The tenant of a request; "" where it has no valid key too."""
         return self._owner(request, self._tenants) if self._tenants else ""
+
+    def weight(self, tenant: str) -> float:
+        """How much of an engine a tenant gets where others want it too, compared with 1."""
+        return self._weights.get(tenant, 1.0)
 
     def admin(self, request: Request) -> None:
         """Raises 401 or 403 unless the request may use admin routes."""
@@ -118,7 +127,12 @@ class Access:
 
     def _read(self) -> None:
         source = f"server.api_keys_file or {API_KEYS}"
-        pairs = [_pair(line, source) for line in self._lines(API_KEYS, "api_keys_file")]
+        weights, pairs = dict[str, float](), list[tuple[str, str]]()
+        for line in self._lines(API_KEYS, "api_keys_file"):
+            tenant, weight, key = _pair(line, source)
+            pairs.append((tenant, key))
+            if weights.setdefault(tenant, weight) != weight:
+                raise UserError(f"{line[0]}: {tenant} has another weight in a line before")
         admins = [_key(*line) for line in self._lines(ADMIN_KEY, "admin_key_file")]
         keys = [key for _, key in pairs] + admins
         if len(set(keys)) < len(keys):
@@ -127,6 +141,7 @@ class Access:
             raise UserError(f"at most {MAX_KEYS} keys are possible ({source}), got {len(keys)}")
         self._tenants = [(tenant, self._digest(key)) for tenant, key in pairs]
         self._admins = [("admin", self._digest(key)) for key in admins]
+        self._weights = weights
 
     def _lines(self, variable: str, name: str) -> list[_Line]:
         """The lines with keys, none if nothing is configured. An empty file is an error."""
@@ -196,13 +211,26 @@ def _numbered(source: str, lines: Sequence[str]) -> list[_Line]:
     return [(where, text) for where, text in texts if text and not text.startswith("#")]
 
 
-def _pair(line: _Line, source: str) -> tuple[str, str]:
+def _pair(line: _Line, source: str) -> tuple[str, float, str]:
+    """A tenant, its weight, and a key of it."""
     where, text = line
-    tenant, colon, key = text.partition(":")
-    if not colon or not _TENANT.fullmatch(tenant := _unquoted(tenant)):
+    owner, colon, key = text.partition(":")
+    name, *weights = _unquoted(owner).split(" weight=")
+    weight = _weight(where, *weights) if weights else 1.0
+    if not colon or not _TENANT.fullmatch(tenant := _unquoted(name)):
         allowed = "a tenant has 1 to 64 letters, digits, dots, dashes, underscores or @"
-        raise UserError(f"{where}: is not of the form `tenant: key` ({source}); {allowed}")
-    return tenant, _key(where, key)
+        raise UserError(
+            f"{where}: is not of the form `tenant: key` or `tenant weight=2: key` ({source}); "
+            f"{allowed}"
+        )
+    return tenant, weight, _key(where, key)
+
+
+def _weight(where: str, *texts: str) -> float:
+    least, most = WEIGHTS
+    if len(texts) == 1 and _NUMBER.fullmatch(texts[0]) and least <= float(texts[0]) <= most:
+        return float(texts[0])
+    raise UserError(f"{where}: a weight is a number from {least} to {most}")
 
 
 def _key(where: str, text: str) -> str:

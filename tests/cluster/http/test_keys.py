@@ -17,7 +17,7 @@ import openai
 import pytest
 from fastapi.routing import APIRoute
 
-from cluster import cli
+from cluster import cli, metrics
 from cluster.errors import UserError
 from cluster.http import keys
 from cluster.http.app import build_app
@@ -424,3 +424,55 @@ async def test_strangers_learn_nothing_of_the_workers(files: tuple[str, str]) ->
                 (gang,) = report["models"][0]["gangs"]
                 assert ({"host", "pid"} <= gang.keys()) == seen
                 assert gang["ready"]
+
+
+async def test_a_tenant_has_the_weight_of_its_lines(tmp_path: Path) -> None:
+    lines = [f"alice weight=2.5: {ALICE}", f"'alice weight=2.5': {ALICE_2}", f"bob: {BOB}"]
+    (tmp_path / "keys").write_text("\n".join(lines))
+    settings = (f"server.api_keys_file={tmp_path / 'keys'}",)
+    assert [access(*settings).weight(t) for t in ("alice", "bob", "carol")] == [2.5, 1.0, 1.0]
+    async with serving(FakeWorker(), *settings) as served:
+        for key in (ALICE, ALICE_2, BOB):
+            answer = await served.post(TEXT, {"prompt": "hi"}, headers=bearer(key))
+            assert answer.status_code == 200
+        assert [submit.weight for submit in served.worker.submits] == [2.5, 2.5, 1.0]
+        (tmp_path / "keys").write_text(f"alice weight=3: {ALICE}")
+        await served.api.reread_keys()
+        await served.post(TEXT, {"prompt": "hi"}, headers=bearer(ALICE))
+        assert served.worker.submits[-1].weight == 3.0
+
+
+@pytest.mark.parametrize("weight", ["0", "-1", "101", "1e2", "x", "", "1 weight=2", "nan"])
+def test_a_weight_is_a_number_in_its_range(weight: str) -> None:
+    with pytest.raises(UserError, match="line 1: a weight is a number from 0.01 to 100.0"):
+        access(environment={keys.API_KEYS: f"alice weight={weight}: {ALICE}"})
+
+
+def test_a_tenant_has_one_weight() -> None:
+    given = f"alice weight=2: {ALICE}\nalice: {ALICE_2}"
+    with pytest.raises(UserError, match="line 2: alice has another weight in a line before"):
+        access(environment={keys.API_KEYS: given})
+
+
+async def test_what_a_tenant_uses_is_counted_and_tenants_are_bounded(
+    files: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "TENANTS_MAX", 1)
+    async with serving(FakeWorker(), *files) as served:
+        for key in (ALICE, ALICE_2, BOB):
+            await served.post(TEXT, {"prompt": "hi"}, headers=bearer(key))
+        await served.post(TEXT, {"prompt": ""}, headers=bearer(ALICE))
+        text = (await served.http.get("/metrics", headers=bearer(ADMIN))).text
+    alice, others = f'tenant="{shown("alice")}"', 'tenant="others"'
+    found = {
+        line.rpartition(" ")[0].partition("{")[0] + "|" + part: float(line.rpartition(" ")[2])
+        for line in text.splitlines()
+        for part in (alice, others)
+        if part in line and 'status="400"' not in line
+    }
+    assert found["kvatlas:tenant_requests_total|" + alice] == 2
+    assert found["kvatlas:tenant_requests_total|" + others] == 1
+    assert found["kvatlas:tenant_prompt_tokens_total|" + alice] == 4
+    assert found["kvatlas:tenant_generated_tokens_total|" + others] == 16
+    assert f'{alice},status="400"' in text or 'status="400"' in text
+    assert "bob" not in text
