@@ -52,6 +52,9 @@ ORPHANS_S = 3.0
 
 COPY_THREADS = 2
 
+UNMEASURED_PER_S = 1000.0
+"""Tokens that an engine is taken to compute in a second before it has computed any."""
+
 
 class GPUWorker:
     """Serves one model. The constructor returns when the model is loaded, checked and warm.
@@ -111,6 +114,9 @@ class GPUWorker:
             slice_bytes=self.spec.layout.slice_bytes,
             bytes_max=cluster.pull_bytes_max,
             timeout_s=cluster.pull_timeout_s,
+            block_s=lambda: (
+                self.spec.layout.block_size / (engine.prefill.per_s or UNMEASURED_PER_S)
+            ),
             in_thread=in_thread,
             now=time.monotonic,
         )

@@ -92,6 +92,7 @@ class Side:
             slice_bytes=self.pages.slice_bytes,
             bytes_max=bytes_max,
             timeout_s=timeout_s,
+            block_s=lambda: 0.0,
             in_thread=self._in_thread,
             now=self._now,
         )

@@ -28,6 +28,11 @@ log = logging.getLogger("kvatlas.worker")
 
 CALL_BYTES_MAX = 64 << 20
 CANCELLED = "cancelled"
+
+LATE = 2.0
+"""A pull may take this many times as long as it would take to compute its blocks here. The router
+predicts that it takes less; a link may be slower than it was."""
+
 _T = TypeVar("_T")
 
 Answer = tuple[int, Any]
@@ -49,7 +54,8 @@ class Puller:
 
     `slice_bytes` are the bytes of one block of each group. `in_thread` runs work in another thread.
     At most `bytes_max` are in flight to here, and as many from here; `timeout_s` bounds each step
-    of a chunk. `now` is a clock in seconds.
+    of a chunk, `block_s` predicts the seconds in which a block is computed. `now` is a clock in
+    seconds.
     """
 
     def __init__(
@@ -62,12 +68,13 @@ class Puller:
         slice_bytes: int,
         bytes_max: int,
         timeout_s: float,
+        block_s: Callable[[], float],
         in_thread: Callable[[Callable[[], Any]], asyncio.Future[Any]],
         now: Callable[[], float],
     ) -> None:
         self.transfers, self.pages, self.engine, self.fetch = transfers, pages, engine, fetch
         self.stats, self.timeout_s = transfers.stats, timeout_s
-        self.in_thread, self.now = in_thread, now
+        self.block_s, self.in_thread, self.now = block_s, in_thread, now
         self.chunk_blocks = max(1, min(CALL_BYTES_MAX, bytes_max // 2) // slice_bytes)
         calls = bytes_max // (self.chunk_blocks * slice_bytes)
         self.possible = calls > 0
@@ -137,13 +144,19 @@ class Puller:
         early = [chunk for chunk in chunks if chunk.early]
         started_s = self.now()
         try:
-            await self._bring_all(pull, early)
-            await self._bring_all(pull, [chunk for chunk in chunks if not chunk.early])
-            for chunk in early:
-                await self._register(pull, chunk, chunk.stop - chunk.start)
+            async with asyncio.timeout(self.limit_s(pull.count)):
+                await self._bring_all(pull, early)
+                await self._bring_all(pull, [chunk for chunk in chunks if not chunk.early])
+                for chunk in early:
+                    await self._register(pull, chunk, chunk.stop - chunk.start)
         finally:
             if pull.bytes:
                 self.stats.link(pull.gang).add(pull.bytes, self.now() - started_s)
+
+    def limit_s(self, blocks: int) -> float:
+        """How long a pull of so many blocks may take. After that the rest is computed; what has
+        landed stays."""
+        return max(self.timeout_s, LATE * self.block_s() * blocks)
 
     async def _bring_all(self, pull: IncomingPull, chunks: Sequence[Chunk]) -> None:
         """Bring these chunks, several at once. Raises the error of the first that failed."""

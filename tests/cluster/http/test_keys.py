@@ -444,7 +444,7 @@ async def test_a_tenant_has_the_weight_of_its_lines(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("weight", ["0", "-1", "101", "1e2", "x", "", "1 weight=2", "nan"])
 def test_a_weight_is_a_number_in_its_range(weight: str) -> None:
-    with pytest.raises(UserError, match="line 1: a weight is a number from 0.01 to 100.0"):
+    with pytest.raises(UserError, match=r"line 1: a weight is a number from 0\.01 to 100\.0"):
         access(environment={keys.API_KEYS: f"alice weight={weight}: {ALICE}"})
 
 

@@ -13,6 +13,7 @@ import pytest
 from tests.worker.fake import VOCAB, check, expected, make_request, tokens_of
 from tests.worker.pulling import LATE_S, SIZE, Side
 from worker import messages
+from worker.blocks import pull as pull_module
 from worker.blocks.transfer import PullFailed
 from worker.scheduling.prefix import UNWANTED
 
@@ -642,3 +643,26 @@ def _flaky(owner: Side, draw: random.Random) -> Any:
         return count, data
 
     return fetch
+
+
+async def test_a_pull_as_a_whole_takes_no_longer_than_computing_twice() -> None:
+    """A slow link: each chunk comes in time, all together they would take minutes."""
+    source, side = pair(bytes_max=chunks(1, 1, 2), timeout_s=10.0)
+    assert side.puller.limit_s(BLOCKS) == 10.0  # as for each chunk, where computing is faster
+    side.puller.block_s = lambda: 5.0
+    assert side.puller.limit_s(BLOCKS) == pull_module.LATE * 5.0 * BLOCKS
+    genuine, come = side.fetch, 0
+
+    async def slow(gang: str, group_hashes: list[bytes], timeout_s: float) -> Any:
+        nonlocal come
+        come += 1
+        if come > 2:
+            await asyncio.Event().wait()
+        return await genuine(gang, group_hashes, timeout_s)
+
+    side.fetch = slow
+    side.puller.limit_s = lambda blocks: 0.2  # type: ignore[method-assign]
+    await pull(side)
+    assert side.stats.failures == {"timeout": 1}
+    assert finish(side) == 2 * SIZE  # what had landed is used
+    source.assert_whole()

@@ -55,6 +55,7 @@ class Worker:
             slice_bytes=slice_bytes,
             bytes_max=2 * blocks_per_call * slice_bytes,
             timeout_s=60.0,
+            block_s=lambda: 0.0,
             in_thread=lambda work: asyncio.get_running_loop().run_in_executor(None, work),
             now=time.monotonic,
         )
