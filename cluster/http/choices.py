@@ -161,8 +161,7 @@ class Choice:
         self.generated_tokens = message.generated_tokens
         if self.finish_reason is None:
             self.finish_reason = message.reason
-            if message.stop_token in self._request.stop_token_ids:
-                self.stop_reason = message.stop_token
+            self.stop_reason = self._request.stop_reason(message.stop_token)
 
     def take(self) -> Piece | None:
         """All that can be sent now, None if nothing is new."""

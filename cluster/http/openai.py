@@ -72,6 +72,7 @@ class Served:
     strict: bool
     pools: Mapping[str, int] = field(default_factory=dict)  # the longest sequence of each, if known
     silent: Sequence[str] = ()  # pools whose longest sequence is not known yet
+    special: Mapping[str, int] = field(default_factory=dict)  # ids of special tokens by their text
 
 
 class Options(BaseModel):
@@ -143,10 +144,26 @@ class Common(Asked):
     timeout: float | None = None
     speculation: SpeculationOptions = SpeculationOptions()
     _ignored: list[str] = PrivateAttr([])
+    _special_stops: dict[int, str] = PrivateAttr({})
 
     def note_ignored(self, names: Iterable[str]) -> None:
         """Parameters that were sent and are not known; their values are not kept."""
         self._ignored = sorted(names)
+
+    def note_special(self, special: Mapping[str, int]) -> None:
+        """Which stop strings are special tokens: in the text these may not be seen."""
+        self._special_stops = {special[text]: text for text in self.stops if text in special}
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """All tokens that end an answer because the request says so."""
+        return (*self.stop_token_ids, *self._special_stops)
+
+    def stop_reason(self, token: int | None) -> int | str | None:
+        """What the client called the token that ended an answer, None if it did not name it."""
+        if token in self._special_stops:
+            return self._special_stops[token]
+        return token if token in self.stop_token_ids else None
 
     @property
     def width(self) -> int:
@@ -266,6 +283,7 @@ def check_common(request: Common, served: Served) -> None:
     if "stream_options" in request.model_fields_set and not request.stream:
         raise invalid("stream_options needs stream: true", "stream_options")
     _check_choices(request, served)
+    request.note_special(served.special)
     if len(request.cache_salt) > MAX_SALT:
         asked = f"at most {MAX_SALT} characters, got {len(request.cache_salt)}"
         raise invalid(f"cache_salt must have {asked}", "cache_salt")
@@ -396,7 +414,7 @@ def _params(request: Common, served: Served, max_tokens: int | None) -> Sampling
         max_tokens=served.max_model_len if max_tokens is None else max_tokens,
         logit_bias=_bias(request.logit_bias),
         seed=secrets.randbits(63) if request.seed is None else request.seed,
-        stop_token_ids=tuple(request.stop_token_ids),
+        stop_token_ids=request.stop_ids,
         logprobs=ranked if request.alternatives is None else request.alternatives,
         prompt_logprobs=request.alternatives if echo else None,
         n=request.choices,
@@ -436,11 +454,13 @@ def too_long(message: str, served: Served, param: str) -> ApiError:
         waiting = ", ".join(served.silent)
         message += f", more than is ready now; pools that are still starting: {waiting}"
         return ApiError(503, "no_capacity", message, retry_after_s=1)
+    # In these words, which programs on top (LiteLLM, LangChain) know from other servers.
+    message += f"; this model's maximum context length is {served.max_model_len} tokens"
     if len(served.pools) > 1:
         each = ", ".join(f"{most} in pool {pool}" for pool, most in served.pools.items())
-        message += f"; {served.model} holds {each} (max_model_len in cluster.pools)"
+        message += f": {each} (max_model_len in cluster.pools)"
     else:
-        message += f"; {served.model} holds {served.max_model_len} (model.max_model_len)"
+        message += " (model.max_model_len)"
     return invalid(message, param, "context_length_exceeded")
 
 

@@ -120,6 +120,7 @@ class Api:
                 strict=self.config.server.strict_params,
                 pools=dict(sorted(limits.items(), key=lambda pool: pool[1])),
                 silent=[p.name for p in self.config.pools if p.name not in limits],
+                special=self.text.special,
             )
 
         def failure(passed: str) -> ApiError:

@@ -203,6 +203,8 @@ class TextService:
             self._backend.no_padding()
         self._threads = FairThreads(THREADS, MAX_PENDING, "tokenise")
         self._token_characters = self._most_characters()
+        added = tokenizer.added_tokens_decoder.items()
+        self.special: dict[str, int] = {str(t): token for token, t in added if t.special}
         # Arguments that the server itself passes, or that clients may not set.
         template = inspect.signature(tokenizer.apply_chat_template).parameters
         self._reserved = {"self", "messages", "tools", "documents", *template}

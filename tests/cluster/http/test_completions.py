@@ -818,3 +818,20 @@ def test_refused_prompts_come_back_ever_later_and_not_together() -> None:
         drawn = [generation.pause_s(least, before) for _ in range(50)]
         assert all(most / 2 <= pause <= most for pause in drawn)
         assert len(set(drawn)) > 40
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_special_token_s_text_is_a_stop_string(stream: bool) -> None:
+    """Its text is skipped by default, so nobody would find it there."""
+    worker = FakeWorker("AB<|user|>CD")
+    body = {"prompt": "hi", "max_tokens": 20, "stop": ["zz", "<|user|>"], "stream": stream}
+    async with serving(worker) as served:
+        if stream:
+            events = [json.loads(e) for e in (await served.events(TEXT, body))[:-1]]
+            choices = [choice for event in events for choice in event["choices"]]
+        else:
+            choices = (await served.post(TEXT, body)).json()["choices"]
+        assert "".join(choice["text"] for choice in choices) == "AB"
+        assert choices[-1]["finish_reason"] == "stop"
+        assert choices[-1]["stop_reason"] == "<|user|>"
+        assert worker.submits[0].params.stop_token_ids == (ids_of("<|user|>")[0],)

@@ -52,11 +52,12 @@ async def test_too_long_for_every_pool_is_a_400_with_the_limit_of_each() -> None
         error = answer.json()["error"]
         assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
         assert error["message"] == (
-            "the prompt has 5 tokens and 252 more are asked for, 257 together; fake holds 32 in "
-            "pool short, 256 in pool long (max_model_len in cluster.pools)"
+            "the prompt has 5 tokens and 252 more are asked for, 257 together; this model's maximum "
+            "context length is 256 tokens: 32 in pool short, 256 in pool long "
+            "(max_model_len in cluster.pools)"
         )
         answer = await running.post(TEXT, {"prompt": [1] * (LONG + 1)})
-        assert "prompt has 257 tokens; fake holds 32 in pool short, 256 in pool long" in answer.text
+        assert "prompt has 257 tokens; this model's maximum context length is 256" in answer.text
         assert not short.submits + long.submits
         (card,) = (await running.http.get("/v1/models")).json()["data"]
         assert card["max_model_len"] == LONG
