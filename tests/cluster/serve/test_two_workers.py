@@ -230,7 +230,8 @@ def test_many_large_answers_arrive_whole(server: Server) -> None:
 def test_an_answer_that_nobody_reads_waits_at_the_server(server: Server) -> None:
     """Serve's `send` waits for nobody: the ingress would have all of it, and end the request."""
     server.wait_until(lambda: sum(opened(server).values()) == 0)
-    body = json.dumps({**SCORED, "stream": True}).encode()
+    # 24 MiB: the buffers of sockets and of gRPC on the way take several.
+    body = json.dumps({**SCORED, "stream": True, "n": 16, "max_tokens": 800}).encode()
     host, _, port = server.url.removeprefix("http://").partition(":")
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
