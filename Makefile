@@ -7,7 +7,7 @@ CONFIG ?= configs/local.yaml
 SET    ?=
 TRACE  ?=
 ARGS   ?=
-JOBS   ?= 2
+JOBS   ?= 3
 MARKS  ?= not full and not hosts and not guidellm
 
 BIN   := .venv/bin
