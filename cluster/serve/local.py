@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from cluster.errors import UserError
@@ -44,13 +45,16 @@ RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",  # with the default, 15, all other processes would come first
 }
+# gRPC and Ray would ask these for processes of this machine. Nothing is fetched from elsewhere once
+# the model is here.
+PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
 _OBJECT_STORE_BYTES = 256 << 20  # it carries only the blocks that workers pull from each other
 
 Say = Callable[[str], None]
 
 
 def serve_here(config: Config, directory: str, *, say: Say, worker: str | None = None) -> int:
-    """Serves until SIGINT or SIGTERM. `worker` names another worker class, for tests.
+    """Serves until SIGINT, SIGTERM or SIGHUP. `worker` names another worker class, for tests.
 
     Raises UserError when the model or the settings cannot be served.
     """
@@ -60,6 +64,12 @@ def serve_here(config: Config, directory: str, *, say: Say, worker: str | None =
         environment |= haproxy.environment(config.limits.body_timeout_s)
     for name, value in environment.items():
         os.environ.setdefault(name, value)
+    for name in PROXIES:
+        os.environ.pop(name, None)
+        os.environ.pop(name.upper(), None)
+    directory = os.path.abspath(directory)
+    # Ray's workers import from the folder in which this is called, which may have a `worker.py`.
+    os.chdir(Path(__file__).parents[2])
     began_s = time.monotonic()
     stop = threading.Event()
     _stop_on_signals(stop)
@@ -74,7 +84,7 @@ def serve_here(config: Config, directory: str, *, say: Say, worker: str | None =
 
 
 def _stop_on_signals(stop: threading.Event) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: stop.set())
 
 

@@ -96,14 +96,16 @@ def start(
     *overrides: str,
     worker: str = FAKE,
     environment: Mapping[str, str] | None = None,
+    cwd: Path = ROOT,
 ) -> subprocess.Popen[bytes]:
     """Starts a server; `log` gets what it prints."""
     kept.close()
-    command = [sys.executable, "-c", START, worker, str(directory), *overrides]
+    # With -P it does not look for modules in `cwd`, as the command `kvatlas` does not.
+    command = [sys.executable, "-P", "-c", START, worker, str(directory), *overrides]
     own = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     env = {**os.environ, **own, **(environment or {})}
     with log.open("wb") as out:
-        return subprocess.Popen(command, stdout=out, stderr=out, env=env, cwd=ROOT)
+        return subprocess.Popen(command, stdout=out, stderr=out, env=env, cwd=cwd)
 
 
 _ports = itertools.islice(itertools.cycle(range(20_000, 30_000)), os.getpid() * 101 % 10_000, None)
@@ -150,11 +152,13 @@ def running(
     *overrides: str,
     worker: str = FAKE,
     environment: Mapping[str, str] | None = None,
+    cwd: Path = ROOT,
 ) -> Iterator[Server]:
-    """A server that is ready, on a free port."""
+    """A server that is ready, on a free port. In the end its terminal is closed, and no process of
+    it is left."""
     port, environment = free_port(), environment or {}
     settings = (f"server.port={port}", *overrides)
-    process = start(directory, log, *settings, worker=worker, environment=environment)
+    process = start(directory, log, *settings, worker=worker, environment=environment, cwd=cwd)
     key = environment.get(ADMIN_KEY)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     made = Server(process, log, f"http://127.0.0.1:{port}", headers)
@@ -162,5 +166,7 @@ def running(
         made.wait_until(lambda: "ready after" in log.read_text(), 120)
         yield made
     finally:
-        process.send_signal(signal.SIGINT)
+        processes = below(process.pid)
+        process.send_signal(signal.SIGHUP)
         process.wait(120)
+        assert [cmdline(pid) for pid in processes if alive(pid)] == []

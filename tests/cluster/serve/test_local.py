@@ -31,11 +31,19 @@ USER = [{"role": "user", "content": "hi"}]
 CHAT = "/v1/chat/completions"
 
 
+PROXY = "http://127.0.0.1:9"  # nobody listens there
+PROXIES = dict.fromkeys(("http_proxy", "HTTP_PROXY", "https_proxy", "ALL_PROXY"), PROXY)
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Started in a folder with modules of our names, and behind a proxy that does not answer."""
     directory = tokens.save(tmp_path_factory.mktemp("model"))
-    log = tmp_path_factory.mktemp("log") / "log"
-    with running(directory, log, *HEALTH, environment=modes.DEFAULT) as server:
+    log, folder = tmp_path_factory.mktemp("log") / "log", tmp_path_factory.mktemp("folder")
+    for name in ("cluster", "worker", "configs"):
+        (folder / f"{name}.py").write_text("raise RuntimeError('not ours')")
+    environment = {**modes.DEFAULT, **PROXIES}
+    with running(directory, log, *HEALTH, environment=environment, cwd=folder) as server:
         yield server
 
 
