@@ -37,6 +37,7 @@ from cluster.http.responses import (
 from cluster.http.state import Api
 from cluster.metrics import Record
 from worker import messages
+from worker.params import SamplingParams
 
 log = logging.getLogger("kvatlas.ingress")
 
@@ -148,12 +149,16 @@ class Completion(Response):
         try:
             async with asyncio.timeout(self._left_s(timeout_s)):
                 served = await api.served()
+                openai.check_common(request, served)
+                try:
+                    texts, tokens, params = await self._sized(served)
+                except openai.StillStarting:
+                    served = await api.served(every_pool=True)
+                    texts, tokens, params = await self._sized(served)
         except TimeoutError:
             message = f"no worker was ready in {timeout_s:g} s ({limit})"
             raise ApiError(408, "timeout", message) from None
-        openai.check_common(request, served)
         self._note_ignored(request)
-        texts, tokens = await self._tokens(served)
         request.forget_prompt()
         self._release()
         answer = self._answer = (ChatAnswer if self._chat else CompletionAnswer)(
@@ -161,8 +166,8 @@ class Completion(Response):
         )
         record.id = answer.id
         jobs = [
-            self._job(served, len(tokens), index=i, tokens=ids, text=text, timeout_s=timeout_s)
-            for i, (ids, text) in enumerate(zip(tokens, texts, strict=True))
+            self._job(one, index=i, tokens=ids, text=text, timeout_s=timeout_s)
+            for i, (one, ids, text) in enumerate(zip(params, tokens, texts, strict=True))
         ]
         generation = Generation(
             api.dispatcher,
@@ -199,6 +204,21 @@ class Completion(Response):
             listed = ", ".join(name[:64] for name in names[:32])
             self._extra_headers.append((b"x-kvatlas-ignored", listed.encode()))
 
+    async def _sized(
+        self, served: openai.Served
+    ) -> tuple[Sequence[str], Sequence[list[int]], Sequence[SamplingParams]]:
+        """Of each prompt the text that is echoed, its tokens, and the engine's parameters. Raises
+        ApiError for what no sequence holds."""
+        texts, tokens = await self._tokens(served)
+        return (
+            texts,
+            tokens,
+            [
+                openai.sampling(self._request, served, prompt_tokens=len(ids), prompts=len(tokens))
+                for ids in tokens
+            ],
+        )
+
     async def _tokens(self, served: openai.Served) -> tuple[Sequence[str], Sequence[list[int]]]:
         """For each prompt, the text that the answer echoes ("" for none), and its tokens."""
         request, text = self._request, self._api.text
@@ -232,8 +252,7 @@ class Completion(Response):
 
     def _job(
         self,
-        served: openai.Served,
-        prompts: int,
+        params: SamplingParams,
         *,
         index: int,
         tokens: list[int],
@@ -242,7 +261,6 @@ class Completion(Response):
     ) -> Job:
         """The request to the engine for one prompt, and the choices that take its answer."""
         request, answer = self._request, self._answer
-        params = openai.sampling(request, served, prompt_tokens=len(tokens), prompts=prompts)
         decode = self._api.text.decoder(skip_special=request.skip_special_tokens)
         choices = [
             Choice(index * params.n + sample, tokens, decode, request) for sample in range(params.n)

@@ -75,6 +75,10 @@ class Served:
     special: Mapping[str, int] = field(default_factory=dict)  # ids of special tokens by their text
 
 
+class StillStarting(ApiError):
+    """More tokens than the pools hold that are ready; one that is still starting may hold them."""
+
+
 class Options(BaseModel):
     """An object among the parameters. Null in it means left out, as for parameters themselves."""
 
@@ -453,7 +457,7 @@ def too_long(message: str, served: Served, param: str) -> ApiError:
     if served.silent:
         waiting = ", ".join(served.silent)
         message += f", more than is ready now; pools that are still starting: {waiting}"
-        return ApiError(503, "no_capacity", message, retry_after_s=1)
+        return StillStarting(503, "no_capacity", message, retry_after_s=1)
     # In these words, which programs on top (LiteLLM, LangChain) know from other servers.
     message += f"; this model's maximum context length is {served.max_model_len} tokens"
     if len(served.pools) > 1:

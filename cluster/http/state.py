@@ -100,15 +100,19 @@ class Api:
         self.resources: ResourceCheck | None = None
         self.labels: dict[str, str] = {}  # X-Request-Id of the requests in flight, by id
 
-    async def served(self) -> openai.Served:
-        """The model and the limits, once a worker can take a request.
+    async def served(self, *, every_pool: bool = False) -> openai.Served:
+        """The model and the limits, once a worker can take a request, or a worker of every pool has
+        been ready.
 
         Raises 429 and 503, see `Dispatcher.until`.
         """
 
+        def starting() -> list[str]:
+            return [p.name for p in self.config.pools if p.name not in self.gangs.limits()]
+
         def served() -> openai.Served | None:
             info = self.gangs.info
-            if not info or not self.gangs.ready():
+            if not info or not self.gangs.ready() or (every_pool and starting()):
                 return None
             limits = self.gangs.limits()
             return openai.Served(
@@ -119,12 +123,16 @@ class Api:
                 limits=self.config.limits,
                 strict=self.config.server.strict_params,
                 pools=dict(sorted(limits.items(), key=lambda pool: pool[1])),
-                silent=[p.name for p in self.config.pools if p.name not in limits],
+                silent=starting(),
                 special=self.text.special,
             )
 
         def failure(passed: str) -> ApiError:
             code = "worker_lost" if self.gangs.info else "no_capacity"
+            if self.gangs.ready():
+                pools = ", ".join(starting())
+                message = f"only a pool that is still starting may hold this, {passed}: {pools}"
+                return ApiError(503, "no_capacity", message, retry_after_s=1)
             message = f"{self.model} is not ready {passed}: {self.gangs.reason}"
             return ApiError(503, code, message, retry_after_s=1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -63,14 +64,33 @@ async def test_too_long_for_every_pool_is_a_400_with_the_limit_of_each() -> None
         assert card["max_model_len"] == LONG
 
 
-async def test_what_only_a_pool_that_is_starting_may_hold_is_a_503() -> None:
-    short, _ = workers()
+async def test_what_only_a_pool_that_is_starting_may_hold_waits_for_it() -> None:
+    short, long = workers()
+    body = {"prompt": "hello", "max_tokens": SHORT}
     async with serving(short, f"cluster.pools={POOLS}") as running:
+        asked = [
+            asyncio.create_task(running.post(TEXT, body)),
+            asyncio.create_task(running.post(TEXT, {"prompt": "x" * SHORT, "max_tokens": 1})),
+        ]
+        while running.api.dispatcher.waiting < len(asked):
+            await asyncio.sleep(0)
+        assert (await running.post(TEXT, {"prompt": "hello"})).status_code == 200  # others do not
+        running.handle.workers.append(long)
+        running.api.gangs.follow()
+        assert [answer.status_code for answer in await asyncio.gather(*asked)] == [200, 200]
+        assert len(long.submits) == 2
+
+
+async def test_a_pool_that_is_starting_is_waited_for_no_longer_than_others() -> None:
+    short, _ = workers()
+    async with serving(short, f"cluster.pools={POOLS}", "limits.worker_wait_s=0") as running:
         answer = await running.post(TEXT, {"prompt": "hello", "max_tokens": SHORT})
         error = answer.json()["error"]
         assert (answer.status_code, error["code"]) == (503, "no_capacity")
-        assert "more than is ready now; pools that are still starting: long" in error["message"]
-        assert (await running.post(TEXT, {"prompt": "hello"})).status_code == 200
+        assert error["message"] == (
+            "only a pool that is still starting may hold this, after 0 s (limits.worker_wait_s): "
+            "long"
+        )
 
 
 async def test_what_only_a_lost_pool_holds_is_a_503() -> None:
