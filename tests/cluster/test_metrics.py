@@ -195,7 +195,7 @@ def test_the_host_tier_is_shown_by_tier_state_and_choice() -> None:
 
 def test_the_pages_name_samples_that_are_there() -> None:
     metrics = asyncio.run(_engines())
-    metrics.finished(record())
+    metrics.finished(record(tenant="1a2b3c4d"))
     there = {name for name, _ in samples(metrics)}
     pages = (Path(__file__).parents[2] / "docs").glob("*.md")
     text = "".join(page.read_text(encoding="utf-8") for page in pages)
