@@ -340,6 +340,7 @@ _GAUGES: tuple[_Row, ...] = (
      "block_size", "num_gpu_blocks"),
 )  # fmt: skip
 
+# prometheus_client appends `_total` to these names.
 _COUNTERS: tuple[_Row, ...] = (
     ("vllm:prompt_tokens", "Prompt tokens computed", "prompt_tokens"),
     ("vllm:generation_tokens", "Tokens generated", "generated_tokens"),

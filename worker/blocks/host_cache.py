@@ -63,7 +63,7 @@ class Located(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class HostLoad(Incoming):
-    """The load of a sequence's blocks, in one chunk, out of `host blocks`, which are pinned.
+    """The load of a sequence's blocks, in one chunk, out of host blocks, which are pinned.
     `copying` is None until it has begun."""
 
     sequence: Served
@@ -236,7 +236,7 @@ class HostCache:
     def _begin(
         self, sequence: Served, found: Sequence[list[int]], host_blocks: list[Located]
     ) -> None:
-        """Pin the blocks of the match, then allocate blocks for `host blocks`, which may evict
+        """Pin the blocks of the match, then allocate blocks for those of the host, which may evict
         others."""
         first, stop = host_blocks[0].at, host_blocks[-1].at + 1
         group_hashes = self.prefix.block_hashes(sequence)

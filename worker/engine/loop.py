@@ -249,7 +249,7 @@ class EngineLoop:
 
     def _abort(self, request_id: str) -> None:
         if self.engine.abort(request_id):
-            log.info("request %s aborted: its client is gone", request_id)
+            log.info("request %s aborted by its ingress", request_id)
 
     def _run(self, make: Callable[[], Engine], made: Future[Engine]) -> None:
         try:
