@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 log = logging.getLogger("kvatlas.ingress")
 
 UNREAD_BYTES_MAX = 1 << 20
-"""Of one answer. The buffers of sockets and of gRPC on the way to the client have some more."""
+"""Of one answer, in the ingress. The buffers of sockets and of gRPC on the way take more."""
 
 LOOK_S = 0.02
 """How often it is looked whether the proxy has taken something."""
