@@ -23,6 +23,7 @@ from tests.worker.sampling import (
     same,
     slot_filled,
 )
+from worker.execution import sample_plan
 from worker.execution import sampler as sampler_module
 from worker.execution.sample_plan import SampleRow
 from worker.execution.sampler import Sampler, slice_rows, workspace_bytes
@@ -332,3 +333,11 @@ def test_temporaries_stay_within_the_plan(
             got = sampler.sample(logits, sampler.plan(rows), allow)
         assert not got.bad.any()
         assert bound / 2 < peak.most <= bound
+
+
+def test_greedy_rows_draw_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty draw takes as long as a full one, in every step."""
+    monkeypatch.setattr(sample_plan, "uniform", None)
+    greedy = SamplingParams(temperature=0.0)
+    numbers = sample_plan._numbers([sample_plan.SampleRow(i, greedy, 3) for i in range(4)])
+    assert numbers.shape == (0,)
