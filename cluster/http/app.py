@@ -213,6 +213,9 @@ def _add_text(app: FastAPI, api: Api) -> None:
         if (asked.prompt is None) == (asked.messages is None):
             raise invalid("one of prompt and messages is needed", "prompt")
         ids = await while_connected(request.receive, _ids(api, asked, served, tenant))
+        if len(ids) > served.max_model_len:  # their JSON would stop the event loop for long
+            param = "messages" if asked.prompt is None else "prompt"
+            raise openai.too_long(f"{param} has {len(ids)} tokens", served, param)
         body = {"count": len(ids), "max_model_len": served.max_model_len, "tokens": ids}
         if asked.return_token_strs:
             body["token_strs"] = [api.text.token(token)[0] for token in ids]

@@ -146,18 +146,13 @@ class Completion(Response):
         request = self._request = await bodies.read(kind, self._body, api.config.limits)
         self._body = b""
         timeout_s, limit = openai.patience(request, self._timeout, api.config.limits)
+        served = await self._served(timeout_s, limit)
+        openai.check_common(request, served)
         try:
-            async with asyncio.timeout(self._left_s(timeout_s)):
-                served = await api.served()
-                openai.check_common(request, served)
-                try:
-                    texts, tokens, params = await self._sized(served)
-                except openai.StillStarting:
-                    served = await api.served(every_pool=True)
-                    texts, tokens, params = await self._sized(served)
-        except TimeoutError:
-            message = f"no worker was ready in {timeout_s:g} s ({limit})"
-            raise ApiError(408, "timeout", message) from None
+            texts, tokens, params = await self._sized(served)
+        except openai.StillStarting:
+            served = await self._served(timeout_s, limit, every_pool=True)
+            texts, tokens, params = await self._sized(served)
         self._note_ignored(request)
         request.forget_prompt()
         self._release()
@@ -182,6 +177,17 @@ class Completion(Response):
         with api.logprob_values(self._tenant, values), api.labelled(names):
             async with generation:
                 await self._follow(generation)
+
+    async def _served(
+        self, timeout_s: float, limit: str, *, every_pool: bool = False
+    ) -> openai.Served:
+        """What is served, once that is known (`Api.served`), or a 408 when the time is over."""
+        try:
+            async with asyncio.timeout(self._left_s(timeout_s)):
+                return await self._api.served(every_pool=every_pool)
+        except TimeoutError:
+            message = f"no worker was ready in {timeout_s:g} s ({limit})"
+            raise ApiError(408, "timeout", message) from None
 
     async def _follow(self, generation: Generation) -> None:
         try:

@@ -65,6 +65,17 @@ async def test_texts_and_conversations_become_tokens_and_back() -> None:
         assert bare.json() == {"prompt": "hi"}
 
 
+async def test_tokenising_is_bounded_by_the_longest_sequence() -> None:
+    """A MiB of digits with their strings stopped the event loop for most of a second."""
+    async with serving(FakeWorker()) as served:
+        for length, status in ((MAX_MODEL_LEN, 200), (MAX_MODEL_LEN + 1, 400)):
+            body = {"prompt": "x" * length, "return_token_strs": True}
+            answer = await served.post("/tokenize", body)
+            assert answer.status_code == status
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+        assert f"prompt has {MAX_MODEL_LEN + 1} tokens" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "expected"),
     [
