@@ -85,7 +85,8 @@ def serve_here(config: Config, directory: str, *, say: Say, worker: str | None =
 
 def _stop_on_signals(stop: threading.Event) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: stop.set())
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup does
+            signal.signal(number, lambda *_: stop.set())
 
 
 def _check_port(host: str, port: int) -> None:

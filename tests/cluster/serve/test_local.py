@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ import openai
 import pytest
 
 from cluster.errors import UserError
+from cluster.serve import local
 from cluster.serve.local import serve_here
 from tests.cluster import modes, tokens
 from tests.cluster.fakes import ALPHABET, BREAKING, ENDLESS, MODEL, config
@@ -199,6 +201,22 @@ def test_a_worker_that_refuses_ends_the_start_with_its_message(tmp_path: Path) -
     last = log.read_text().strip().splitlines()[-1]
     assert last == "kvatlas: a sequence of 1 token does not fit: use more"
     assert "Traceback" not in log.read_text()
+
+
+@pytest.mark.parametrize("ignored", [True, False])
+def test_nohup_keeps_a_server_whose_terminal_is_closed(ignored: bool) -> None:
+    stop = threading.Event()
+    kept = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+        local._stop_on_signals(stop)
+        signal.raise_signal(signal.SIGHUP)
+        assert stop.is_set() != ignored
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.is_set()
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
 
 
 def test_a_port_in_use_is_one_message() -> None:
