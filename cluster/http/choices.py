@@ -13,18 +13,20 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cluster.http.openai import Common
-from cluster.http.text import Decode, Detokenizer, StopMatcher
+from cluster.http.text import Decoder, Detokenizer, StopMatcher
 from worker import messages
 
 Entry = messages.TokenLogprob | messages.PromptLogprob | None
 
 
 class Scored(NamedTuple):
-    """A token with its log-probabilities; `offset` is where its text starts, in characters."""
+    """A token with its log-probabilities; `offset` is where its text starts, in characters, or the
+    character that it is a part of. `empty`: it has no text."""
 
     token: int
     offset: int
     entry: Entry
+    empty: bool = False
 
 
 @dataclass(slots=True)
@@ -46,21 +48,30 @@ NO_PIECE = Piece("", [], [])
 class Echo:
     """A prompt that is part of the answer, with its log-probabilities; once for all choices."""
 
-    def __init__(self, prompt: Sequence[int], decode: Decode) -> None:
+    def __init__(self, prompt: Sequence[int], decode: Decoder) -> None:
         self._prompt, self._detokenizer, self._decoded = prompt, Detokenizer(decode), 0
 
-    def push(self, message: messages.PromptLogprobs) -> tuple[list[Scored], str]:
-        """These tokens of the prompt, scored, and the text that they complete."""
+    def push(
+        self, message: messages.PromptLogprobs
+    ) -> tuple[list[Scored], str, Detokenizer | None]:
+        """These tokens of the prompt, scored, and the text that they complete; after the last one
+        also what an answer goes on from, which may complete half a character."""
         tokens = self._prompt[message.start : message.start + len(message.entries)]
         scored, texts = list[Scored](), list[str]()
         for token, entry in zip(tokens, message.entries, strict=True):
-            scored.append(Scored(token, self._decoded, entry))
-            texts.append(self._detokenizer.push([token]))
-            self._decoded += len(texts[-1])
-        if message.start + len(tokens) == len(self._prompt):
-            texts.append(self._detokenizer.flush())
-            self._decoded += len(texts[-1])
-        return scored, "".join(texts)
+            one, text = _placed(self._detokenizer, token, self._decoded, entry)
+            scored.append(one)
+            texts.append(text)
+            self._decoded += len(text)
+        ended = message.start + len(tokens) == len(self._prompt)
+        return scored, "".join(texts), self._detokenizer if ended else None
+
+
+def _placed(detokenizer: Detokenizer, token: int, decoded: int, entry: Entry) -> tuple[Scored, str]:
+    """The next token behind `decoded` characters, and the text that it completes."""
+    text, own = detokenizer.place(token)
+    empty = own == len(text) and not detokenizer.held
+    return Scored(token, decoded + own, entry, empty), text
 
 
 class Choice:
@@ -70,7 +81,7 @@ class Choice:
         self,
         index: int,
         prompt: Sequence[int],
-        decode: Decode,
+        decode: Decoder,
         request: Common,
     ) -> None:
         self.index = index
@@ -81,13 +92,14 @@ class Choice:
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.score: float | None = None  # of a beam
-        self._detokenizer = Detokenizer(decode, prompt)
+        self._decode, self._detokenizer = decode, Detokenizer(decode, prompt)
         self._request, include = request, request.include_stop_str_in_output
         self._matcher = StopMatcher(request.stops, include=include) if request.stops else None
         self._text: list[str] = []
         self._released = 0  # characters that went into _text since the start
         self._decoded = 0  # characters decoded since the start, those held back included
         self._tokens: deque[Scored] = deque()
+        self._echoed: Sequence[int] = ()  # of the prompt, that no piece has had yet
         self._reported = False
         self._logprobs = 0.0  # sum over the tokens generated, where they are known
 
@@ -98,14 +110,24 @@ class Choice:
 
     def echo(self, text: str) -> None:
         """The prompt is part of the answer, without log-probabilities."""
+        going_on = Detokenizer(self._decode, self.prompt, told=False)
+        half = going_on.pending
+        if half and text.endswith(half):  # the answer may complete it
+            self._detokenizer, text = going_on, text.removesuffix(half)
+        self._echoed = self.prompt
         self._give(text)
         self._decoded += len(text)
 
-    def echo_scored(self, scored: Sequence[Scored], text: str) -> None:
-        """These prompt tokens, with their log-probabilities, are part of the answer."""
+    def echo_scored(
+        self, scored: Sequence[Scored], text: str, going_on: Detokenizer | None
+    ) -> None:
+        """These prompt tokens, with their log-probabilities, are part of the answer; `going_on` has
+        what they leave to it."""
         self._tokens.extend(scored)
         self._decoded += len(text)
         self._give(text)
+        if going_on is not None:
+            self._detokenizer = going_on.copy()
 
     def add(self, tokens: Sequence[int], logprobs: Sequence[messages.TokenLogprob] | None) -> None:
         """New tokens; sets `finish_reason` when they complete a stop string."""
@@ -122,8 +144,8 @@ class Choice:
     def _add_one(self, token: int, entry: messages.TokenLogprob | None) -> None:
         self.generated_tokens += 1
         self._logprobs += 0.0 if entry is None else entry.logprob
-        text = self._detokenizer.push([token])
-        self._tokens.append(Scored(token, self._decoded, entry))
+        scored, text = _placed(self._detokenizer, token, self._decoded, entry)
+        self._tokens.append(scored)
         self._decoded += len(text)
         # The text of the first min_tokens tokens never stops an answer.
         self._pass_on(text, stoppable=self.generated_tokens > self._request.min_tokens)
@@ -151,28 +173,32 @@ class Choice:
         self.cached_tokens, self.score = message.cached_tokens, message.score
         if self.finish_reason is not None:
             return
+        rest = self._detokenizer.flush()
+        self._decoded += len(rest)
+        self._pass_on(rest, stoppable=self.generated_tokens > self._request.min_tokens)
+        if self._matcher is not None:
+            self._give(self._matcher.flush())
         if hidden:
             entry = logprobs[-1] if logprobs else None
             self._logprobs += 0.0 if entry is None else entry.logprob
             self._tokens.append(Scored(tokens[-1], self._decoded, entry))
-        self._pass_on(self._detokenizer.flush())
-        if self._matcher is not None:
-            self._give(self._matcher.flush())
         self.generated_tokens = message.generated_tokens
         if self.finish_reason is None:
             self.finish_reason = message.reason
             self.stop_reason = self._request.stop_reason(message.stop_token)
 
+    def _may_be_cut(self, scored: Scored) -> bool:
+        """Whether a stop string cuts this token off, or may do so yet: all of its text is behind
+        what was released. The answer does not depend on when it is asked."""
+        if self._matcher is None or (self.finish_reason and self._matcher.matched is None):
+            return False
+        return scored.offset + (not scored.empty) > self._released
+
     def take(self) -> Piece | None:
         """All that can be sent now, None if nothing is new."""
         ended = self.finish_reason is not None and not self._reported
         released: list[Scored] = []
-        cut = self._matcher is not None and (
-            self._detokenizer.held > 0
-            or self._matcher.held > 0
-            or self._matcher.matched is not None
-        )
-        while self._tokens and not (cut and self._tokens[0].offset >= self._released):
+        while self._tokens and not self._may_be_cut(self._tokens[0]):
             released.append(self._tokens.popleft())
         self.sent_tokens = self.generated_tokens
         text = "".join(self._text)
@@ -180,7 +206,8 @@ class Choice:
         if not (ended or text or released):
             return None
         scored = self._request.alternatives is not None
-        piece = Piece(text, [s.token for s in released], released if scored else [])
+        echoed, self._echoed = self._echoed, ()
+        piece = Piece(text, [*echoed, *(s.token for s in released)], released if scored else [])
         if ended:
             self._reported = True
             piece.finish_reason, piece.stop_reason = self.finish_reason, self.stop_reason

@@ -212,7 +212,7 @@ class Completion(Response):
 
     async def _sized(
         self, served: openai.Served
-    ) -> tuple[Sequence[str], Sequence[list[int]], Sequence[SamplingParams]]:
+    ) -> tuple[Sequence[str | None], Sequence[list[int]], Sequence[SamplingParams]]:
         """Of each prompt the text that is echoed, its tokens, and the engine's parameters. Raises
         ApiError for what no sequence holds."""
         texts, tokens = await self._tokens(served)
@@ -225,8 +225,11 @@ class Completion(Response):
             ],
         )
 
-    async def _tokens(self, served: openai.Served) -> tuple[Sequence[str], Sequence[list[int]]]:
-        """For each prompt, the text that the answer echoes ("" for none), and its tokens."""
+    async def _tokens(
+        self, served: openai.Served
+    ) -> tuple[Sequence[str | None], Sequence[list[int]]]:
+        """For each prompt, the text that the answer echoes (None where it echoes none, or scored
+        tokens), and its tokens."""
         request, text = self._request, self._api.text
         if isinstance(request, openai.ChatRequest):
             ids = await text.encode_chat(
@@ -237,7 +240,7 @@ class Completion(Response):
                 continue_final_message=request.continue_final_message,
                 variables=request.chat_template_kwargs,
             )
-            return [""], [ids]
+            return [None], [ids]
         assert isinstance(request, openai.CompletionRequest)
         given = prompts.prompts(request.prompt, served)
         texts = [part for part in given if isinstance(part, str)]
@@ -247,7 +250,7 @@ class Completion(Response):
         if not all(tokens):
             raise invalid("prompt must have at least one token", "prompt")
         if not request.echo or request.alternatives is not None:
-            return [""] * len(tokens), tokens
+            return [None] * len(tokens), tokens
         skip = request.skip_special_tokens
         return [
             part
@@ -262,7 +265,7 @@ class Completion(Response):
         *,
         index: int,
         tokens: list[int],
-        text: str,
+        text: str | None,
         timeout_s: float,
     ) -> Job:
         """The request to the engine for one prompt, and the choices that take its answer."""
@@ -271,8 +274,9 @@ class Completion(Response):
         choices = [
             Choice(index * params.n + sample, tokens, decode, request) for sample in range(params.n)
         ]
-        for choice in choices:
-            choice.echo(text)
+        if text is not None:
+            for choice in choices:
+                choice.echo(text)
         submit = messages.GenerateRequest(
             id=answer.id if index == 0 else f"{answer.id}-{index}",
             model=answer.model,

@@ -291,9 +291,9 @@ class Generation:
                     known = min(len(event.entries), max(0, job.scored - event.start))
                     event = messages.PromptLogprobs(event.start + known, event.entries[known:])
                     job.scored = max(job.scored, event.start + len(event.entries))
-                    scored, text = job.echo.push(event)
+                    echoed = job.echo.push(event)
                     for choice in job.choices:
-                        choice.echo_scored(scored, text)
+                        choice.echo_scored(*echoed)
                 case messages.Error():
                     raise _failed(stream, event)
                 case messages.KeepAlive() | messages.Finish():

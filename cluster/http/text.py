@@ -11,6 +11,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -57,31 +58,102 @@ Decode = Callable[[Sequence[int]], str]
 _T = TypeVar("_T")
 
 
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """Tokens to text. `silent` tokens have none, wherever they stand; `single` ones are one byte
+    each in a tokenizer that shows a run of bytes that is no text as marks only."""
+
+    decode: Decode
+    silent: Callable[[int], bool] = lambda token: False
+    single: frozenset[int] = frozenset()
+
+    def __call__(self, tokens: Sequence[int]) -> str:
+        return self.decode(tokens)
+
+    def whole(self, tokens: Sequence[int]) -> str:
+        """The text that a `Detokenizer` gives for these tokens, however they come."""
+        text = self.decode(tokens)
+        if _MARK not in text or self.single.isdisjoint(tokens):
+            return text
+        detokenizer = Detokenizer(self)
+        return detokenizer.push(tokens) + detokenizer.flush()
+
+    def audible(self, tokens: Sequence[int]) -> list[int]:
+        """The tokens that can have text."""
+        return [token for token in tokens if not self.silent(token)]
+
+    def runs(self, tokens: Sequence[int]) -> Iterator[Sequence[int]]:
+        """The tokens in parts to decode one after another: what a run of single bytes becomes must
+        not depend on how many of them came together."""
+        if self.single.isdisjoint(tokens):
+            yield tokens
+            return
+        start = 0
+        for i, token in enumerate(tokens):
+            if token in self.single:
+                yield tokens[start:i]
+                yield tokens[i : i + 1]
+                start = i + 1
+        yield tokens[start:]
+
+
 class Detokenizer:
     """Text of a growing list of tokens, in time proportional to the new ones.
 
     A token's text may depend on its neighbours (a character over several tokens, a leading space
     that only the first token of a text loses). So a window of the last tokens is decoded again with
     the new ones, and the new text is what follows the text already returned for that window.
-    `context` is the end of the prompt: text before the first token, never returned.
+    `context` is the end of the prompt: text before the first token, never returned; unless `told`
+    the beginning of a character at its end is held back like that of any other.
     """
 
     __slots__ = ("_decode", "_given", "_sent", "_window")
 
-    def __init__(self, decode: Decode, context: Sequence[int] = ()) -> None:
+    def __init__(self, decode: Decoder, context: Sequence[int] = (), *, told: bool = True) -> None:
         self._decode = decode
-        self._window = list(context[-_WINDOW_KEPT:])
-        self._given = len(self._window)  # tokens of the window whose text was returned
-        self._sent = decode(self._window)
+        self._window = decode.audible(context[-_WINDOW_KEPT:])
+        self._given = 0  # tokens of the window whose text was returned
+        if told:
+            self._sent, self._given = decode(self._window), len(self._window)
+        else:
+            self._sent, self._given = self._whole()
+
+    def copy(self) -> Detokenizer:
+        """Another one that goes on from here."""
+        made = Detokenizer(self._decode)
+        made._window, made._given, made._sent = [*self._window], self._given, self._sent
+        return made
 
     @property
     def held(self) -> int:
         """Tokens held back: the beginning of a character."""
         return len(self._window) - self._given
 
+    @property
+    def pending(self) -> str:
+        """The text of what is held back, if no token follows: replacement characters."""
+        return self.copy().flush() if self.held else ""
+
     def push(self, tokens: Sequence[int]) -> str:
         """The text that these tokens complete; an incomplete character is held back."""
+        return "".join(map(self._push, self._decode.runs(self._decode.audible(tokens))))
+
+    def place(self, token: int) -> tuple[str, int]:
+        """The text that this token completes, and where in it the token's own text begins: behind
+        that of tokens held back, unless it goes on with their character."""
+        before = self.pending
+        text = self.push([token])
+        return text, _common(before, text)
+
+    def _push(self, tokens: Sequence[int]) -> str:
         self._window += tokens
+        new = self._advance(*self._whole())
+        if len(self._window) > _WINDOW_MAX:
+            self._shorten()
+        return new
+
+    def _whole(self) -> tuple[str, int]:
+        """The text of the window up to its last whole character, and how many tokens that has."""
         whole = len(self._window)
         # A character has at most 4 bytes, so at most 3 tokens are the beginning of one. They are
         # not decoded: some decoders show all bytes of a text as marks until its last character is
@@ -89,10 +161,7 @@ class Detokenizer:
         least = max(self._given, whole - _MAX_HALF)
         while (text := self._decode(self._window[:whole])).endswith(_MARK) and whole > least:
             whole -= 1
-        new = self._advance(text, whole)
-        if len(self._window) > _WINDOW_MAX:
-            self._shorten()
-        return new
+        return text, whole
 
     def flush(self) -> str:
         """The text held back, when no token follows: replacement characters."""
@@ -202,23 +271,33 @@ class TextService:
             self._backend.no_truncation()
             self._backend.no_padding()
         self._threads = FairThreads(THREADS, MAX_PENDING, "tokenise")
-        self._token_characters = self._most_characters()
+        vocab = tokenizer.get_vocab()
+        self._token_characters = self._most_characters(vocab)
         added = tokenizer.added_tokens_decoder.items()
         self.special: dict[str, int] = {str(t): token for token, t in added if t.special}
+        self._decoders = [self._decoder(vocab, skip_special=skip) for skip in (False, True)]
         # Arguments that the server itself passes, or that clients may not set.
         template = inspect.signature(tokenizer.apply_chat_template).parameters
         self._reserved = {"self", "messages", "tools", "documents", *template}
         self.token = lru_cache(maxsize=65536)(self._token)
 
-    def decoder(self, *, skip_special: bool) -> Decode:
+    def decoder(self, *, skip_special: bool) -> Decoder:
         """Tokens to text, with or without the text of special tokens."""
+        return self._decoders[skip_special]
+
+    def _decoder(self, vocab: Mapping[str, int], *, skip_special: bool) -> Decoder:
         if self._backend is not None:
-            return partial(self._backend.decode, skip_special_tokens=skip_special)
-        return partial(
-            self._tokenizer.decode,
-            skip_special_tokens=skip_special,
-            clean_up_tokenization_spaces=False,
-        )
+            decode = partial(self._backend.decode, skip_special_tokens=skip_special)
+        else:
+            decode = partial(
+                self._tokenizer.decode,
+                skip_special_tokens=skip_special,
+                clean_up_tokenization_spaces=False,
+            )
+        end = max(vocab.values(), default=-1) + 1
+        skipped = frozenset(self.special.values() if skip_special else ())
+        single = frozenset(i for piece, i in vocab.items() if _BYTE_PIECE.fullmatch(piece))
+        return Decoder(decode, lambda token: token >= end or token in skipped, single)
 
     def _token(self, token: int) -> tuple[str, bytes]:
         """The text and the bytes of one token alone, special or not.
@@ -239,9 +318,9 @@ class TextService:
             return text, text.encode()
         return "bytes:" + "".join(f"\\x{b:02x}" for b in raw), raw
 
-    def _most_characters(self) -> int:
+    def _most_characters(self, vocab: Mapping[str, int]) -> int:
         """At most how many characters of a text one token stands for."""
-        longest = max(map(len, self._tokenizer.get_vocab()), default=1)
+        longest = max(map(len, vocab), default=1)
         plain = self._backend is not None and self._backend.normalizer is None
         return longest * (1 if plain else _SHRINKS)
 
@@ -261,13 +340,13 @@ class TextService:
     async def decode(
         self, ids: Sequence[int], *, skip_special: bool = False, tenant: str = ""
     ) -> str:
+        decoder = self.decoder(skip_special=skip_special)
         if self._backend is None or len(ids) <= INLINE_TOKENS:
-            return self.decoder(skip_special=skip_special)(ids)
+            return decoder.whole(ids)
         # As in `_encode`, only the batched call releases the interpreter lock.
         decode = partial(self._backend.decode_batch, skip_special_tokens=skip_special)
-        size = INLINE_CHARACTERS + 1
-        texts: list[str] = await self._off_loop(size, lambda: decode([ids]), tenant)
-        return texts[0]
+        batched = replace(decoder, decode=lambda ids: decode([ids])[0])
+        return await self._off_loop(INLINE_CHARACTERS + 1, lambda: batched.whole(ids), tenant)
 
     async def encode_chat(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,14 +26,26 @@ def _special() -> list[AddedToken]:
     return [AddedToken(name, special=True, normalized=False) for name in SPECIAL]
 
 
-def byte_level() -> Tokenizer:
-    """One token for each byte, ids 0 to 255 in the alphabet's order, then the special ones."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+def byte_level(more: Sequence[str] = ()) -> Tokenizer:
+    """One token for each byte, ids 0 to 255 in the alphabet's order, `more`, the special ones."""
+    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *more]
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(pieces)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(_special())
     return tokenizer
+
+
+def byte_parts() -> Tokenizer:
+    """Also tokens of several bytes, some of which begin or end in the middle of a character."""
+
+    def spelled(text: str) -> str:
+        ((piece, _),) = pre_tokenizers.ByteLevel(False, use_regex=False).pre_tokenize_str(text)
+        return str(piece)
+
+    arrow, face, accent = spelled("b →x"), spelled("😀"), spelled("é")
+    halves = [arrow[1:3], arrow[3:], face[1:3], accent[1:] + accent[:1]]
+    return byte_level([*halves, arrow[0] + arrow[2:5], "ab"])
 
 
 def byte_fallback() -> Tokenizer:
@@ -65,8 +78,9 @@ def byte_fallback() -> Tokenizer:
 
 @cache
 def wrapped(kind: str = "byte_level") -> Any:
-    """The transformers tokenizer around `byte_level` or `byte_fallback`."""
-    backend = {"byte_level": byte_level, "byte_fallback": byte_fallback}[kind]()
+    """The transformers tokenizer around `byte_level`, `byte_parts` or `byte_fallback`."""
+    kinds = {"byte_level": byte_level, "byte_parts": byte_parts, "byte_fallback": byte_fallback}
+    backend = kinds[kind]()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
     tokenizer.chat_template = TEMPLATE
     return tokenizer

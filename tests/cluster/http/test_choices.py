@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hypothesis import example, given, settings
@@ -10,14 +12,14 @@ from cluster.http.choices import Choice, Echo, Piece
 from cluster.http.openai import CompletionRequest
 from tests.cluster import tokens
 from tests.cluster.fakes import ids_of
+from tests.cluster.http.test_text import decoder
 from worker import messages
 
 PROMPT = ids_of("hi")
+MARK = "\N{REPLACEMENT CHARACTER}"
 
 
-def decode(ids: Sequence[int]) -> str:
-    text: str = tokens.wrapped().backend_tokenizer.decode(list(ids), skip_special_tokens=True)
-    return text
+decode = decoder("byte_level")
 
 
 def choice(
@@ -77,7 +79,7 @@ def test_half_a_character_at_the_end_is_a_mark() -> None:
     made.add(ids_of("é")[:1], None)
     assert take(made).text == ""
     made.finish(messages.Finish(0, "length", 2, 0, 1))
-    assert take(made).text == "\N{REPLACEMENT CHARACTER}"
+    assert take(made).text == MARK
 
 
 def test_tokens_and_scores_wait_for_their_text_to_be_decided() -> None:
@@ -139,45 +141,174 @@ def test_an_echo_comes_first_and_shifts_the_offsets() -> None:
     assert [s.offset for s in piece.scored[2:]] == [2, 3]
 
 
-@settings(max_examples=200)
-@given(
-    text=st.text(alphabet="abé", max_size=20),
-    stops=st.lists(st.text(alphabet="abé", min_size=1, max_size=3), max_size=3),
-    cuts=st.lists(st.integers(1, 4), max_size=30),
-    taken=st.lists(st.booleans(), max_size=30),
-    scored=st.booleans(),
-    include=st.booleans(),
-)
-@example(text="aé", stops=["é"], cuts=[2], taken=[True], scored=False, include=False)
-def test_pieces_join_to_the_same_answer_however_they_were_cut_and_taken(
-    text: str, stops: list[str], cuts: list[int], taken: list[bool], scored: bool, include: bool
-) -> None:
-    def answer(parts: list[list[int]], takes: list[bool]) -> tuple[Any, ...]:
-        made = choice(stops=stops, include_stop=include, scored=scored)
-        pieces = []
-        for i, part in enumerate(parts):
-            made.add(part, scores(part) if scored else None)
-            if i < len(takes) and takes[i]:
-                pieces.append(made.take())
-            if made.finish_reason:
-                break
-        else:
-            made.finish(messages.Finish(0, "length", 2, 0, len(ids)))
-        pieces.append(made.take())
-        told = [piece for piece in pieces if piece is not None]
-        return (
-            "".join(p.text for p in told),
-            [t for p in told for t in p.tokens],
-            [s for p in told for s in p.scored],
-            [p.finish_reason for p in told if p.finish_reason],
-            made.stop_reason,
-            made.generated_tokens,
-        )
+def spelled(kind: str, text: str) -> list[int]:
+    ids: list[int] = tokens.wrapped(kind).encode(text, add_special_tokens=False)
+    return ids
 
-    ids = ids_of(text)
-    parts, at = [], 0
-    for cut in cuts:
-        parts.append(ids[at : at + cut])
+
+@dataclass(frozen=True)
+class Case:
+    """An answer as a worker gives it, and how the ingress may see it."""
+
+    kind: str
+    prompt: list[int]
+    ids: list[int]
+    stops: list[str] = field(default_factory=list)
+    skip: bool = True
+    include: bool = False
+    echo: bool = False
+    scored: bool = True
+    min_tokens: int = 0
+    ended_by: int | None = None  # a stop token behind `ids`
+    cuts: list[int] = field(default_factory=list)
+    taken: list[bool] = field(default_factory=list)
+
+
+PIECES = {
+    kind: [*spelled(kind, "aé→😀b "), *tokens.wrapped(kind).all_special_ids, 9999,
+           *(range(256, 261) if kind == "byte_parts" else ())]
+    for kind in ("byte_level", "byte_parts", "byte_fallback")
+}  # fmt: skip
+STOPS = ["→", "é", "b→", "a", "ab", "😀b", " →", "<|end|>", MARK, "xa"]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    kind = draw(st.sampled_from([*PIECES]))
+    some = st.lists(st.sampled_from(PIECES[kind]), max_size=12)
+    whole = st.lists(st.sampled_from([[one] for one in PIECES[kind]] + [
+        spelled(kind, text) for text in ("→", "é", "😀b", "b→a")
+    ]), max_size=8).map(lambda parts: [*itertools.chain(*parts)])  # fmt: skip
+    return Case(
+        kind,
+        prompt=draw(whole | some) or spelled(kind, "a"),
+        ids=draw(whole | some),
+        stops=draw(st.lists(st.sampled_from(STOPS), max_size=2)),
+        skip=draw(st.booleans()),
+        include=draw(st.booleans()),
+        echo=draw(st.booleans()),
+        scored=draw(st.booleans()),
+        min_tokens=draw(st.sampled_from([0, 0, 2])),
+        ended_by=draw(st.none() | st.sampled_from(PIECES[kind])),
+        cuts=draw(st.lists(st.integers(1, 4), max_size=30)),
+        taken=draw(st.lists(st.booleans(), max_size=30)),
+    )
+
+
+def told(case: Case) -> tuple[Choice, list[Piece]]:
+    """What a client is told in the end, and what it was told on the way."""
+    decode = decoder(case.kind, case.skip)
+    request = CompletionRequest(
+        prompt="",
+        stop=case.stops,
+        include_stop_str_in_output=case.include,
+        logprobs=0 if case.scored else None,
+        min_tokens=case.min_tokens,
+    )
+    made, pieces = Choice(0, case.prompt, decode, request), list[Piece | None]()
+    takes = iter(case.taken)
+    if case.echo and case.scored:
+        entries = [None, *(messages.PromptLogprob(-float(t), 1, []) for t in case.prompt[1:])]
+        echo = Echo(case.prompt, decode)
+        for message in (
+            messages.PromptLogprobs(0, entries[:1]),
+            messages.PromptLogprobs(1, entries[1:]),
+        ):
+            made.echo_scored(*echo.push(message))
+            pieces += [made.take()] if next(takes, False) else []
+    elif case.echo:
+        made.echo(decode.whole(case.prompt))
+    at = 0
+    for cut in case.cuts:
+        part = case.ids[at : at + cut]
+        made.add(part, scores(part) if case.scored else None)
         at += cut
-    parts.append(ids[at:])
-    assert answer(parts, taken) == answer([ids], [])
+        pieces += [made.take()] if next(takes, False) else []
+        if made.finish_reason:
+            break
+    else:
+        last = [*case.ids[at:], *([] if case.ended_by is None else [case.ended_by])]
+        count = len(case.ids) + (case.ended_by is not None)
+        why = "length" if case.ended_by is None else "stop"
+        logprobs = scores(last) if case.scored else None
+        prompt = len(case.prompt)
+        made.finish(messages.Finish(0, why, prompt, 0, count, case.ended_by, last, logprobs))
+    pieces.append(made.take())
+    return made, [piece for piece in pieces if piece is not None]
+
+
+def joined(case: Case) -> tuple[Any, ...]:
+    made, pieces = told(case)
+    return (
+        "".join(p.text for p in pieces),
+        [t for p in pieces for t in p.tokens],
+        [s for p in pieces for s in p.scored],
+        [p.finish_reason for p in pieces if p.finish_reason],
+        made.stop_reason,
+        made.generated_tokens,
+    )
+
+
+def case(kind: str, text: str, *stops: str, **options: Any) -> Case:
+    return Case(kind, spelled(kind, "b"), spelled(kind, text), list(stops), **options)
+
+
+FOUND = [
+    case("byte_level", "aé", "é", cuts=[2], taken=[True], scored=False),
+    case("byte_level", "a<|user|>→", "→", cuts=[1] * 5, taken=[True] * 9),
+    case("byte_level", "ab<|user|>→", "→x", cuts=[1] * 6, taken=[True] * 9, echo=True),
+    Case("byte_level", spelled("byte_level", "a→")[:-1], spelled("byte_level", "→b")[-2:],
+         echo=True, cuts=[1], taken=[True] * 4),
+    Case("byte_fallback", [3], [*spelled("byte_fallback", "é")[1:], 268, 3], cuts=[1, 1],
+         taken=[True] * 4),
+    Case("byte_level", [64], [*spelled("byte_level", "é")[:1], 64], ended_by=tokens.EOS),
+    Case("byte_level", [64], spelled("byte_level", "é")[:1], ended_by=tokens.EOS),
+]  # fmt: skip
+"""What differed, or pointed at the wrong character."""
+
+
+def examples(test: Any) -> Any:
+    for found in FOUND:
+        test = example(case=found)(test)
+    return test
+
+
+@settings(max_examples=300)
+@given(case=cases())
+@examples
+def test_pieces_join_to_the_same_answer_however_they_were_cut_and_taken(case: Case) -> None:
+    assert joined(case) == joined(replace(case, cuts=[], taken=[]))
+
+
+@settings(max_examples=300)
+@given(case=cases())
+@examples
+def test_text_tokens_offsets_and_ids_agree(case: Case) -> None:
+    case = replace(case, scored=True)
+    text, ids, scored, _, reason, _ = joined(case)
+    decode, cut = decoder(case.kind, case.skip), reason in case.stops
+    assert [s.token for s in scored] == ids
+    before = case.prompt if case.echo else []
+    every = [*before, *case.ids, *([] if case.ended_by is None else [case.ended_by])]
+    assert ids == every[: len(ids)]
+    assert cut or ids == every
+    offsets = [s.offset for s in scored]
+    assert offsets == sorted(offsets)
+    if not case.echo and decode(case.prompt).endswith(MARK):
+        return  # what the prompt's half character becomes may be no text of the answer
+    shown = scored[:-1] if case.ended_by is not None and not cut and not case.include else scored
+    for one in shown:
+        own = decode([one.token])
+        if case.kind == "byte_fallback" and decode([3, one.token]) == "a " + own:
+            own = f" {own}" if one.offset else own  # only a text's first token loses its space
+        if decode.silent(one.token) or one.empty:
+            assert one.offset <= len(text)
+        else:
+            assert one.offset < len(text), one  # no token behind the cut
+            if MARK not in own:
+                assert own.startswith(text[one.offset :][: len(own)])
+    if case.kind != "byte_fallback" and case.echo:
+        whole = decode([s.token for s in shown])
+        assert whole.startswith(text) if cut else whole == text
+    plain = joined(replace(case, scored=False))
+    assert (plain[0], plain[1]) == (text, ids)

@@ -7,11 +7,12 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import ApiError
@@ -20,6 +21,7 @@ from cluster.http.text import (
     INLINE_CHARACTERS,
     MAX_PENDING,
     THREADS,
+    Decoder,
     Detokenizer,
     StopMatcher,
     TextService,
@@ -29,7 +31,7 @@ from tests.cluster import tokens
 from tests.cluster.fakes import MAX_MODEL_LEN
 from tests.cluster.http.test_openai import served
 
-KINDS = ("byte_level", "byte_fallback")
+KINDS = ("byte_level", "byte_parts", "byte_fallback")
 HALF = "\N{REPLACEMENT CHARACTER}"
 emoji = st.sampled_from("aé漢😀👩‍👩‍👧🇩🇪 \n")
 texts = st.lists(st.one_of(emoji, st.characters(exclude_categories=["Cs"])), max_size=40).map(
@@ -37,9 +39,17 @@ texts = st.lists(st.one_of(emoji, st.characters(exclude_categories=["Cs"])), max
 )
 
 
-def decode(kind: str, ids: Sequence[int]) -> str:
-    text: str = tokens.wrapped(kind).backend_tokenizer.decode(list(ids))
+def decode(kind: str, ids: Sequence[int], skip: bool = True) -> str:
+    backend = tokens.wrapped(kind).backend_tokenizer
+    text: str = backend.decode(list(ids), skip_special_tokens=skip)
     return text
+
+
+@cache
+def decoder(kind: str, skip: bool = True) -> Decoder:
+    service = TextService(tokens.wrapped(kind))
+    service.close()
+    return service.decoder(skip_special=skip)
 
 
 def encode(kind: str, text: str) -> list[int]:
@@ -60,9 +70,9 @@ def in_pieces(draw: st.DrawFn, whole: st.SearchStrategy[Any]) -> tuple[Any, list
 
 
 def streamed(
-    kind: str, ids: list[int], cuts: list[slice], context: Sequence[int] = ()
+    kind: str, ids: list[int], cuts: list[slice], context: Sequence[int] = (), skip: bool = True
 ) -> list[str]:
-    detokenizer = Detokenizer(lambda window: decode(kind, window), context)
+    detokenizer = Detokenizer(decoder(kind, skip), context)
     pieces = [detokenizer.push(ids[part]) for part in cuts]
     return [*pieces, detokenizer.flush()]
 
@@ -80,20 +90,34 @@ def test_pieces_of_text_join_to_the_text_and_hold_no_half_character(
     assert pieces[-1] == ""  # a whole text leaves nothing behind
 
 
-@given(case=in_pieces(st.lists(st.integers(0, tokens.VOCAB - 1), max_size=80)))
+SPECIAL, BEYOND = range(tokens.EOS, tokens.VOCAB), tokens.VOCAB + 5
+HALVES = [*encode("byte_level", "é")[:1], *SPECIAL[:2], BEYOND, *encode("byte_level", "é")[1:]]
+bytes_and_special = st.integers(0, 255) | st.sampled_from([*SPECIAL, BEYOND])
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@settings(max_examples=200)
+@given(case=in_pieces(st.lists(bytes_and_special, max_size=80)))
+@example(case=(HALVES, [slice(0, 2), slice(2, 5)]))
+@example(case=(HALVES, [slice(i, i + 1) for i in range(5)]))
 def test_any_bytes_come_out_as_the_decoder_shows_them_however_they_were_cut(
-    case: tuple[list[int], list[slice]],
+    skip: bool, case: tuple[list[int], list[slice]]
 ) -> None:
     ids, cuts = case
-    assert "".join(streamed("byte_level", ids, cuts)) == decode("byte_level", ids)
+    pieces = streamed("byte_level", ids, cuts, skip=skip)
+    assert "".join(pieces) == decode("byte_level", ids, skip)
 
 
-@given(case=in_pieces(st.lists(st.integers(0, 272), max_size=80)))
-def test_bytes_that_are_no_text_do_not_stop_the_stream(
+@settings(max_examples=200)
+@given(case=in_pieces(st.lists(st.integers(0, 275), max_size=80)))
+def test_bytes_that_are_no_text_are_the_same_marks_however_they_were_cut(
     case: tuple[list[int], list[slice]],
 ) -> None:
+    """The decoder shows a whole run of them as marks, what was sent before it is seen is not."""
     ids, cuts = case
-    streamed("byte_fallback", ids, cuts)
+    one_by_one = [slice(i, i + 1) for i in range(len(ids))]
+    pieces = streamed("byte_fallback", ids, cuts)
+    assert "".join(pieces) == "".join(streamed("byte_fallback", ids, one_by_one))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -117,7 +141,7 @@ def test_detokenising_looks_at_a_bounded_window() -> None:
         return decode("byte_level", ids)
 
     broken = encode("byte_level", "😀")[1:2] * 5000  # never a character, always perhaps one
-    detokenizer = Detokenizer(watching)
+    detokenizer = Detokenizer(Decoder(watching))
     out = "".join(detokenizer.push([token]) for token in broken) + detokenizer.flush()
     assert out == HALF * 5000
     assert longest < 20

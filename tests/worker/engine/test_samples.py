@@ -91,19 +91,48 @@ def test_prompt_log_probabilities_do_not_depend_on_the_cache(
         models.engine("llama", 8, chunk=50), "fresh", [*prompt[:40], *prompt[:30]], asked
     )
     for one, other in ((cold, warm), (half, fresh)):
-        entries = [[x for e in events for x in _entries(e)] for events in (one, other)]
-        assert [len(each) for each in entries] == [len(prompt)] * 2
-        for a, b in zip(*entries, strict=True):
-            assert (a is None) == (b is None)
-            if a is not None and b is not None:
-                assert a.logprob == pytest.approx(b.logprob, abs=1e-9)
-                assert (a.rank, [t for t, _ in a.top]) == (b.rank, [t for t, _ in b.top])
+        assert _same_scores(one, other) == len(prompt)
         for choice in range(n):
             assert tokens(one, choice) == tokens(other, choice)
             assert len(tokens(one, choice)) == max_tokens
     ends = [e for e in warm if isinstance(e, Finish)]
     assert sorted(e.choice for e in ends) == list(range(n))
     assert ends[0].cached_tokens == 0  # every position was computed, for its logits
+
+
+@pytest.mark.parametrize(
+    "order", [(0, 1, 2, 3, 4), (4, 3, 2, 1, 0), (3, 4, 0, 1, 2)], ids=lambda order: str(order[0])
+)
+def test_prompt_scores_and_cached_tokens_do_not_depend_on_who_asks_first_or_beside(
+    models: Models, order: tuple[int, ...]
+) -> None:
+    prompt = list(prompts()[LONGEST])
+    plain = replace(SEEDED, max_tokens=2)
+    scored = replace(plain, prompt_logprobs=2)
+    options = (scored, replace(scored, max_tokens=0), replace(scored, n=2), scored, plain)
+    lengths = (len(prompt), len(prompt), len(prompt), 40, len(prompt))
+    asked = {str(i): (prompt[: lengths[i]], options[i]) for i in order}
+    one_by_one, beside = (models.engine("llama", 8, chunk=13) for _ in range(2))
+    together: dict[str, list[Event]] = {name: [] for name in asked}
+    waiting, longest = list(asked), 0
+    while waiting or not beside.idle:
+        if waiting:
+            name = waiting.pop(0)
+            ids, params = asked[name]
+            together[name] += beside.submit(Request(name, ids, params, generated=((),) * params.n))
+        for request, event in beside.step(0.0):
+            together[request.id].append(event)
+    for name, (ids, params) in asked.items():
+        alone = sample(models.engine("llama", 8, chunk=13), "alone", ids, params)
+        after = sample(one_by_one, name, ids, params)
+        reused = 0 if params is not plain else min(longest, len(ids) - 1) // 8 * 8
+        assert next(e for e in after if isinstance(e, Finish)).cached_tokens == reused
+        longest = max(longest, len(ids))
+        for events in (after, together[name]):
+            _same_scores(events, alone)
+            if params is not plain:
+                first = [e for e in events if isinstance(e, Finish) and e.choice == 0]
+                assert [e.cached_tokens for e in first] == [0]
 
 
 def test_scores_of_a_long_prompt_come_in_several_messages(
@@ -123,3 +152,14 @@ def test_scores_of_a_long_prompt_come_in_several_messages(
 
 def _entries(event: Event) -> list:  # type: ignore[type-arg]
     return event.entries if isinstance(event, PromptLogprobs) else []
+
+
+def _same_scores(one: list[Event], other: list[Event]) -> int:
+    """How many tokens of the prompt have log-probabilities, which are the same in both."""
+    entries = [[x for e in events for x in _entries(e)] for events in (one, other)]
+    for a, b in zip(*entries, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-9)
+            assert (a.rank, [t for t, _ in a.top]) == (b.rank, [t for t, _ in b.top])
+    return len(entries[0])
