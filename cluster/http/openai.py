@@ -371,7 +371,7 @@ def sampling(
     room = served.max_model_len - prompt_tokens
     asked = request.asked_tokens
     if room < (1 if asked is None else asked):
-        message = f"the prompt has {prompt_tokens} tokens"
+        message = f"it has {prompt_tokens} tokens"
         if asked:
             message += f" and {asked} more are asked for, {prompt_tokens + asked} together"
         param = "messages" if isinstance(request, ChatRequest) else "prompt"
@@ -456,9 +456,12 @@ def too_long(message: str, served: Served, param: str) -> ApiError:
     """The error for more tokens than a sequence holds; `message` begins with how many."""
     if served.silent:
         waiting = ", ".join(served.silent)
-        message += f", more than is ready now; pools that are still starting: {waiting}"
+        message = f"the prompt has to wait: {message}, more than is ready now"
+        message += f"; pools that are still starting: {waiting}"
         return StillStarting(503, "no_capacity", message, retry_after_s=1)
-    # In these words, which programs on top (LiteLLM, LangChain) know from other servers.
+    # In these words, which programs on top know from other servers: LangChain the first, LiteLLM
+    # both. They see no code, because OpenAI's client shows them the message alone.
+    message = f"the prompt is too long: {message}"
     message += f"; this model's maximum context length is {served.max_model_len} tokens"
     if len(served.pools) > 1:
         each = ", ".join(f"{most} in pool {pool}" for pool, most in served.pools.items())

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
+import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -443,3 +447,35 @@ def test_prompts_keep_their_order_and_kind() -> None:
     assert prompts.prompts(["a", ""], served()) == ["a", ""]
     assert prompts.prompts([1, 2], served()) == [[1, 2]]
     assert prompts.prompts([ids_of("a"), [0]], served()) == [ids_of("a"), [0]]
+
+
+CLIENTS = ("litellm", "langchain_openai")
+
+
+@pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, CLIENTS)), reason="make test installs LiteLLM, LangChain"
+)
+@pytest.mark.anyio
+async def test_a_full_context_is_what_programs_on_top_call_it() -> None:
+    """So they shorten the conversation and ask again. They read the message alone."""
+    root = Path(__file__).parents[3]
+    offline = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LANGSMITH_TRACING": "false"}
+    async with serving(FakeWorker()) as served, asyncio.timeout(120):
+        program = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "tests.cluster.clients", f"{served.url}/v1"),
+            stdout=asyncio.subprocess.PIPE,
+            cwd=root,
+            env={**os.environ, **offline, "NO_PROXY": "127.0.0.1"},
+        )
+        try:
+            out, _ = await program.communicate()
+        finally:
+            if program.returncode is None:
+                program.kill()
+    *_, answer = out.decode().splitlines()
+    found = json.loads(answer)
+    assert len(found) == 12
+    for asked, kinds in found.items():
+        assert "BadRequestError" in kinds, asked
+        full = {"ContextWindowExceededError", "ContextOverflowError"} & set(kinds)
+        assert bool(full) == ("another mistake" not in asked), (asked, kinds)

@@ -53,8 +53,8 @@ async def test_too_long_for_every_pool_is_a_400_with_the_limit_of_each() -> None
         error = answer.json()["error"]
         assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
         assert error["message"] == (
-            "the prompt has 5 tokens and 252 more are asked for, 257 together; this model's "
-            "maximum context length is 256 tokens: 32 in pool short, 256 in pool long "
+            "the prompt is too long: it has 5 tokens and 252 more are asked for, 257 together; "
+            "this model's maximum context length is 256 tokens: 32 in pool short, 256 in pool long "
             "(max_model_len in cluster.pools)"
         )
         answer = await running.post(TEXT, {"prompt": [1] * (LONG + 1)})
