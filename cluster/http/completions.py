@@ -302,9 +302,9 @@ class Completion(Response):
         for index, choice in enumerate(c for job in jobs for c in job.best(self._request.n)):
             piece = choice.take()
             assert piece is not None
-            choices.append(
-                await _joined(answer.encoded(answer.complete(index, piece, choice.prompt), piece))
-            )
+            whole = answer.complete(index, piece, choice.prompt)
+            scored = self._request.alternatives is not None
+            choices.append(await _joined(answer.encoded(whole, piece, scored=scored)))
         body = answer.full(b",".join(choices), _usage(jobs), jobs[0].submit.prompt)
         self._record.status = 200
         await self._whole(200, body)

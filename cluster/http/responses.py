@@ -92,10 +92,11 @@ class Answer(ABC):
         tail = dumps({"usage": usage, **self.extra_fields(prompt)})[1:]
         return head + b',"choices":[' + choices + b"]," + tail
 
-    def encoded(self, choice: Json, piece: Piece) -> Iterator[bytes]:
-        """The parts of a choice as JSON, with the log-probabilities of a piece."""
+    def encoded(self, choice: Json, piece: Piece, *, scored: bool = False) -> Iterator[bytes]:
+        """The parts of a choice as JSON, with the log-probabilities of a piece: null where it has
+        none, but lists, empty or not, in an answer that is `scored`."""
         head = dumps(choice)[:-1] + b',"logprobs":'
-        if not piece.scored:
+        if not (piece.scored or scored):
             yield head + b"null}"
             return
         yield head
@@ -120,7 +121,7 @@ class Answer(ABC):
 
     @abstractmethod
     def _logprobs(self, parts: Sequence[Sequence[Scored]]) -> Iterator[bytes]:
-        """The JSON of log-probabilities that are not empty."""
+        """The JSON of log-probabilities."""
 
     def _ending(self, choice: Json, piece: Piece) -> Json:
         choice["finish_reason"] = piece.finish_reason
@@ -225,4 +226,4 @@ def _list(parts: Sequence[Sequence[Scored]], item: Callable[[Scored], object]) -
     for part in parts:
         yield opening + dumps([*map(item, part)])[1:-1]
         opening = b","
-    yield b"]"
+    yield b"]" if parts else b"[]"

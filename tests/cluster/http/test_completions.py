@@ -143,6 +143,82 @@ async def test_a_streamed_answer_is_the_other_answer(options: dict[str, Any]) ->
                 assert text == f"ABCDEFGHI{FAMILY}"
 
 
+def merged(choices: list[dict[str, Any]]) -> dict[str, Any]:
+    """The chunks of one choice, or a whole one, as columns of its tokens."""
+    found: dict[str, Any] = {"text": "", "ids": []}
+    for choice in choices:
+        said = choice.get("delta", choice.get("message", {})).get("content", "")
+        found["text"] += choice.get("text", said)
+        found["ids"] += choice.get("token_ids", [])
+        scored = choice["logprobs"] or {}
+        if "content" in scored:
+            names = ("token", "logprob", "bytes")
+            scored = {name: [e[name] for e in scored["content"]] for name in names}
+        for name, column in scored.items():
+            found.setdefault(name, []).extend(column)
+    return {**found, "ended": (choices[-1]["finish_reason"], choices[-1]["stop_reason"])}
+
+
+REPLY = "a<|user|>→bc→"
+CUT: list[tuple[dict[str, Any], str, int]] = [
+    ({}, "a→bc→", 11),
+    ({"stop": "ab"}, "a→bc→", 11),
+    ({"stop": "→"}, "a", 2),  # the special token stands before it
+    ({"stop": "→", "skip_special_tokens": False}, "a<|user|>", 2),
+    ({"stop": "b", "include_stop_str_in_output": True}, "a→b", 6),
+    ({"stop": "→", "min_tokens": 5}, "a→bc", 7),
+    ({"stop": "→b", "max_tokens": 3}, "a\N{REPLACEMENT CHARACTER}", 3),
+    ({"stop": "→bc", "max_tokens": 5}, "a→", 5),
+    ({"stop": "a"}, "", 0),
+]
+
+
+@pytest.mark.parametrize(("options", "text", "count"), CUT)
+async def test_tokens_ids_and_scores_are_cut_where_the_text_is(
+    options: dict[str, Any], text: str, count: int
+) -> None:
+    """Whole and streamed alike, at special tokens and within characters."""
+    asked = {"max_tokens": 50, "return_token_ids": True, **options}
+    chat = {"messages": USER, "logprobs": True, "top_logprobs": 1, **asked}
+    plain = {"prompt": ids_of("x→"), "logprobs": 1, **asked}
+    async with serving(FakeWorker(REPLY)) as served:
+        for path, body, prompt in (
+            (CHAT, chat, ""),
+            (TEXT, plain, ""),
+            (TEXT, {**plain, "echo": True}, "x→"),
+            (TEXT, {**plain, "echo": True, "logprobs": None}, "x→"),
+        ):
+            whole = merged((await served.post(path, body)).json()["choices"])
+            ids = [*ids_of(prompt), *ids_of(REPLY), tokens.EOS][: len(ids_of(prompt)) + count]
+            assert (whole["text"], whole["ids"]) == (prompt + text, ids)
+            if body["logprobs"] is not None:
+                columns = [column for column in whole.values() if isinstance(column, list)]
+                assert {len(column) for column in columns} == {len(ids)}
+                assert len(columns) == (4 if path == CHAT else 5)
+            for served.worker.per_delta in (4, 1):
+                events = (await served.events(path, body))[:-1]
+                choices = [choice for event in events for choice in json.loads(event)["choices"]]
+                none = {name: [] for name, column in whole.items() if column == []}
+                assert {**none, **merged(choices)} == whole
+
+
+async def test_an_answer_completes_the_character_that_an_echo_ends_in() -> None:
+    prompt, rest = ids_of("x→")[:-1], ids_of("→y")[-2:]
+    worker = FakeWorker()
+    async with serving(worker) as served:
+        for worker.reply, text in ((rest, "x→y"), (ids_of("y"), "x\N{REPLACEMENT CHARACTER}y")):
+            for logprobs in (None, 0):
+                body = {"prompt": prompt, "echo": True, "logprobs": logprobs}
+                choice = (await served.post(TEXT, body)).json()["choices"][0]
+                assert choice["text"] == text
+                assert (await streamed_text(served, TEXT, body))[0] == text
+            offsets = choice["logprobs"]["text_offset"]
+            assert offsets == [0, 1, 1, *([1, 2, 3] if rest == worker.reply else [2, 3])]
+        scored = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 0}
+        choice = (await served.post(TEXT, scored)).json()["choices"][0]
+        assert choice["text"] == "x\N{REPLACEMENT CHARACTER}"
+
+
 @pytest.mark.parametrize(
     ("options", "text", "reason", "stop_reason", "used"),
     [
