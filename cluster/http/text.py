@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -42,7 +42,7 @@ _MARK = "\N{REPLACEMENT CHARACTER}"
 _MAX_HALF, _WINDOW_KEPT, _WINDOW_MAX = 3, 6, 16  # tokens
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space
-_BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
+_BYTE_PIECES = {f"<0x{byte:02X}>": byte for byte in range(256)}
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -60,11 +60,13 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """Tokens to text. `silent` tokens have none, wherever they stand; `single` ones are one byte
-    each in a tokenizer that shows a run of bytes that is no text as marks only."""
+    """Tokens to text. Those `skipped`, and those from `end` on, have none, wherever they stand;
+    `single` ones are one byte each in a tokenizer that shows a run of bytes that is no text as
+    marks only."""
 
     decode: Decode
-    silent: Callable[[int], bool] = lambda token: False
+    skipped: frozenset[int] = frozenset()
+    end: int = sys.maxsize
     single: frozenset[int] = frozenset()
 
     def __call__(self, tokens: Sequence[int]) -> str:
@@ -80,14 +82,12 @@ class Decoder:
 
     def audible(self, tokens: Sequence[int]) -> list[int]:
         """The tokens that can have text."""
-        return [token for token in tokens if not self.silent(token)]
+        skipped, end = self.skipped, self.end
+        return [token for token in tokens if token not in skipped and token < end]
 
     def runs(self, tokens: Sequence[int]) -> Iterator[Sequence[int]]:
         """The tokens in parts to decode one after another: what a run of single bytes becomes must
         not depend on how many of them came together."""
-        if self.single.isdisjoint(tokens):
-            yield tokens
-            return
         start = 0
         for i, token in enumerate(tokens):
             if token in self.single:
@@ -107,21 +107,21 @@ class Detokenizer:
     the beginning of a character at its end is held back like that of any other.
     """
 
-    __slots__ = ("_decode", "_given", "_sent", "_window")
+    __slots__ = ("_decode", "_decoder", "_given", "_sent", "_window")
 
-    def __init__(self, decode: Decoder, context: Sequence[int] = (), *, told: bool = True) -> None:
-        self._decode = decode
-        self._window = decode.audible(context[-_WINDOW_KEPT:])
+    def __init__(self, decoder: Decoder, context: Sequence[int] = (), *, told: bool = True) -> None:
+        self._decoder, self._decode = decoder, decoder.decode
+        self._window = decoder.audible(context[-_WINDOW_KEPT:])
         self._given = 0  # tokens of the window whose text was returned
         if told:
-            self._sent, self._given = decode(self._window), len(self._window)
+            self._sent, self._given = self._decode(self._window), len(self._window)
         else:
             self._sent, self._given = self._whole()
 
     def copy(self) -> Detokenizer:
         """Another one that goes on from here."""
-        made = Detokenizer(self._decode)
-        made._window, made._given, made._sent = [*self._window], self._given, self._sent
+        made = Detokenizer(self._decoder)
+        made._window, made._given, made._sent = self._window.copy(), self._given, self._sent
         return made
 
     @property
@@ -132,22 +132,29 @@ class Detokenizer:
     @property
     def pending(self) -> str:
         """The text of what is held back, if no token follows: replacement characters."""
-        return self.copy().flush() if self.held else ""
+        if len(self._window) == self._given:
+            return ""
+        text = self._decode(self._window)
+        return text[len(self._sent) :] if text.startswith(self._sent) else self.copy().flush()
 
     def push(self, tokens: Sequence[int]) -> str:
         """The text that these tokens complete; an incomplete character is held back."""
-        return "".join(map(self._push, self._decode.runs(self._decode.audible(tokens))))
+        tokens = self._decoder.audible(tokens)
+        if len(tokens) < 2 or self._decoder.single.isdisjoint(tokens):
+            return self._push(tokens) if tokens else ""
+        return "".join(map(self._push, self._decoder.runs(tokens)))
 
     def place(self, token: int) -> tuple[str, int]:
         """The text that this token completes, and where in it the token's own text begins: behind
         that of tokens held back, unless it goes on with their character."""
         before = self.pending
-        text = self.push([token])
-        return text, _common(before, text)
+        text = self.push((token,))
+        return text, _common(before, text) if before else 0
 
     def _push(self, tokens: Sequence[int]) -> str:
         self._window += tokens
-        new = self._advance(*self._whole())
+        text, whole = self._whole()
+        new = self._advance(text, whole)
         if len(self._window) > _WINDOW_MAX:
             self._shorten()
         return new
@@ -294,10 +301,12 @@ class TextService:
                 skip_special_tokens=skip_special,
                 clean_up_tokenization_spaces=False,
             )
-        end = max(vocab.values(), default=-1) + 1
-        skipped = frozenset(self.special.values() if skip_special else ())
-        single = frozenset(i for piece, i in vocab.items() if _BYTE_PIECE.fullmatch(piece))
-        return Decoder(decode, lambda token: token >= end or token in skipped, single)
+        return Decoder(
+            decode,
+            skipped=frozenset(self.special.values() if skip_special else ()),
+            end=max(vocab.values(), default=-1) + 1,
+            single=frozenset(vocab[piece] for piece in _BYTE_PIECES if piece in vocab),
+        )
 
     def _token(self, token: int) -> tuple[str, bytes]:
         """The text and the bytes of one token alone, special or not.
@@ -310,8 +319,8 @@ class TextService:
             text = " " + text  # some decoders strip the first space of a text
         if _MARK not in text:
             return text, text.encode()
-        if _BYTE_PIECE.fullmatch(piece):
-            raw = bytes([int(piece[3:5], 16)])
+        if piece in _BYTE_PIECES:
+            raw = bytes([_BYTE_PIECES[piece]])
         elif set(piece) <= _BYTE_OF.keys():
             raw = bytes(_BYTE_OF[c] for c in piece)
         else:
