@@ -16,6 +16,9 @@ from cluster.http.openai import Common
 from cluster.http.text import Decoder, Detokenizer, StopMatcher
 from worker import messages
 
+_ECHO_END = 8
+"""Tokens at the end of a prompt among which the beginning of its last character is."""
+
 Entry = messages.TokenLogprob | messages.PromptLogprob | None
 
 
@@ -110,11 +113,19 @@ class Choice:
 
     def echo(self, text: str) -> None:
         """The prompt is part of the answer, without log-probabilities."""
-        going_on = Detokenizer(self._decode, self.prompt, told=False)
+        before, end = self.prompt[:-_ECHO_END], self.prompt[-_ECHO_END:]
+        going_on, decoded, placed = Detokenizer(self._decode, before, told=False), 0, list[Scored]()
+        for token in end:
+            one, piece = _placed(going_on, token, decoded, None)
+            placed.append(one)
+            decoded += len(piece)
         half = going_on.pending
+        self._echoed = self.prompt
         if half and text.endswith(half):  # the answer may complete it
             self._detokenizer, text = going_on, text.removesuffix(half)
-        self._echoed = self.prompt
+            first = len(text) - decoded
+            self._tokens.extend(one._replace(offset=first + one.offset) for one in placed)
+            self._echoed = before
         self._give(text)
         self._decoded += len(text)
 

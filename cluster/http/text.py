@@ -107,35 +107,33 @@ class Detokenizer:
     the beginning of a character at its end is held back like that of any other.
     """
 
-    __slots__ = ("_decode", "_decoder", "_given", "_sent", "_window")
+    __slots__ = ("_decode", "_decoder", "_given", "_lacking", "_sent", "_window", "pending")
 
     def __init__(self, decoder: Decoder, context: Sequence[int] = (), *, told: bool = True) -> None:
         self._decoder, self._decode = decoder, decoder.decode
         self._window = decoder.audible(context[-_WINDOW_KEPT:])
         self._given = 0  # tokens of the window whose text was returned
+        self._sent, self._lacking = "", 0  # that text, and how much of theirs it lacks
+        self.pending = ""
+        """The text of what is held back, if no token follows."""
         if told:
             self._sent, self._given = self._decode(self._window), len(self._window)
         else:
-            self._sent, self._given = self._whole()
+            full = self._decode(self._window)
+            self._sent, self._given = self._whole(full)
+            self.pending = full[len(self._sent) :]
 
     def copy(self) -> Detokenizer:
         """Another one that goes on from here."""
         made = Detokenizer(self._decoder)
-        made._window, made._given, made._sent = self._window.copy(), self._given, self._sent
+        made._window, made._given = self._window.copy(), self._given
+        made._sent, made._lacking, made.pending = self._sent, self._lacking, self.pending
         return made
 
     @property
     def held(self) -> int:
         """Tokens held back: the beginning of a character."""
         return len(self._window) - self._given
-
-    @property
-    def pending(self) -> str:
-        """The text of what is held back, if no token follows: replacement characters."""
-        if len(self._window) == self._given:
-            return ""
-        text = self._decode(self._window)
-        return text[len(self._sent) :] if text.startswith(self._sent) else self.copy().flush()
 
     def push(self, tokens: Sequence[int]) -> str:
         """The text that these tokens complete; an incomplete character is held back."""
@@ -145,33 +143,53 @@ class Detokenizer:
         return "".join(map(self._push, self._decoder.runs(tokens)))
 
     def place(self, token: int) -> tuple[str, int]:
-        """The text that this token completes, and where in it the token's own text begins: behind
-        that of tokens held back, unless it goes on with their character."""
+        """The text that this token completes, and how much text not returned before is that of
+        tokens held back: there its own begins, unless it goes on with their character."""
         before = self.pending
         text = self.push((token,))
-        return text, _common(before, text) if before else 0
+        if not before:
+            return text, 0
+        # While it is held back too, it may complete what were marks.
+        before = before.rstrip(_MARK) if self.pending else before
+        return text, _common(before, text + self.pending)
 
     def _push(self, tokens: Sequence[int]) -> str:
         self._window += tokens
-        text, whole = self._whole()
-        new = self._advance(text, whole)
+        length, full = len(self._window), self._decode(self._window)
+        if full.endswith(_MARK):
+            new = self._advance(*self._whole(full))
+            if len(self._window) < length:  # invalid bytes
+                full = self._decode(self._window)
+            self.pending = full[len(self._sent) :]
+        else:
+            new = self._advance(full, length)
+            self.pending, self._lacking = "", 0
         if len(self._window) > _WINDOW_MAX:
             self._shorten()
         return new
 
-    def _whole(self) -> tuple[str, int]:
-        """The text of the window up to its last whole character, and how many tokens that has."""
-        whole = len(self._window)
-        # A character has at most 4 bytes, so at most 3 tokens are the beginning of one. They are
-        # not decoded: some decoders show all bytes of a text as marks until its last character is
-        # complete.
+    def _whole(self, full: str) -> tuple[str, int]:
+        """Of the window, whose text is `full`, the text up to the last whole character, and how
+        many tokens that has.
+
+        A character has at most 4 bytes, so at most 3 tokens are the beginning of one. They are not
+        decoded: some decoders show all bytes of a text as marks until its last character is
+        complete. Of the tokens before them the text is final as they have it together.
+        """
+        text, whole = full, len(self._window)
         least = max(self._given, whole - _MAX_HALF)
-        while (text := self._decode(self._window[:whole])).endswith(_MARK) and whole > least:
+        while text.endswith(_MARK) and whole > least:
             whole -= 1
-        return text, whole
+            text = self._decode(self._window[:whole])
+        final = len(text)
+        if text.endswith(_MARK):
+            final = max(len(self._sent), _common(text, full))
+        self._lacking = len(text) - final
+        return text[:final], whole
 
     def flush(self) -> str:
         """The text held back, when no token follows: replacement characters."""
+        self.pending = ""
         return self._advance(self._decode(self._window), len(self._window))
 
     def _advance(self, text: str, whole: int) -> str:
@@ -192,6 +210,7 @@ class Detokenizer:
         most = self._given - _WINDOW_KEPT
         for first in range(most, most - _MAX_HALF - 1, -1):
             tail = self._decode(self._window[first : self._given])
+            tail = tail[: max(0, len(tail) - self._lacking)]
             if self._sent.endswith(tail):
                 break
         del self._window[:first]
