@@ -91,21 +91,22 @@ def test_pieces_of_text_join_to_the_text_and_hold_no_half_character(
 
 
 SPECIAL, BEYOND = range(tokens.EOS, tokens.VOCAB), tokens.VOCAB + 5
-HALVES = [*encode("byte_level", "é")[:1], *SPECIAL[:2], BEYOND, *encode("byte_level", "é")[1:]]
-bytes_and_special = st.integers(0, 255) | st.sampled_from([*SPECIAL, BEYOND])
+ONE, ANOTHER = encode("byte_level", "é")
+HALVES = [ONE, *range(tokens.EOS, tokens.EOS + 2), tokens.VOCAB + 9, ANOTHER]
+CHAIN = [ONE, *[259] * 9, ANOTHER]  # the end of a character and the beginning of the next
 
 
 @pytest.mark.parametrize("skip", [True, False])
-@settings(max_examples=200)
-@given(case=in_pieces(st.lists(bytes_and_special, max_size=80)))
-@example(case=(HALVES, [slice(0, 2), slice(2, 5)]))
+@pytest.mark.parametrize("kind", ["byte_level", "byte_parts"])
+@settings(max_examples=100)
+@given(case=in_pieces(st.lists(st.integers(0, 255) | st.integers(256, 270), max_size=80)))
 @example(case=(HALVES, [slice(i, i + 1) for i in range(5)]))
+@example(case=(CHAIN, [slice(i, i + 1) for i in range(11)]))
 def test_any_bytes_come_out_as_the_decoder_shows_them_however_they_were_cut(
-    skip: bool, case: tuple[list[int], list[slice]]
+    kind: str, skip: bool, case: tuple[list[int], list[slice]]
 ) -> None:
     ids, cuts = case
-    pieces = streamed("byte_level", ids, cuts, skip=skip)
-    assert "".join(pieces) == decode("byte_level", ids, skip)
+    assert "".join(streamed(kind, ids, cuts, skip=skip)) == decode(kind, ids, skip)
 
 
 @settings(max_examples=200)

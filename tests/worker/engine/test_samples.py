@@ -101,7 +101,7 @@ def test_prompt_log_probabilities_do_not_depend_on_the_cache(
 
 
 @pytest.mark.parametrize(
-    "order", [(0, 1, 2, 3, 4), (4, 3, 2, 1, 0), (3, 4, 0, 1, 2)], ids=lambda order: str(order[0])
+    "order", [(3, 4, 2, 1, 0), (0, 4, 2, 1, 3)], ids=lambda order: str(order[0])
 )
 def test_prompt_scores_and_cached_tokens_do_not_depend_on_who_asks_first_or_beside(
     models: Models, order: tuple[int, ...]
