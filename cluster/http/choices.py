@@ -66,7 +66,7 @@ class Echo:
             scored.append(one)
             texts.append(text)
             self._decoded += len(text)
-        ended = message.start + len(tokens) == len(self._prompt)
+        ended = bool(tokens) and message.start + len(tokens) == len(self._prompt)
         return scored, "".join(texts), self._detokenizer if ended else None
 
 
@@ -198,19 +198,21 @@ class Choice:
             self.finish_reason = message.reason
             self.stop_reason = self._request.stop_reason(message.stop_token)
 
-    def _may_be_cut(self, scored: Scored) -> bool:
-        """Whether a stop string cuts this token off, or may do so yet: all of its text is behind
-        what was released. The answer does not depend on when it is asked."""
+    def _decided(self) -> list[Scored]:
+        """The next tokens that no stop string cuts off or may yet cut off: those with text before
+        the end of what was released, or none behind it. When it is asked changes nothing."""
+        released, tokens = list[Scored](), self._tokens
         if self._matcher is None or (self.finish_reason and self._matcher.matched is None):
-            return False
-        return scored.offset + (not scored.empty) > self._released
+            released.extend(tokens)
+            tokens.clear()
+        while tokens and tokens[0].offset + (not tokens[0].empty) <= self._released:
+            released.append(tokens.popleft())
+        return released
 
     def take(self) -> Piece | None:
         """All that can be sent now, None if nothing is new."""
         ended = self.finish_reason is not None and not self._reported
-        released: list[Scored] = []
-        while self._tokens and not self._may_be_cut(self._tokens[0]):
-            released.append(self._tokens.popleft())
+        released = self._decided()
         self.sent_tokens = self.generated_tokens
         text = "".join(self._text)
         self._text.clear()

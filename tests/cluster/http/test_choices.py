@@ -133,12 +133,15 @@ def test_an_echo_comes_first_and_shifts_the_offsets() -> None:
     echo = Echo(PROMPT, decode)
     made.echo_scored(*echo.push(messages.PromptLogprobs(0, entries[:1])))
     made.echo_scored(*echo.push(messages.PromptLogprobs(1, entries[1:])))
-    ids = ids_of("ab")
-    made.add(ids, scores(ids))
+    ids = ids_of("aé")[:2] + ids_of("é")[1:]
+    made.add(ids[:2], scores(ids[:2]))
+    # Another worker scores the prompt again, of which nothing is news.
+    made.echo_scored(*echo.push(messages.PromptLogprobs(2, [])))
+    made.add(ids[2:], scores(ids[2:]))
     piece = take(made)
-    assert piece.text == "hiab"
+    assert piece.text == "hiaé"
     assert [(s.offset, s.entry) for s in piece.scored[:2]] == [(0, None), (1, entries[1])]
-    assert [s.offset for s in piece.scored[2:]] == [2, 3]
+    assert [s.offset for s in piece.scored[2:]] == [2, 3, 3]
 
 
 def spelled(kind: str, text: str) -> list[int]:
