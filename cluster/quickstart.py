@@ -42,7 +42,7 @@ def resolve(path: str, revision: str | None = None, *, say: Say = print) -> Path
 
     Raises ModelError when there is no such model or its files are not complete.
     """
-    directory = Path(path).expanduser()
+    directory = _expanded(path, "an absolute path as model.path")
     if revision is not None and (path == QUICK or directory.exists()):
         raise ModelError(f"model.revision is for hub ids, model.path={path} is on this machine")
     if path == QUICK:
@@ -55,7 +55,15 @@ def resolve(path: str, revision: str | None = None, *, say: Say = print) -> Path
 
 
 def cache_directory() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvatlas"
+    given = os.environ.get("XDG_CACHE_HOME")
+    return _expanded(given or "~/.cache", "XDG_CACHE_HOME, a place for the cache") / "kvatlas"
+
+
+def _expanded(path: str, remedy: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ModelError(f"{path}: that user has no home; set HOME, or give {remedy}") from None
 
 
 def checked(directory: Path) -> Path:
@@ -103,6 +111,8 @@ def quick_start(cache: Path, *, say: Say = print, convert: Convert | None = None
     """
     source = _installed()
     done = cache / f"{QUICK}-{source.stat().st_size}-{_FORMAT}"
+    if _complete(done):
+        return done  # even where nothing can be written
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with _locked(cache / f"{QUICK}.lock", say):
@@ -204,6 +214,11 @@ def _download(hub_id: str, revision: str | None, say: Say) -> Path:
     except errors.RepositoryNotFoundError as error:
         reason = "neither a directory here nor a public model on the hub (private: set HF_TOKEN)"
         raise ModelError(f"model.path={name}: {reason}") from error
+    except PermissionError as error:
+        raise ModelError(
+            f"model.path={name}: the hub's cache cannot be written ({error.filename}): set HF_HOME "
+            "to a place that can be, or give a directory as model.path"
+        ) from error
     except (OSError, ValueError) as error:
         raise ModelError(
             f"model.path={name} is no directory here and the hub cannot be reached. Give the "

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
+import os
+import pwd
 import sys
 import threading
 from pathlib import Path
@@ -134,6 +137,32 @@ def test_a_cache_that_cannot_be_written_is_one_message(package: Path, tmp_path: 
         resolve("smollm2")
 
 
+def test_a_finished_conversion_serves_from_a_cache_that_cannot_be_written(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = quickstart.cache_directory()
+    done = quickstart.quick_start(cache, say=lambda line: None, convert=Converter())
+
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "mkdir", read_only)
+    monkeypatch.setattr(quickstart, "_locked", read_only)
+    assert resolve("smollm2") == done
+
+
+def test_a_user_without_a_home_is_one_message(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # as in a container with any user's number
+    with pytest.raises(ModelError, match=r"no home; set HOME, or give XDG_CACHE_HOME"):
+        resolve("smollm2")
+    with pytest.raises(ModelError, match=r"no home; set HOME, or give an absolute path"):
+        resolve("~/model")
+
+
 def test_without_the_package_the_message_names_the_ways(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,6 +258,7 @@ def _http(kind: type[errors.HfHubHTTPError]) -> errors.HfHubHTTPError:
     [
         (OFFLINE, r"smollm2.*HF_HOME"),
         (errors.OfflineModeIsEnabled("offline"), r"smollm2.*HF_HOME"),
+        (PermissionError(13, "Permission denied", "/hub"), r"cannot be written \(/hub\).*HF_HOME"),
         (ConnectionError("refused"), r"directory of a model.*smollm2.*HF_HOME"),
         (_http(errors.GatedRepoError), "accept its terms"),
         (_http(errors.RepositoryNotFoundError), "neither a directory here nor"),
