@@ -8,7 +8,7 @@ import gc
 import logging
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from importlib import metadata
 from typing import Any
@@ -19,6 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from cluster.errors import ApiError, invalid
 from cluster.http import bodies, debug, keys, openai, paths, prompts
@@ -43,6 +44,22 @@ PAUSE_S = 1.0
 """How long a background task that failed waits before it runs again."""
 
 
+class _App(FastAPI):
+    """Lets web pages of these origins read every answer. Starlette's own place for middleware is
+    inside of what answers unexpected errors."""
+
+    def __init__(self, origins: Sequence[str], **options: Any) -> None:
+        super().__init__(**options)
+        self._origins = origins
+
+    def build_middleware_stack(self) -> ASGIApp:
+        app = super().build_middleware_stack()
+        if self._origins:
+            every = ["*"]
+            app = CORSMiddleware(app, self._origins, every, every, expose_headers=every)
+        return paths.Paths(app)
+
+
 def build_app(api: Api, *, echo_label: bool = True) -> FastAPI:
     """The ASGI application. `echo_label` is off behind Serve, which answers with the client's
     X-Request-Id itself."""
@@ -63,22 +80,14 @@ def build_app(api: Api, *, echo_label: bool = True) -> FastAPI:
         api.gangs.close()
         api.text.close()
 
-    app = FastAPI(title="kvatlas", lifespan=lifespan, redirect_slashes=False)
+    origins = [o.strip() for o in (api.config.server.cors_origins or "").split(",") if o.strip()]
+    app = _App(origins, title="kvatlas", lifespan=lifespan, redirect_slashes=False)
     app.add_middleware(
         BodyLimit,
         limits=lambda: api.config.limits,
         tenant=lambda scope: api.access.owner(Request(scope)),
         echo=echo_label,
     )
-    if origins := api.config.server.cors_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=[origin.strip() for origin in origins.split(",")],
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=["*"],
-        )
-    app.add_middleware(paths.Paths)
     app.add_exception_handler(ApiError, _on_api_error(api))
     app.add_exception_handler(HTTPException, _on_http_error(app))
     app.add_exception_handler(ClientDisconnect, _on_disconnect)

@@ -108,6 +108,22 @@ async def test_head_is_get_without_the_body() -> None:
         assert (await served.http.head(CHAT)).status_code == 405
 
 
+async def test_a_web_page_reads_every_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the header its browser hides the answer, and tells of no reason."""
+    async with serving(FakeWorker(), f"server.cors_origins={PAGE}") as served:
+        asked = [("GET", "/nowhere", 404), ("GET", CHAT, 405), ("POST", TEXT, 400)]
+        for method, path, status in asked:
+            answer = await served.http.request(method, path, headers={"Origin": PAGE})
+            assert answer.status_code == status
+            assert answer.headers["access-control-allow-origin"] == PAGE
+        monkeypatch.setattr(served.api, "served", None)  # a fault of ours
+        answer = await served.http.post(
+            "/tokenize", json={"prompt": "hi"}, headers={"Origin": PAGE}
+        )
+        assert answer.status_code == 500
+        assert answer.headers["access-control-allow-origin"] == PAGE
+
+
 async def test_a_web_page_may_ask_where_a_setting_lets_it() -> None:
     ask = {
         "Origin": PAGE,
