@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.errors import UserError
-from cluster.serve import haproxy
+from cluster.serve import haproxy, proxy
 from configs.schema import Config
 
 POLL_S = 0.2
@@ -34,6 +34,7 @@ SERVE_ENVIRONMENT = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
+    **proxy.CALLBACK,
 }
 # Threads of a CPU worker that wait for each other spin for half a millisecond, then sleep. By
 # default they spin forever and compete with ingress and proxy for the cores: with one other busy

@@ -75,9 +75,14 @@ def test_the_official_client_through_serve_s_proxy(server: Server) -> None:
 
 
 def test_the_label_comes_back_once(server: Server) -> None:
-    headers = {"X-Request-Id": "mine"}
-    answer = httpx.post(server.url + CHAT, json={"messages": USER}, headers=headers)
-    assert answer.headers.get_list("x-request-id") == ["mine"]
+    for label, echoed in (
+        (b"mine", "mine"),
+        (b"x" * 9999, "x" * 128),
+        (b"caf\xc3\xa9\xff1", "caf1"),
+    ):
+        headers = {"X-Request-Id": label}
+        answer = httpx.post(server.url + CHAT, json={"messages": USER}, headers=headers)
+        assert answer.headers.get_list("x-request-id") == [echoed]
 
 
 def test_a_client_that_goes_away_ends_the_worker_s_work(server: Server) -> None:
