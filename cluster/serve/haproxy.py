@@ -30,6 +30,23 @@ def in_use(environment: Mapping[str, str]) -> bool:
     return environment.get(MODE) == "1"
 
 
+def files(directory: str) -> dict[str, str]:
+    """Environment variables for HAProxy's files, to which Serve adds the number of the node. Its
+    own place for them, `/tmp/haproxy-serve`, is of the first user who starts one."""
+    place, name = f"{directory}/haproxy", "RAY_SERVE_HAPROXY_"
+    return {
+        f"{name}CONFIG_FILE_LOC": f"{place}/haproxy.cfg",
+        f"{name}SOCKET_PATH": f"{place}/admin.sock",
+        f"{name}METRICS_SOCKET_PATH": f"{place}/metrics.sock",
+        f"{name}SERVER_STATE_BASE": place,
+        f"{name}SERVER_STATE_FILE": f"{place}/server-state",
+    }
+
+
+LONGEST_NAME = f"/haproxy/{'0' * 56}/metrics.sock"
+"""Of a socket in that directory."""
+
+
 def environment(body_timeout_s: float) -> dict[str, str]:
     """Environment variables for every process of Ray; a body has `body_timeout_s` to arrive."""
     body_ms = math.ceil(1000 * min(body_timeout_s, _LONGEST_S))

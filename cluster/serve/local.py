@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.errors import UserError
-from cluster.serve import haproxy, proxy
+from cluster.serve import haproxy, places, proxy
 from configs.schema import Config
 
 POLL_S = 0.2
@@ -107,10 +107,21 @@ def _check_port(host: str, port: int) -> None:
 def local_ray(config: Config, say: Say) -> Iterator[None]:
     """A Ray cluster of one node; all its processes have ended when the block ends."""
     say("starting Ray")
+    if address := places.forget_others(os.environ):
+        say(
+            f"RAY_ADDRESS={address} is not used: this server has a Ray of its own; on a cluster, "
+            "`serve deploy` starts one"
+        )
     import ray
 
     from cluster.serve.application import local_cpus
 
+    directory = places.ray_directory(os.environ, os.getuid())
+    if home := places.usable_home(os.environ, directory):
+        os.environ["HOME"] = home
+    if haproxy.in_use(os.environ):
+        for name, value in haproxy.files(directory).items():
+            os.environ.setdefault(name, value)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     try:
         ray.init(
@@ -120,6 +131,7 @@ def local_ray(config: Config, say: Say) -> Iterator[None]:
             include_dashboard=False,
             logging_level=logging.ERROR,
             log_to_driver=True,
+            _temp_dir=directory,
         )
         yield
     finally:

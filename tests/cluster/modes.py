@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import tempfile
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 
 import pytest
 
@@ -26,29 +23,16 @@ DEFAULT = {
 }
 
 
-@contextlib.contextmanager
-def environment(mode: str) -> Iterator[Mapping[str, str]]:
-    """What a server in this mode has in its environment, while the block runs."""
+def environment(mode: str) -> Mapping[str, str]:
+    """What a server in this mode has in its environment."""
     if mode == "default":
-        yield DEFAULT
-    elif mode == "grpc":
-        yield {"RAY_SERVE_USE_GRPC_BY_DEFAULT": "1"}
-    else:
-        with tempfile.TemporaryDirectory(prefix="ha") as directory:  # names of sockets are short
-            yield _haproxy(Path(directory))
-
-
-def _haproxy(directory: Path) -> Mapping[str, str]:
-    """One HAProxy beside others on the machine: files and ports of its own."""
+        return DEFAULT
+    if mode == "grpc":
+        return {"RAY_SERVE_USE_GRPC_BY_DEFAULT": "1"}
     name = "RAY_SERVE_HAPROXY_"
     return {
         haproxy.MODE: "1",
-        f"{name}CONFIG_FILE_LOC": f"{directory}/haproxy.cfg",
-        f"{name}SOCKET_PATH": f"{directory}/admin.sock",
-        f"{name}METRICS_SOCKET_PATH": f"{directory}/metrics.sock",
-        f"{name}SERVER_STATE_BASE": str(directory),
-        f"{name}SERVER_STATE_FILE": f"{directory}/server-state",
-        f"{name}METRICS_PORT": str(free_port()),
+        f"{name}METRICS_PORT": str(free_port()),  # Serve's own are the same for all on a machine
         f"{name}STATS_PORT": str(free_port()),
         ADMIN_KEY: "the-key-of-this-test",  # the proxy hides who asks, so a key must tell
     }

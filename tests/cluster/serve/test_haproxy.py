@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import subprocess
+import warnings
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,16 @@ def test_haproxy_takes_the_lines_where_serve_writes_them(
         found.write_text(CONFIGURATION.format(words, tmp_path / "socket"))
         done = subprocess.run([binary, "-c", "-f", found], capture_output=True, check=False)
         assert done.returncode == code, done.stderr
+
+
+def test_all_files_of_haproxy_lie_where_they_are_told() -> None:
+    """Serve has a variable for each, and its own place for none."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of pydantic, about Ray Serve
+        from ray.serve._private import constants
+
+    usual = {n: v for n, v in vars(constants).items() if str(v).startswith("/tmp/haproxy-serve")}
+    told = haproxy.files("/mine")
+    assert told.keys() == usual.keys()
+    for name, value in usual.items():
+        assert told[name] == str(value).replace("/tmp/haproxy-serve", "/mine/haproxy")

@@ -53,10 +53,8 @@ def server(
     if request.param == "grpc":  # as the Ray that tests share
         yield deployed(place, [f"model.path={model}", *SETTINGS], 2)
         return
-    with (
-        modes.environment(request.param) as environment,
-        running(model, place / "log", *SETTINGS, worker=REAL, environment=environment) as server,
-    ):
+    environment = modes.environment(request.param)
+    with running(model, place / "log", *SETTINGS, worker=REAL, environment=environment) as server:
         yield server
 
 
