@@ -7,6 +7,7 @@ import http.client
 import json
 import logging
 import os
+import shlex
 import signal
 import socket
 import threading
@@ -98,7 +99,7 @@ def _check_port(host: str, port: int) -> None:
             probe.bind(address)
     except OSError as error:
         raise UserError(
-            f"cannot listen on {host}:{port}: {error.strerror}; another port is "
+            f"cannot listen on {_address(host, port)}: {error.strerror}; another port is "
             "server.port=NUMBER, another address server.host=ADDRESS"
         ) from None
 
@@ -275,12 +276,15 @@ def _reachable(config: Config) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
+def _address(host: str, port: int) -> str:
+    """Host and port as a URL has them; the address of an IPv6 host is in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def _announce(config: Config, rows: dict[str, Any], took_s: float) -> None:
     from cluster.http.keys import API_KEYS
 
-    host = _reachable(config)
-    url = f"http://[{host}]" if ":" in host else f"http://{host}"
-    url += f":{config.server.port}"
+    url = f"http://{_address(_reachable(config), config.server.port)}"
     question = [{"role": "user", "content": "What is the capital of France?"}]
     body = json.dumps({"model": rows["model"], "messages": question, "max_tokens": 32})
     print(table(rows))
@@ -288,7 +292,7 @@ def _announce(config: Config, rows: dict[str, Any], took_s: float) -> None:
     keyed = config.server.api_keys_file is not None or API_KEYS in os.environ
     key = ' -H "Authorization: Bearer $KVATLAS_API_KEY"' if keyed else ""
     kind = "-H 'Content-Type: application/json'"
-    print(f"curl {url}/v1/chat/completions{key} {kind} -d '{body}'\n")
+    print(f"curl {shlex.quote(f'{url}/v1/chat/completions')}{key} {kind} -d '{body}'\n")
     print(end="", flush=True)
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import socket
@@ -106,18 +107,28 @@ class Answers(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def server() -> Iterator[tuple[type[Answers], str]]:
+class OnIPv6(HTTPServer):
+    address_family = socket.AF_INET6
+
+
+@contextlib.contextmanager
+def serving(kind: type[HTTPServer], host: str) -> Iterator[tuple[type[Answers], int]]:
     class Handler(Answers):
         pass
 
     Handler.seen = []
-    with HTTPServer(("127.0.0.1", 0), Handler) as made:
+    with kind((host, 0), Handler) as made:
         thread = threading.Thread(target=made.serve_forever)
         thread.start()
-        yield Handler, f"http://127.0.0.1:{made.server_port}"
+        yield Handler, made.server_port
         made.shutdown()
         thread.join()
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[type[Answers], str]]:
+    with serving(HTTPServer, "127.0.0.1") as (answers, port):
+        yield answers, f"http://127.0.0.1:{port}"
 
 
 def test_where_asks_the_server_and_shows_its_answer(
@@ -128,6 +139,14 @@ def test_where_asks_the_server_and_shows_its_answer(
     assert run("where", "a b", "17", "--url", url) == 0
     assert json.loads(capsys.readouterr().out) == {"request": "a b", "address": 4096}
     assert answers.seen == ["/debug/where?request=a%20b&token=17"]
+
+
+def test_where_and_bench_ask_at_an_ipv6_address() -> None:
+    with serving(OnIPv6, "::1") as (answers, port):
+        answers.body = b'{"data": []}'
+        assert run("where", "x", "1", "--url", f"http://[::1]:{port}") == 0
+        assert run("bench", "--url", f"http://[::1]:{port}") == USAGE
+        assert answers.seen == ["/debug/where?request=x&token=1", "/v1/models"]
 
 
 def test_where_asks_whose_tokens_a_block_holds(

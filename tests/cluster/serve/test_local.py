@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -222,6 +223,26 @@ def test_nohup_keeps_a_server_whose_terminal_is_closed(ignored: bool) -> None:
     finally:
         for number, handler in kept.items():
             signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:8000"),
+        ("0.0.0.0", "http://127.0.0.1:8000"),
+        ("::1", "http://[::1]:8000"),
+        ("::", "http://[::1]:8000"),
+        ("example.org", "http://example.org:8000"),
+    ],
+)
+def test_the_url_is_one_that_a_client_can_use(
+    capsys: pytest.CaptureFixture[str], host: str, url: str
+) -> None:
+    local._announce(config(f"server.host={host}"), {"model": "m"}, 1.0)
+    out = capsys.readouterr().out
+    assert f"ready after 1.0 s at {url} (" in out
+    command = shlex.split(out.splitlines()[-2])
+    assert command[:2] == ["curl", f"{url}/v1/chat/completions"]
 
 
 def test_a_port_in_use_is_one_message() -> None:
