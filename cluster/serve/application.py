@@ -40,6 +40,7 @@ from cluster.routing.sync import Reporter
 from cluster.serve import haproxy, pools, scaling, secret
 from cluster.serve.delivery import ANYONE, Delivery
 from cluster.serve.hub import HubClient
+from cluster.serve.starting import saying_what_it_does
 from cluster.serve.unread import Unread
 from configs.loading import ConfigError, adjusted, load
 from configs.pools import PoolConfig
@@ -102,7 +103,7 @@ class Worker:
         # Torch reports every lost connection in twenty lines of C++; our own log has one line.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         module, _, name = kind.partition(":")
-        with _refusals():
+        with _refusals(), saying_what_it_does():
             directory = directory or model_directory(config)
             with _no_gc():
                 worker_class = getattr(importlib.import_module(module), name)

@@ -18,6 +18,7 @@ from typing import Any
 
 from cluster.errors import UserError
 from cluster.serve import haproxy, places, proxy
+from cluster.serve.starting import waits_for
 from configs.schema import Config
 
 POLL_S = 0.2
@@ -249,12 +250,18 @@ def _wait(config: Config, say: Say, stop: threading.Event) -> dict[str, Any] | N
         if now_s - said_s > SAY_EVERY_S:
             said_s = now_s
             say(f"still starting after {now_s - began_s:.0f} s: {_states(status)}")
+            for line in () if status is None else waits_for(_messages(status)):
+                say(line)
     return None
 
 
 def _states(status: Any) -> str:
     deployments = {} if status is None else status.deployments
     return ", ".join(f"{name} {d.status.value.lower()}" for name, d in deployments.items())
+
+
+def _messages(status: Any) -> dict[str, tuple[str, str]]:
+    return {name: (d.status.value, d.message) for name, d in status.deployments.items()}
 
 
 def _ready(config: Config) -> dict[str, Any] | None:
