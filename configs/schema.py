@@ -207,6 +207,11 @@ class ServerConfig:
         rules.integer(1, 86400),
         "How long an idle connection stays; a load balancer in front must close its own earlier.",
     )
+    drain_timeout_s: float = _setting(
+        25.0,
+        rules.number(),
+        "How long requests may go on once the server is told to stop; then they are cut off.",
+    )
     require_keys: bool = _setting(
         False, rules.FLAG, "Start only with API keys; off serves everybody where none are given."
     )

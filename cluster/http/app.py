@@ -82,6 +82,7 @@ def build_app(api: Api, *, echo_label: bool = True) -> FastAPI:
 
     origins = [o.strip() for o in (api.config.server.cors_origins or "").split(",") if o.strip()]
     app = _App(origins, title="kvatlas", lifespan=lifespan, redirect_slashes=False)
+    app.add_middleware(api.gate.around)
     app.add_middleware(
         BodyLimit,
         limits=lambda: api.config.limits,

@@ -1,5 +1,5 @@
-"""ASGI middleware: bounds on request bodies, gzip bodies decoded within them, and the client's
-X-Request-Id as a label."""
+"""ASGI middleware: bounds on request bodies, gzip bodies decoded within them, the client's
+X-Request-Id as a label, and no new requests once the ingress drains."""
 
 from __future__ import annotations
 
@@ -31,8 +31,37 @@ _LABEL_MAX = 128
 _CLOSE = (b"connection", b"close")
 
 
+RETRY_S = 5.0
+"""When a request that a stopping server refused may find another one."""
+
 RELEASE = "kvatlas.release"
 """Key of the scope: a function to call when the request needs its body no more."""
+
+
+class Gate:
+    """Counts the POST requests whose answers have not ended. Once `draining`, others get 503."""
+
+    def __init__(self) -> None:
+        self.running, self.draining = 0, False
+
+    def around(self, app: ASGIApp) -> ASGIApp:
+        """An ASGI application whose requests pass the gate. A GET computes nothing and is free."""
+
+        async def gated(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] != "http" or scope["method"] != "POST":
+                await app(scope, receive, send)
+            elif self.draining:
+                message = "the server is stopping: ask another one, or this one later"
+                refusal = ApiError(503, "stopping", message, retry_after_s=RETRY_S)
+                await error_response(refusal)(scope, receive, send)
+            else:
+                self.running += 1
+                try:
+                    await app(scope, receive, send)
+                finally:
+                    self.running -= 1
+
+        return gated
 
 
 class BodyLimit:

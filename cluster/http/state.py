@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from cluster.errors import ApiError, invalid
 from cluster.http import openai
 from cluster.http.keys import Access
+from cluster.http.limits import Gate
 from cluster.http.shares import Shares
 from cluster.http.text import TextService
 from cluster.metrics import IngressState, Metrics, Record
@@ -96,6 +97,7 @@ class Api:
         )
         self.dispatcher = Dispatcher(self.gangs, router, name=name, config=lambda: self.config)
         self._values = Shares(0)
+        self.gate = Gate()
         self.created = int(time.time())
         self.resources: ResourceCheck | None = None
         self.labels: dict[str, str] = {}  # X-Request-Id of the requests in flight, by id
@@ -199,6 +201,8 @@ class Api:
         if self.resources is not None and self.resources.problem:
             problems.append(self.resources.problem)
         report = self.gangs.report()
+        if self.gate.draining:
+            report |= {"ready": False, "reason": "the server is stopping"}
         if not processes:
             for gang in report["models"][0]["gangs"]:
                 del gang["host"], gang["pid"]

@@ -234,6 +234,11 @@ class Ingress:
     async def state(self) -> IngressState:
         return self._api.state()
 
+    async def drain(self) -> int:
+        """Take no new requests from now on; how many still run."""
+        self._api.gate.draining = True
+        return self._api.gate.running
+
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Called by Serve with new live settings."""
         self._api.config = _reconfigured(self._config, user_config)

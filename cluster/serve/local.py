@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
 import logging
 import os
 import shlex
-import signal
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from cluster.errors import UserError
 from cluster.serve import haproxy, places, proxy
+from cluster.serve.guard import alive, descendants, end, guarded, name_of
 from cluster.serve.starting import waits_for
+from cluster.serve.stopping import POLL_S, Say, Stop, drain, of_ingresses
 from configs.schema import Config
 
-POLL_S = 0.2
 SAY_EVERY_S = 10.0
-STOP_S = 10.0
 # Switches of Serve for every process, read when it is imported. Messages between replicas through
 # gRPC and on one event loop take a third of the default's CPU time (0.44 instead of 1.4 ms for one
 # from worker to client); gRPC's own limit of 4 MiB a message is less than some answers have.
@@ -51,17 +50,29 @@ RAY_ENVIRONMENT = {
 # gRPC and Ray would ask these for processes of this machine. Nothing is fetched from elsewhere once
 # the model is here.
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
+RAY_PROCESSES = ("gcs_server", "raylet")
+LOST = 2  # the exit code
 _OBJECT_STORE_BYTES = 256 << 20  # it carries only the blocks that workers pull from each other
-
-Say = Callable[[str], None]
 
 
 def serve_here(config: Config, directory: str, *, say: Say, worker: str | None = None) -> int:
-    """Serves until SIGINT, SIGTERM or SIGHUP. `worker` names another worker class, for tests.
+    """Serves until SIGINT, SIGTERM, SIGHUP or SIGQUIT, in a child process (`guard.guarded`).
+    `worker` names another worker class, for tests.
 
     Raises UserError when the model or the settings cannot be served.
     """
     _check_port(config.server.host, config.server.port)
+    directory = os.path.abspath(directory)
+    return guarded(
+        lambda: _serve(config, directory, say=say, worker=worker),
+        drain_s=config.server.drain_timeout_s,
+    )
+
+
+def _serve(config: Config, directory: str, *, say: Say, worker: str | None) -> int:
+    stop = Stop()
+    stop.on_signals()
+    began_s = time.monotonic()
     environment = SERVE_ENVIRONMENT | THREADS_ENVIRONMENT | RAY_ENVIRONMENT
     if haproxy.in_use(os.environ):
         environment |= haproxy.environment(config.limits.body_timeout_s)
@@ -70,26 +81,28 @@ def serve_here(config: Config, directory: str, *, say: Say, worker: str | None =
     for name in PROXIES:
         os.environ.pop(name, None)
         os.environ.pop(name.upper(), None)
-    directory = os.path.abspath(directory)
     # Ray's workers import from the folder in which this is called, which may have a `worker.py`.
     os.chdir(Path(__file__).parents[2])
-    began_s = time.monotonic()
-    stop = threading.Event()
-    _stop_on_signals(stop)
     with local_ray(config, say):
-        _stop_on_signals(stop)  # again: Ray has installed its own handlers
+        stop.on_signals()  # again: Ray has installed its own handlers
         rows = _deploy(config, directory, worker=worker, say=say, stop=stop)
         if rows is not None:
             _announce(config, rows, time.monotonic() - began_s)
-            stop.wait()
+            _until_told(stop, say)
         say("stopping")
+        if rows is not None:
+            limit_s = config.server.drain_timeout_s
+            asyncio.run(drain(stop, of_ingresses, limit_s=limit_s, say=say))
     return 0
 
 
-def _stop_on_signals(stop: threading.Event) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup does
-            signal.signal(number, lambda *_: stop.set())
+def _until_told(stop: Stop, say: Say) -> None:
+    """Wait until the server is told to stop. Ends this process where Ray's own are lost: nothing
+    works without them, and `ray.shutdown` waits for them. The guard ends the rest."""
+    needed = {pid for pid in descendants(os.getpid()) if name_of(pid) in RAY_PROCESSES}
+    if not stop.wait(until=lambda: alive(needed) != needed):
+        say("kvatlas: a process of Ray was lost, mostly killed for want of memory; dmesg says so")
+        os._exit(LOST)
 
 
 def _check_port(host: str, port: int) -> None:
@@ -137,53 +150,13 @@ def local_ray(config: Config, say: Say) -> Iterator[None]:
         )
         yield
     finally:
-        started = _descendants(os.getpid())
+        started = descendants(os.getpid())
         ray.shutdown()
-        _end(started)
-
-
-def _descendants(root: int) -> set[int]:
-    """All descendants of the process `root`, from /proc."""
-    children: dict[int, list[int]] = {}
-    for entry in os.listdir("/proc") if os.path.isdir("/proc") else ():
-        if entry.isdigit():
-            with contextlib.suppress(OSError), open(f"/proc/{entry}/stat") as file:
-                parent = int(file.read().rpartition(")")[2].split()[1])
-                children.setdefault(parent, []).append(int(entry))
-    found, todo = set[int](), [root]
-    while todo:
-        below = children.get(todo.pop(), [])
-        found.update(below)
-        todo += below
-    return found
-
-
-def _end(processes: set[int]) -> None:
-    """Wait for processes to end, kill those that do not, and wait for these."""
-    for pid in _left(processes):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    _left(processes)
-
-
-def _left(processes: set[int]) -> set[int]:
-    """The processes that have not ended after `STOP_S`."""
-    deadline = time.monotonic() + STOP_S
-    while (alive := {pid for pid in processes if _alive(pid)}) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return alive
-
-
-def _alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+        end(started)
 
 
 def _deploy(
-    config: Config, directory: str, worker: str | None, say: Say, stop: threading.Event
+    config: Config, directory: str, worker: str | None, say: Say, stop: Stop
 ) -> dict[str, Any] | None:
     """Start the application; returns the rows of the table once it is ready, None if stopped."""
     import ray
@@ -226,7 +199,7 @@ def _deploy(
     return None if rows is None else {**rows, "workers": config.ranks}
 
 
-def _wait(config: Config, say: Say, stop: threading.Event) -> dict[str, Any] | None:
+def _wait(config: Config, say: Say, stop: Stop) -> dict[str, Any] | None:
     """The rows of the table once the server is ready; None if stopped before."""
     from ray import serve
 

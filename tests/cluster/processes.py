@@ -170,3 +170,4 @@ def running(
         process.send_signal(signal.SIGHUP)
         process.wait(120)
         assert [cmdline(pid) for pid in processes if alive(pid)] == []
+        assert "an ingress that does not answer" not in log.read_text()  # it was asked what runs

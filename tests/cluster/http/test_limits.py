@@ -283,3 +283,37 @@ async def test_a_tenant_s_bodies_leave_room_for_another_s(
         assert await post("flood") == 429
         for writer in writers:
             writer.close()
+
+
+async def test_an_ingress_that_drains_ends_what_runs_and_takes_nothing_new() -> None:
+    worker = FakeWorker()
+    worker.gate = asyncio.Semaphore(3)
+    async with serving(worker) as served:
+        gate, body = served.api.gate, {"prompt": "hi", "stream": True}
+        async with served.http.stream("POST", PATH, json=body) as running:
+            lines = running.aiter_lines()
+            assert await anext(lines)
+            assert gate.running == 1
+            gate.draining = True
+            refused = await served.post(PATH, {"prompt": "hi"})
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+            assert refused.json()["error"]["code"] == "stopping"
+            ready = await served.http.get("/health/ready")
+            assert (ready.status_code, ready.json()["reason"]) == (503, "the server is stopping")
+            assert (await served.http.get("/health")).status_code == 200
+            assert gate.running == 1
+            for _ in range(100):
+                worker.gate.release()
+            assert [line async for line in lines if line][-1] == "data: [DONE]"
+        async with asyncio.timeout(60):
+            while gate.running:
+                await asyncio.sleep(0)
+
+
+async def test_requests_that_end_in_any_way_run_no_more() -> None:
+    async with serving(FakeWorker(), f"limits.max_body_bytes={LIMIT}") as served:
+        for body in ({"prompt": "hi"}, {"prompt": 5}, {"prompt": "x" * LIMIT}):
+            await served.post(PATH, body)
+            async with asyncio.timeout(60):
+                while served.api.gate.running:
+                    await asyncio.sleep(0)

@@ -12,9 +12,8 @@ import shlex
 import signal
 import socket
 import subprocess
-import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ import pytest
 from cluster.errors import UserError
 from cluster.serve import local
 from cluster.serve.local import serve_here
+from cluster.serve.stopping import Stop
 from tests.cluster import modes, tokens
 from tests.cluster.fakes import ALPHABET, BREAKING, ENDLESS, MODEL, config
 from tests.cluster.processes import HEALTH, Server, alive, below, free_port, running, start
@@ -189,12 +189,23 @@ def test_each_request_has_left_a_line_on_the_console_and_no_trace(server: Server
     assert "Traceback" not in log
 
 
-def test_sigterm_ends_the_server_and_every_process_of_it(server: Server) -> None:
+def test_sigterm_drains_and_a_second_one_ends_every_process(server: Server) -> None:
     server.wait_until(server.ready)
     processes = below(server.process.pid)
-    assert len(processes) > 4
-    server.process.terminate()
-    assert server.process.wait(30) == 0
+    assert len(processes) > 5
+    body = {"messages": USER, "seed": ENDLESS, "stream": True}
+    with httpx.stream("POST", server.url + CHAT, json=body, timeout=60) as answer:
+        texts = texts_of(answer.iter_lines())
+        assert next(texts) == "A"
+        server.process.terminate()
+        server.wait_until(lambda: not server.ready())
+        refused = httpx.post(server.url + CHAT, json={"messages": USER}, timeout=60)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "stopping")
+        assert refused.headers["retry-after"] == "5"
+        assert [next(texts) for _ in "BC"] == ["B", "C"]
+        assert "1 request may end within 25 s" in server.log.read_text()
+        server.process.terminate()
+        assert server.process.wait(60) == 0
     assert [pid for pid in processes if alive(pid)] == []
 
 
@@ -207,22 +218,6 @@ def test_a_worker_that_refuses_ends_the_start_with_its_message(tmp_path: Path) -
     last = log.read_text().strip().splitlines()[-1]
     assert last == "kvatlas: a sequence of 1 token does not fit: use more"
     assert "Traceback" not in log.read_text()
-
-
-@pytest.mark.parametrize("ignored", [True, False])
-def test_nohup_keeps_a_server_whose_terminal_is_closed(ignored: bool) -> None:
-    stop = threading.Event()
-    kept = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
-        local._stop_on_signals(stop)
-        signal.raise_signal(signal.SIGHUP)
-        assert stop.is_set() != ignored
-        signal.raise_signal(signal.SIGTERM)
-        assert stop.is_set()
-    finally:
-        for number, handler in kept.items():
-            signal.signal(number, handler)
 
 
 @pytest.mark.parametrize(
@@ -243,6 +238,25 @@ def test_the_url_is_one_that_a_client_can_use(
     assert f"ready after 1.0 s at {url} (" in out
     command = shlex.split(out.splitlines()[-2])
     assert command[:2] == ["curl", f"{url}/v1/chat/completions"]
+
+
+def test_a_lost_process_of_ray_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, code = list[str](), list[int]()
+    with subprocess.Popen(["sleep", "600"]) as raylet:
+
+        class Waiting(Stop):
+            def wait(self, limit_s: float = 0.0, until: Callable[[], bool] = bool) -> bool:
+                assert not until()
+                raylet.kill()
+                raylet.wait()
+                assert until()
+                return self.asked
+
+        monkeypatch.setattr(local, "RAY_PROCESSES", ("sleep",))
+        monkeypatch.setattr(os, "_exit", code.append)
+        local._until_told(Waiting(), said.append)
+    assert (code, len(said)) == ([2], 1)
+    assert said[0].startswith("kvatlas: a process of Ray was lost")
 
 
 def test_a_port_in_use_is_one_message() -> None:
