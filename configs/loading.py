@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
-from configs.rules import shown
+from configs.rules import Rule, shown
 from configs.schema import FIELDS, SECTIONS, Config
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from configs import rules
 
 
 class ConfigError(Exception):
@@ -77,7 +73,7 @@ def _with(config: Config, given: Mapping[str, tuple[str, object]], problems: lis
         if field is None:
             problems.append(f"{key} ({where}): there is no such setting{_meant(key)}")
         elif value is not None:
-            rule: rules.Rule = field.metadata["rule"]
+            rule: Rule = field.metadata["rule"]
             section, _, name = key.partition(".")
             try:
                 values[section][name] = rule.parse(value)

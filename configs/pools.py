@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from configs import rules
 from configs.rules import setting as _setting
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 GANG_SIZES = (1, 2, 4, 8)
 POOLS_MAX = 16

@@ -7,18 +7,15 @@ until the worker resolves them. `configs/loading.py` makes a `Config` from a fil
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from configs import pools as gang_pools
 from configs import rules
 from configs.pools import PoolConfig
 from configs.rules import live as _live
 from configs.rules import setting as _setting
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
 
 MAX_ITEMS = 4096
 """Most items of a list or an object in a request; more are refused before they are read."""

@@ -6,19 +6,15 @@ says on which rank each lies.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from context_parallel.policy import TILE
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
-    Ints = NDArray[np.int64]
+Ints = NDArray[np.int64]
 
 SHORT_TOKENS = TILE  # rows of up to as many tokens are computed on every rank
 HISTORY_BYTES_MAX = 48 << 20  # fetched for a layer: this memory is taken from the pages

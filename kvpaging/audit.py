@@ -7,16 +7,11 @@ entries of the tables. All else (states, counts, lists, the forest of block hash
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
-from kvpaging.pool import CACHED, FREE, NONE, PINNED, QUARANTINED, STATES
+from kvpaging.pool import CACHED, FREE, NONE, PINNED, QUARANTINED, STATES, BlockPool
+from kvpaging.table import BlockTable
 from kvpaging.windows import NULL_BLOCK
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from kvpaging.pool import BlockPool
-    from kvpaging.table import BlockTable
 
 log = logging.getLogger(__name__)
 

@@ -12,19 +12,15 @@ from now on, and the hash of a block that only the host has enters the XOR with 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from kvpaging.codec import ROW, Bound, Codec, little_endian, one_of
 from kvpaging.hashing import BLOCK_HASH_BYTES
-from kvpaging.host_pool import GPU, HOST, TIERS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from kvpaging.host_pool import HostPool
-    from kvpaging.pool import BlockPool
+from kvpaging.host_pool import GPU, HOST, TIERS, HostPool
+from kvpaging.pool import BlockPool
 
 VERSION = 2
 STORED, REMOVED, CLEARED = EVENTS = ("stored", "removed", "cleared")

@@ -13,12 +13,9 @@ from __future__ import annotations
 
 import sys
 from array import array
+from collections.abc import Sequence
 from hashlib import blake2b
 from operator import index
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 BLOCK_HASH_BYTES = 16
 FORMAT_VERSION = 1

@@ -13,13 +13,10 @@ evicted again it needs no copy.
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 from kvpaging.pool import BlockPool
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 GPU, HOST = TIERS = ("gpu", "host")
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvpaging.pool import STATES, BlockPool
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from kvpaging.table import BlockTable
+from kvpaging.table import BlockTable
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,15 +16,12 @@ groups.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from kvpaging.pool import BlockPool, OutOfBlocks
 from kvpaging.windows import NULL_BLOCK, first_seen
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 @dataclass(frozen=True, slots=True)

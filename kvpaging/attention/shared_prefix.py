@@ -7,20 +7,16 @@ cut. Computed on the host, once per step and layer group.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvpaging.attention.inputs import SharedPrefix
 from kvpaging.attention.tiling import SHORTEST_SPLIT, SPLITS
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from numpy.typing import NDArray
-
-    Ints = NDArray[np.int64]
+Ints = NDArray[np.int64]
 
 # Sharing saves reading the keys for all rows but one, and costs a few small operations and a merge
 # in each layer. On a CPU that pays from 2,000 to 4,000 saved keys on, more the smaller the heads

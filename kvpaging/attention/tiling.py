@@ -14,13 +14,10 @@ no bit either.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from kvpaging.attention.inputs import SharedPrefix
+from kvpaging.attention.inputs import SharedPrefix
 
 SPLITS = 32  # of a query, at most
 SHORTEST_SPLIT = 256  # keys
