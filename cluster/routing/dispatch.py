@@ -40,7 +40,7 @@ class Dispatcher:
     ) -> None:
         self.gangs, self.router, self.name, self._config = gangs, router, name, config
         self.waiting = 0
-        self._open: dict[str, dict[str, int]] = {}  # by gang: attempts by request
+        self._open: dict[str, set[str]] = {}  # by gang: its requests
 
     async def wait(
         self,
@@ -111,11 +111,11 @@ class Dispatcher:
     @contextlib.contextmanager
     def opened(self, gang: str, submit: messages.GenerateRequest) -> Iterator[None]:
         """A stream is open while the `with` block runs."""
-        attempts = self._open.setdefault(gang, {})
-        attempts[submit.id] = submit.attempt
+        requests = self._open.setdefault(gang, set())
+        requests.add(submit.id)
         try:
             yield
         finally:
-            del attempts[submit.id]
-            if not attempts:
+            requests.remove(submit.id)
+            if not requests:
                 self._open.pop(gang, None)

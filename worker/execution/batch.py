@@ -83,19 +83,16 @@ class BatchBuilder:
         self.tables = torch.from_numpy(self.host)
         if device.type != "cpu":
             self.tables = self.tables.to(device)
-        tokens = limits.max_batch_tokens * (2 + groups) + 2 * limits.max_logit_rows
-        tokens += 5 * limits.max_num_seqs + 1
-        pinned = device.type == "cuda"
-        self._ring = [
-            torch.zeros(tokens, dtype=torch.int64, pin_memory=pinned) for _ in range(RING)
-        ]
+        most, pinned = _most_numbers(layout, limits), device.type == "cuda"
+        self._ring = [torch.zeros(most, dtype=torch.int64, pin_memory=pinned) for _ in range(RING)]
         self._events: list[torch.cuda.Event | None] = [None] * RING
 
     @staticmethod
     def workspace_bytes(layout: Layout, limits: Limits, max_model_len: int) -> int:
-        groups, most = len(layout.groups), -(-max_model_len // layout.block_size)
-        tables = groups * limits.max_num_seqs * most * 4
-        return 2 * tables + RING * 8 * limits.max_batch_tokens * (3 + groups)
+        """Device bytes of all tables, of a step's rows of them, and of the steps in the ring."""
+        max_blocks = -(-max_model_len // layout.block_size)
+        tables = len(layout.groups) * limits.max_num_seqs * max_blocks * 4
+        return 2 * tables + RING * 8 * _most_numbers(layout, limits)
 
     def build(self, plan: StepPlan) -> Batch:
         self._apply_changes(plan)
@@ -212,6 +209,12 @@ class BatchBuilder:
             self._events[turn] = event or torch.cuda.Event()
             self._events[turn].record()  # type: ignore[union-attr]
         return list(sent.split([len(part) for part in parts]))
+
+
+def _most_numbers(layout: Layout, limits: Limits) -> int:
+    """The most numbers that `BatchBuilder` sends for one step."""
+    per_token = limits.max_batch_tokens * (2 + len(layout.groups))
+    return per_token + 2 * limits.max_logit_rows + 5 * limits.max_num_seqs + 1
 
 
 def tokens_of(row: Row) -> Sequence[int]:

@@ -138,3 +138,10 @@ def test_logit_rows_are_bounded():
                     scheduler.finish(sequence, "length")
     assert max(seen) <= scheduler.limits.max_logit_rows
     assert sum(seen) == 49 + 29 + 4
+
+
+def test_the_memory_plan_counts_what_a_builder_allocates():
+    _, builder = make(2)
+    tables, ring = builder.tables.nbytes, sum(buffer.nbytes for buffer in builder._ring)
+    planned = builder.workspace_bytes(builder.layout, builder.limits, builder.max_model_len)
+    assert planned == 2 * tables + ring  # a step selects its rows of the tables
