@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from configs.schema import Config
@@ -41,7 +42,7 @@ from worker.gang.member import (
 )
 from worker.gang.pages import GangPages
 from worker.params import ParamError, check
-from worker.request import Arrival, Request
+from worker.request import Request
 from worker.startup.device import keep_freed_memory
 from worker.startup.start import start
 
@@ -213,7 +214,7 @@ class GPUWorker:
             stream=message.stream,
             generated=tuple(tuple(choice.generated) for choice in message.choices),
             ended=frozenset(i for i, choice in enumerate(message.choices) if choice.finished),
-            arrival=None if pull is None or pull.gang == self.gang else Arrival(),
+            arrival=None if pull is None or pull.gang == self.gang else Event(),
         )
 
     async def abort(self, request_id: str, choice: int | None = None) -> bool:
@@ -248,7 +249,7 @@ class GPUWorker:
         engine = self.loop.engine
         links = [link["tokens_per_s"] for link in self._transfers()["links"].values()]
         rate = sum(links) / len(links) if links else 0.0
-        load = load_of(engine.scheduler, engine.rates, link_tokens_per_s=rate)
+        load = load_of(engine.scheduler, engine.step_times, link_tokens_per_s=rate)
         self.pressure = pressure_of(engine.scheduler, load, time.monotonic())
         if not force and load == self._load and not self.announcer.changed:
             return None

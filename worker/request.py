@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import InitVar, dataclass, field
+from threading import Event
 from typing import Any
 
 from kvpaging.table import BlockTable
@@ -14,16 +15,6 @@ NO_SLOT = -1
 
 NEVER_LOADED = 1 << 62
 """Of `Sequence.lacking`, the blocks missing in the pools at its last load from the host."""
-
-
-class Arrival:
-    """Blocks that arrive from another worker or from the host: sequences that need them wait until
-    this has `ended`, however many have arrived by then."""
-
-    __slots__ = ("ended",)
-
-    def __init__(self) -> None:
-        self.ended = False
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -40,7 +31,7 @@ class Sequence:
     params: SamplingParams = field(init=False)  # the engine gives each choice a seed of its own
     prompt_tokens: int = field(init=False)
     tokens: list[int] = field(init=False)
-    awaited: Arrival | None = field(init=False)  # arriving blocks that it waits for
+    awaited: Event | None = field(init=False)  # of `Incoming`, for whose blocks it waits
     table: BlockTable | None = None
     slot: int = NO_SLOT
     computed: int = 0
@@ -83,7 +74,7 @@ class Sequence:
     @property
     def waits(self) -> bool:
         """Whether it cannot start yet: it waits for other beams' candidates, or blocks arrive."""
-        coming = self.awaited is not None and not self.awaited.ended
+        coming = self.awaited is not None and not self.awaited.is_set()
         return coming or self.candidates is not None
 
     @property
@@ -128,7 +119,7 @@ class Request:
     admitted_s: float | None = None
     first_token_s: float | None = None
     preemptions: int = 0
-    arrival: Arrival | None = None  # of blocks of another worker
+    arrival: Event | None = None  # of another worker's blocks, see `Incoming`
     sequences: list[Sequence] = field(default_factory=list)  # a search: its beams, best first
     candidates: int = 0  # of a beam search: continuations of each beam that its steps report
 

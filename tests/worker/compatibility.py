@@ -444,7 +444,7 @@ def _shake(engine: Engine, setup: Setup) -> None:
     if engine.scheduler.waiting:
         _evict(engine)
     host_cache.offload_rate.per_s = host_cache.load_rate.per_s = 1e6
-    engine.rates.token_s = 1e-9 if engine.scheduler.preemptions % 2 else 1.0
+    engine.step_times.token_s = 1e-9 if engine.scheduler.preemptions % 2 else 1.0
 
 
 def _look(engine: Engine, seen: set[str]) -> None:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import lru_cache
+from threading import Event
 from zlib import crc32
 
 from context_parallel.policy import ShardPolicy
@@ -27,10 +28,10 @@ from worker.blocks.swap import Swaps
 from worker.blocks.transfer import Transfers, TransferStats
 from worker.decoding.speculation import Speculation
 from worker.engine.engine import Engine
-from worker.engine.stats import Rates
+from worker.engine.stats import StepTimes
 from worker.execution.runner import InFlight, StepResult
 from worker.params import SamplingParams
-from worker.request import Arrival, Request, Sequence
+from worker.request import Request, Sequence
 from worker.scheduling.prefix import HashInputs, PrefixCache
 from worker.scheduling.scheduler import Scheduler
 from worker.scheduling.state import Limits, SchedulerState
@@ -341,7 +342,7 @@ def make_engine(
     runner = FakeRunner(block_size, groups, fault, policy, limits, windows)
     runner.shared, runner.per_rank = shared, arenas[0].per_rank
     runner.running = state.running
-    rates, swaps = Rates(), None
+    step_times, swaps = StepTimes(), None
     if host_blocks:
         hosts = {a: HostPool(a, host_blocks * (groups if shared else 1)) for a in arenas}
         host_cache = HostCache(
@@ -351,7 +352,7 @@ def make_engine(
             arena_bytes=[10] * len(arenas),
             step_bytes=10 * host_step_blocks,
         )
-        swaps = Swaps(host_cache, rates, preemption)
+        swaps = Swaps(host_cache, step_times, preemption)
     scheduler = Scheduler(state, speculation, swaps)
     engine = Engine(
         scheduler,
@@ -360,7 +361,7 @@ def make_engine(
         max_model_len=max_model_len,
         cpu_clock=clock,
         depth=depth,
-        rates=rates,
+        step_times=step_times,
     )
     engine.on_step_error = _tell_wrong_from_failed
     return engine
@@ -375,7 +376,7 @@ def _tell_wrong_from_failed(error: BaseException, retried: bool) -> None:
 def make_request(name: str, prompt: Seq[int], count: int, **fields) -> Request:  # type: ignore[no-untyped-def]
     options = fields.pop("options", {})
     if fields.pop("pulling", False):
-        fields["arrival"] = Arrival()
+        fields["arrival"] = Event()
     params = SamplingParams(max_tokens=count, temperature=0.0, **options)
     return Request(name, list(prompt), params, **fields)
 

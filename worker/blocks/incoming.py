@@ -17,11 +17,11 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from threading import Event
 from typing import Generic, TypeVar
 
 from kvpaging.pool import BlockPool
 from kvpaging.windows import NULL_BLOCK
-from worker.request import Arrival
 from worker.scheduling.prefix import PrefixCache
 
 
@@ -45,9 +45,10 @@ class Chunk:
 class Incoming:
     """The blocks that arrive for one sequence. `wanted[g]` are block hashes of group g, the first
     of which follow `parents`; `kept[g]` the blocks before them and those that arrived, all pinned.
-    `names` are the block hashes by which others find it."""
+    `names` are the block hashes by which others find it. Sequences that need the blocks wait until
+    `arrival` is set, however many have arrived by then."""
 
-    arrival: Arrival = field(default_factory=Arrival)
+    arrival: Event = field(default_factory=Event)
     parents: Seq[bytes | None] = ()
     wanted: Seq[Seq[bytes]] = ()
     names: Seq[bytes] = ()
@@ -121,7 +122,7 @@ class IncomingBlocks(Generic[Coming]):
     def end(self, incoming: Coming) -> None:
         """Sequences that waited for it may start."""
         self.forget(incoming)
-        incoming.arrival.ended = True
+        incoming.arrival.set()
 
     def each(self, blocks: Seq[Seq[int]]) -> Iterator[tuple[BlockPool, int]]:
         """All blocks with their pools, the last first: a sequence's tail is evicted before its

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvpaging.host_pool import HostPool
 from worker.blocks.host_cache import HostCache, Located
-from worker.engine.stats import Rates
+from worker.engine.stats import StepTimes
 from worker.request import Sequence as Served
 
 log = logging.getLogger("kvatlas.worker")
@@ -37,8 +37,8 @@ class SwapStats:
 class Swaps:
     """The choice for each preempted sequence. `preemption` is `auto`, `recompute` or `swap`."""
 
-    def __init__(self, host_cache: HostCache, rates: Rates, preemption: str) -> None:
-        self.host_cache, self.rates, self.preemption = host_cache, rates, preemption
+    def __init__(self, host_cache: HostCache, step_times: StepTimes, preemption: str) -> None:
+        self.host_cache, self.step_times, self.preemption = host_cache, step_times, preemption
         self.stats = SwapStats()
         self._pinned: dict[Served, list[tuple[HostPool, int]]] = {}
 
@@ -55,12 +55,12 @@ class Swaps:
         sizes = [host_cache.block_bytes[host] for host in host_cache.hosts]
         out = sum(sizes[place.group] for place in new)
         back = sum(sizes[place.group] for place in (*host_blocks, *blocks))
-        again_s = tokens * self.rates.token_s
+        again_s = tokens * self.step_times.token_s
         rest = max(0, tokens - len(found[0]) * host_cache.state.block_size)
         offload, load = host_cache.offload_rate.per_s, host_cache.load_rate.per_s
         swap_s = None  # where a rate was not measured yet
         if offload and load:
-            swap_s = out / offload + back / load + rest * self.rates.token_s
+            swap_s = out / offload + back / load + rest * self.step_times.token_s
         reason = self._against(back, out, swap_s, again_s)
         kind = SWAP if reason == "" and self._pin(sequence, found, new) else RECOMPUTE
         if kind == SWAP:
@@ -90,7 +90,7 @@ class Swaps:
             return "more than kv.host_step_gib allows"
         if self.preemption == SWAP:
             return ""
-        if swap_s is None or not self.rates.token_s:
+        if swap_s is None or not self.step_times.token_s:
             return "rates not measured yet"
         return "" if swap_s < again_s else "computing is faster"
 

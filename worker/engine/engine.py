@@ -17,7 +17,7 @@ from worker import messages
 from worker.decoding import beam
 from worker.decoding.speculation import verify
 from worker.engine.load import blocks_in_use
-from worker.engine.stats import EngineStats, PrefillRate, Rates
+from worker.engine.stats import EngineStats, PrefillRate, StepTimes
 from worker.execution.philox import derive
 from worker.execution.runner import InFlight, Runner, StepResult
 from worker.params import ParamError
@@ -44,7 +44,7 @@ class Engine:
         max_model_len: int,
         cpu_clock: Callable[[], float],
         depth: int = 1,
-        rates: Rates | None = None,
+        step_times: StepTimes | None = None,
     ) -> None:
         assert depth in (1, 2)
         self.scheduler, self.runner, self.depth = scheduler, runner, depth
@@ -52,7 +52,7 @@ class Engine:
         self.cpu_clock = cpu_clock
         self.requests: dict[str, Request] = {}
         self.stats = EngineStats()
-        self.rates, self.prefill = rates or Rates(), PrefillRate()
+        self.step_times, self.prefill = step_times or StepTimes(), PrefillRate()
         self.searches: dict[str, beam.BeamSearch] = {}  # by request
         self.on_step_error: Callable[[BaseException, bool], None] = lambda error, retried: None
         self._in_flight: deque[InFlight] = deque()
@@ -222,7 +222,7 @@ class Engine:
         took_s = self.runner.execute_s - stats.execute_s
         stats.note_ranks(plan, took_s)
         self.prefill.note(plan.tokens, len(plan.rows), took_s)
-        self.rates.note(plan, took_s, blocks_in_use(self.scheduler))
+        self.step_times.note(plan, took_s, blocks_in_use(self.scheduler))
         stats.build_s, stats.execute_s = self.runner.build_s, self.runner.execute_s
         stats.saved_reads = self.runner.saved_reads
         out: list[Output] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvpaging.events import LoadStats
-from worker.engine.stats import Rates
+from worker.engine.stats import StepTimes
 from worker.scheduling.scheduler import Scheduler
 
 
@@ -25,7 +25,7 @@ def blocks_in_use(scheduler: Scheduler) -> int:
     return sum(pool.blocks - pool.available for pool in dict.fromkeys(scheduler.pools))
 
 
-def load_of(scheduler: Scheduler, rates: Rates, *, link_tokens_per_s: float = 0.0) -> LoadStats:
+def load_of(scheduler: Scheduler, times: StepTimes, *, link_tokens_per_s: float = 0.0) -> LoadStats:
     size = scheduler.block_size
     host_cache = scheduler.host_cache
     queued = [len(sequence.tokens) for sequence in scheduler.waiting]
@@ -38,10 +38,10 @@ def load_of(scheduler: Scheduler, rates: Rates, *, link_tokens_per_s: float = 0.
         committed_blocks=blocks_in_use(scheduler) + sum(-(-tokens // size) for tokens in queued),
         blocks=sum(pool.blocks for pool in dict.fromkeys(scheduler.pools)),
         step_tokens_max=scheduler.limits.max_batch_tokens,
-        prompt_s=rates.prompt_s,
-        token_s=rates.token_s,
-        step_s=rates.step_s,
-        block_s=rates.block_s,
+        prompt_s=times.prompt_s,
+        token_s=times.token_s,
+        step_s=times.step_s,
+        block_s=times.block_s,
         link_tokens_per_s=link_tokens_per_s,
         host_tokens_per_s=0.0 if host_cache is None else host_cache.load_tokens_per_s,
     )

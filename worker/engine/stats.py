@@ -11,7 +11,7 @@ PREFILL_TOKENS = 32
 """Steps that compute fewer tokens do not count for the speed of prefill."""
 
 STEP_WEIGHT = 0.05
-"""Weight of the latest step in the means of `Rates`."""
+"""Weight of the latest step in the means of `StepTimes`."""
 
 LARGE_TOKENS = 128
 """Steps with this many prompt tokens measure the cost of a token, smaller ones that of a step."""
@@ -69,7 +69,7 @@ class PrefillRate(Rate):
 
 
 @dataclass(slots=True)
-class Rates:
+class StepTimes:
     """Seconds as measured over the last steps, 0 where nothing was measured yet.
 
     A step with prompts takes prompt_s and token_s more per prompt token; a step of decodes takes

@@ -25,7 +25,7 @@ from worker.blocks.swap import Swaps
 from worker.decoding.draft_model import DraftModel
 from worker.decoding.speculation import Speculation
 from worker.engine.engine import Engine
-from worker.engine.stats import Rates
+from worker.engine.stats import StepTimes
 from worker.execution.batch import BatchBuilder
 from worker.execution.model import ModelShape, PagedModel
 from worker.execution.runner import Runner
@@ -79,10 +79,10 @@ def build_engine(
     # Without a threshold, sequences that do not fit on one rank are sharded.
     threshold = spec.config.pool.shard_from_tokens or spec.memory.rank_tokens(spec.layout)
     state = SchedulerState(prefix, limits, policy or ShardPolicy(ranks, threshold))
-    rates, swaps = Rates(), None
+    step_times, swaps = StepTimes(), None
     if spec.host_slices:
         host_cache = _host_cache(spec, state, arenas, runner, clock)
-        swaps = Swaps(host_cache, rates, spec.config.scheduler.preemption)
+        swaps = Swaps(host_cache, step_times, spec.config.scheduler.preemption)
     return Engine(
         Scheduler(state, speculation(spec, draft), swaps),
         runner,
@@ -90,7 +90,7 @@ def build_engine(
         max_model_len=spec.memory.max_model_len,
         cpu_clock=cpu_clock,
         depth=depth,
-        rates=rates,
+        step_times=step_times,
     )
 
 

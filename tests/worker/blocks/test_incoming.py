@@ -45,9 +45,9 @@ def test_what_has_come_is_found_and_held_until_the_end() -> None:
     assert prefix.match(sequence) == incoming.kept == blocks
     assert books.land(incoming, second, 1) == 2  # of its two blocks one was filled
     assert (len(prefix.match(sequence)[0]), held(engine)) == (3, 2 * BLOCKS)
-    assert not incoming.arrival.ended
+    assert not incoming.arrival.is_set()
     books.end(incoming)
-    assert incoming.arrival.ended
+    assert incoming.arrival.is_set()
     assert (len(prefix.match(sequence)[0]), held(engine)) == (3, 0)
     check(engine)
 

@@ -51,7 +51,7 @@ async def pull(side: Side, prompt: list[int] = PROMPT, blocks: int = BLOCKS, **f
     """A request that pulls, from its submission to its end."""
     request = side.wait_for(prompt, COUNT, **fields)
     await side.puller.pull(request, messages.Pull("owner", blocks))
-    assert request.arrival.ended
+    assert request.arrival.is_set()
 
 
 def finish(side: Side, prompt: list[int] = PROMPT) -> int:

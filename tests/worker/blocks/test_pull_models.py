@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import ExitStack
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,7 +18,7 @@ from worker import messages
 from worker.blocks.pull import Puller
 from worker.engine.loop import EngineLoop
 from worker.params import SamplingParams
-from worker.request import Arrival, Request
+from worker.request import Request
 
 if TYPE_CHECKING:
     from tests.worker.served import Models
@@ -69,7 +70,7 @@ class Worker:
     ) -> tuple[tuple[int, ...], int]:
         """The tokens of an answer to a prompt, and how many of the prompt's were found."""
         params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0)
-        arrival = None if pull is None else Arrival()
+        arrival = None if pull is None else Event()
         request = Request(f"{index}", prompts()[index], params, arrival=arrival)
         tokens: list[int] = []
         pulling = None

@@ -29,7 +29,7 @@ def preempted(**options: object) -> tuple[Engine, HostCache, list[int]]:
     engine.submit(make_request("r", PROMPT, 6))
     outputs = [output for _ in range(3) for output in engine.step(0.0)]
     assert engine.scheduler.running[0].computed == TOKENS
-    engine.rates.token_s = token_s  # type: ignore[assignment]
+    engine.step_times.token_s = token_s  # type: ignore[assignment]
     host_cache.offload_rate.per_s, host_cache.load_rate.per_s = offload_rate, load_rate
     engine.scheduler.preempt(engine.scheduler.running[0])
     return engine, host_cache, tokens_of(outputs, "r")

@@ -6,7 +6,7 @@ import pytest
 
 from tests.worker.fake import make_engine, make_request
 from worker.engine.load import Pressure, load_of, pressure_of
-from worker.engine.stats import LARGE_TOKENS, Rates
+from worker.engine.stats import LARGE_TOKENS, StepTimes
 
 
 class Row:
@@ -15,61 +15,61 @@ class Row:
 
 
 class Plan:
-    """As much of a plan as rates look at."""
+    """As much of a plan as step times look at."""
 
     def __init__(self, *counts: int) -> None:
         self.rows = [Row(count) for count in counts]
         self.tokens = sum(counts)
 
 
-def test_rates_find_what_a_device_costs() -> None:
+def test_step_times_find_what_a_device_costs() -> None:
     """0.03 s for prompts, 0.0001 s each token, 0.05 s for single tokens."""
-    rates = Rates()
+    times = StepTimes()
     for _ in range(200):
         for counts in ((1, 1), (LARGE_TOKENS * 4,), (LARGE_TOKENS * 4, 1), (8,), (9, 1)):
             prompt = sum(count for count in counts if count > 1)
             took_s = (0.03 + 0.0001 * prompt) * (prompt > 0) + 0.05 * (1 in counts)
             plan: Any = Plan(*counts)
-            rates.note(plan, took_s, 7)
-    assert rates.prompt_s == pytest.approx(0.03, rel=0.05)
-    assert rates.token_s == pytest.approx(0.0001, rel=0.05)
-    assert rates.step_s == pytest.approx(0.05, rel=0.01)
+            times.note(plan, took_s, 7)
+    assert times.prompt_s == pytest.approx(0.03, rel=0.05)
+    assert times.token_s == pytest.approx(0.0001, rel=0.05)
+    assert times.step_s == pytest.approx(0.05, rel=0.01)
 
 
 def test_the_time_of_steps_grows_with_the_blocks_in_use() -> None:
     """0.02 s and 0.001 s for each block; outliers bend the line only for a while."""
-    rates = Rates()
+    times = StepTimes()
     plan: Any = Plan(1, 1)
     for blocks in [3, 9, 30, 12, 25] * 60:
-        rates.note(plan, 0.02 + 0.001 * blocks, blocks)
-    assert rates.step_s == pytest.approx(0.02, rel=1e-6)
-    assert rates.block_s == pytest.approx(0.001, rel=1e-6)
-    rates.note(plan, 5.0, 1)
-    assert rates.step_s >= 0 <= rates.block_s
+        times.note(plan, 0.02 + 0.001 * blocks, blocks)
+    assert times.step_s == pytest.approx(0.02, rel=1e-6)
+    assert times.block_s == pytest.approx(0.001, rel=1e-6)
+    times.note(plan, 5.0, 1)
+    assert times.step_s >= 0 <= times.block_s
     for blocks in [3, 9, 30, 12, 25] * 60:
-        rates.note(plan, 0.02 + 0.001 * blocks, blocks)
-    assert rates.block_s == pytest.approx(0.001, rel=0.01)
+        times.note(plan, 0.02 + 0.001 * blocks, blocks)
+    assert times.block_s == pytest.approx(0.001, rel=0.01)
 
 
 def test_steps_that_are_all_alike_say_nothing_of_blocks() -> None:
-    rates = Rates()
+    times = StepTimes()
     plan: Any = Plan(1)
     for _ in range(50):
-        rates.note(plan, 0.02, 4)
-    assert (rates.step_s, rates.block_s) == (pytest.approx(0.02), 0.0)
+        times.note(plan, 0.02, 4)
+    assert (times.step_s, times.block_s) == (pytest.approx(0.02), 0.0)
 
 
 def test_the_load_counts_what_is_to_be_done() -> None:
     engine = make_engine(blocks=16, block_size=4, seqs=2, batch_tokens=8)
-    assert load_of(engine.scheduler, engine.rates).running == 0
+    assert load_of(engine.scheduler, engine.step_times).running == 0
     for name, tokens in (("a", 20), ("b", 7), ("c", 9)):
         engine.submit(make_request(name, range(tokens), 4))
-    load = load_of(engine.scheduler, engine.rates, link_tokens_per_s=5.0)
+    load = load_of(engine.scheduler, engine.step_times, link_tokens_per_s=5.0)
     assert (load.queued_tokens, load.waiting, load.running) == (36, 3, 0)
     assert (load.committed_blocks, load.blocks) == (5 + 2 + 3, 16)
     assert (load.step_tokens_max, load.link_tokens_per_s) == (8, 5.0)
     engine.step(0.0)
-    load = load_of(engine.scheduler, engine.rates)
+    load = load_of(engine.scheduler, engine.step_times)
     assert (load.running, load.waiting) == (1, 2)
     assert load.prefill_tokens == 12
     assert load.committed_blocks == 2 + 2 + 3
@@ -77,10 +77,10 @@ def test_the_load_counts_what_is_to_be_done() -> None:
 
 def test_the_pressure_is_the_work_ahead_or_what_one_has_waited() -> None:
     engine = make_engine(blocks=16, block_size=4, seqs=2, batch_tokens=8)
-    rates = Rates(prompt_s=0.5, token_s=0.01, step_s=1.0, block_s=0.1)
+    times = StepTimes(prompt_s=0.5, token_s=0.01, step_s=1.0, block_s=0.1)
 
     def pressure(now: float) -> Pressure:
-        return pressure_of(engine.scheduler, load_of(engine.scheduler, rates), now)
+        return pressure_of(engine.scheduler, load_of(engine.scheduler, times), now)
 
     assert pressure(9.0) == Pressure(0.0, 0.0)
     for name, tokens in (("a", 20), ("b", 7), ("c", 9)):
@@ -99,5 +99,5 @@ def test_the_pressure_is_the_work_ahead_or_what_one_has_waited() -> None:
 def test_a_pool_may_be_fuller_than_its_seats() -> None:
     engine = make_engine(blocks=16, block_size=4, seqs=8, batch_tokens=8)
     engine.submit(make_request("a", range(48), 4))
-    load = load_of(engine.scheduler, Rates())
+    load = load_of(engine.scheduler, StepTimes())
     assert pressure_of(engine.scheduler, load, 0.0).filled == 12 / 16
