@@ -295,18 +295,18 @@ def _cache_config(snapshot: Snapshot) -> Mapping[tuple[str, str], float]:
 
 
 def _hits(snapshot: Snapshot) -> Mapping[str, float]:
-    if (host := snapshot["tier"]) is None:
+    if (host := snapshot["host_cache"]) is None:
         return {"gpu": snapshot["prefix"]["hit_tokens"], "host": 0.0}
     return {"gpu": host["gpu_hit_tokens"], "host": host["hit_tokens"]}
 
 
 def _preemptions(snapshot: Snapshot) -> Mapping[str, float]:
-    swaps = 0 if (host := snapshot["tier"]) is None else host["swaps"]
+    swaps = 0 if (host := snapshot["host_cache"]) is None else host["swaps"]
     return {"recompute": snapshot["preemptions"] - swaps, "swap": swaps}
 
 
 def _preemption_expected_s(snapshot: Snapshot) -> Mapping[str, float]:
-    host = snapshot["tier"]
+    host = snapshot["host_cache"]
     return {way: host[f"{way}_expected_s"] if host else 0.0 for way in ("recompute", "swap")}
 
 
@@ -326,12 +326,12 @@ _GAUGES: tuple[_Row, ...] = (
     ("kvatlas:filled_ratio", "Share of sequences or of blocks requested", "filled"),
     ("kvatlas:step_age_seconds", "Age of the step in flight", "step_age_s"),
     ("kvatlas:host_offload_bytes_per_second", "Measured rate of offloads",
-     "tier.offload_bytes_per_s"),
-    ("kvatlas:host_load_bytes_per_second", "Measured rate of loads", "tier.load_bytes_per_s"),
+     "host_cache.offload_bytes_per_s"),
+    ("kvatlas:host_load_bytes_per_second", "Measured rate of loads", "host_cache.load_bytes_per_s"),
     ("kvatlas:swapped_sequences", "Sequences whose blocks are on the host",
-     "tier.swapped_sequences"),
+     "host_cache.swapped_sequences"),
     ("kvatlas:blocks", "KV blocks by state", "blocks", "state"),
-    ("kvatlas:host_blocks", "Blocks of the host cache by state", "tier.blocks", "state"),
+    ("kvatlas:host_blocks", "Blocks of the host cache by state", "host_cache.blocks", "state"),
     ("kvatlas:pull_bytes_per_second", "Measured rate of pulls",
      lambda s: {at: link["bytes_per_s"] for at, link in s["transfers"]["links"].items()},
      "source"),
@@ -378,14 +378,15 @@ _COUNTERS: tuple[_Row, ...] = (
     ("kvatlas:exported_blocks", "Blocks exported", "transfers.exported_blocks"),
     ("kvatlas:exported_bytes", "Bytes exported", "transfers.exported_bytes"),
     ("kvatlas:pool_violations", "Failed pool checks", "violations"),
-    ("kvatlas:host_offload_bytes", "Bytes of blocks offloaded", "tier.offloaded_bytes"),
-    ("kvatlas:host_load_bytes", "Bytes of blocks loaded", "tier.loaded_bytes"),
-    ("kvatlas:host_offload_seconds", "Time of offloads", "tier.offload_s"),
-    ("kvatlas:host_load_seconds", "Time of loads", "tier.load_s"),
-    ("kvatlas:host_dropped_blocks", "Blocks evicted without an offload", "tier.dropped_blocks"),
-    ("kvatlas:host_evictions", "Blocks evicted from the host", "tier.evictions"),
-    ("kvatlas:host_failures", "Copies that failed", "tier.failures"),
-    ("kvatlas:prefix_hits", "Prompt tokens found in each cache", _hits, "tier"),
+    ("kvatlas:host_offload_bytes", "Bytes of blocks offloaded", "host_cache.offloaded_bytes"),
+    ("kvatlas:host_load_bytes", "Bytes of blocks loaded", "host_cache.loaded_bytes"),
+    ("kvatlas:host_offload_seconds", "Time of offloads", "host_cache.offload_s"),
+    ("kvatlas:host_load_seconds", "Time of loads", "host_cache.load_s"),
+    ("kvatlas:host_dropped_blocks", "Blocks evicted without an offload",
+     "host_cache.dropped_blocks"),
+    ("kvatlas:host_evictions", "Blocks evicted from the host", "host_cache.evictions"),
+    ("kvatlas:host_failures", "Copies that failed", "host_cache.failures"),
+    ("kvatlas:prefix_hits", "Prompt tokens found in each cache", _hits, "cache"),
     ("kvatlas:preemptions", "Sequences preempted, by what was chosen", _preemptions, "choice"),
     ("kvatlas:preemption_expected_seconds", "Expected cost of that", _preemption_expected_s,
      "choice"),

@@ -7,7 +7,7 @@
 2. The share of step time that the prefix cache takes without any hit.
 3. Throughput of requests with a long common prefix, with the cache on and off.
 4. Attention over pages that all sequences share: read once for all, read for each, and torch over
-   contiguous copies (`bench_groups.py` has more shapes).
+   contiguous copies (`bench_shared_prefix.py` has more shapes).
 
 The last line printed is one JSON object.
 """
@@ -32,7 +32,7 @@ from cluster.tools.capacity.lengths import Lengths, draw
 from configs.loading import load
 from kvpaging.pool import BlockPool
 from kvpaging.report import sharing
-from scripts.bench_groups import GEOMETRIES, Load, measure
+from scripts.bench_shared_prefix import GEOMETRIES, Load, measure
 from scripts.served import machine
 from worker.engine.engine import Engine, Output
 from worker.execution.runner import InFlight, Runner, StepResult

@@ -297,7 +297,7 @@ class GPUWorker:
             "speculation": asdict(scheduler.speculation.stats),
             "violations": self.loop.violations,
             "transfers": self._transfers(),
-            "tier": None if scheduler.swaps is None else scheduler.swaps.to_dict(),
+            "host_cache": None if scheduler.swaps is None else scheduler.swaps.to_dict(),
             "blocks": {name: sum(getattr(c, name) for c in counts) for name in states},
             "evictions": sum(pool.stats.evictions for pool in pools),
             "copies": scheduler.copies,

@@ -20,8 +20,8 @@ Ints = NDArray[np.int64]
 
 # Sharing saves reading the keys for all rows but one, and costs a few small operations and a merge
 # in each layer. On a CPU that pays from 2,000 to 4,000 saved keys on, more the smaller the heads
-# are (`scripts/bench_groups.py`). On a GPU it costs the launch of a merge, in which about as many
-# keys could be read (an estimate).
+# are (`scripts/bench_shared_prefix.py`). On a GPU it costs the launch of a merge, in which about as
+# many keys could be read (an estimate).
 SAVED_KEYS_MIN = 4096
 
 

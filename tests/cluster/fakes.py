@@ -203,7 +203,7 @@ class FakeWorker:
             "running": len(self.active),
             "prefix": asdict(PrefixStats()),
             "speculation": asdict(SpeculationStats()),
-            "tier": None,
+            "host_cache": None,
             "blocks": {"free": 6, "active": 3, "cached": 1, "pinned": 0, "quarantined": 0},
             "index": {"seq": self.announcer.seq, **self.announcer.digest.to_dict()},
             "transfers": self.transfers,

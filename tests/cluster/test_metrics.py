@@ -106,7 +106,7 @@ async def _engines() -> Metrics:
     stats |= {"sharded_steps": 3, "sharded_s": 0.5, "mixed_steps": 2, "mixed_s": 0.25}
     stats["queued_s"], stats["filled"] = 1.5, 0.75
     stats["preemptions"] = 5
-    tier = {
+    host_cache = {
         **asdict(HostCacheStats(offloaded_bytes=4096, hit_tokens=12, gpu_hit_tokens=20)),
         **asdict(SwapStats(2, 0.5, 3, 1.5, 1)),
         "blocks": {"free": 1, "cached": 2, "held": 1},
@@ -114,7 +114,7 @@ async def _engines() -> Metrics:
         "offload_bytes_per_s": 4e8,
         "load_bytes_per_s": 5e8,
     }
-    first = {**stats, "tier": tier}
+    first = {**stats, "host_cache": host_cache}
     return Metrics("m", "i", lambda: {"g1": first, "g2": {**stats, "running": 1}})
 
 
@@ -181,9 +181,9 @@ def test_transfers_are_shown_by_reason_and_by_source() -> None:
 
 def test_the_host_tier_is_shown_by_tier_state_and_choice() -> None:
     metrics = asyncio.run(_engines())
-    for labels, wanted in (({"tier": "gpu"}, 20), ({"tier": "host"}, 12)):
+    for labels, wanted in (({"cache": "gpu"}, 20), ({"cache": "host"}, 12)):
         assert value(metrics, "kvatlas:prefix_hits_total", engine="g1", **labels) == wanted
-    assert value(metrics, "kvatlas:prefix_hits_total", engine="g2", tier="gpu") == 32
+    assert value(metrics, "kvatlas:prefix_hits_total", engine="g2", cache="gpu") == 32
     assert value(metrics, "kvatlas:host_blocks", engine="g1", state="held") == 1
     assert value(metrics, "kvatlas:host_offload_bytes_total", engine="g1") == 4096
     assert value(metrics, "kvatlas:host_load_bytes_per_second", engine="g1") == 5e8

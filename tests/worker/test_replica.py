@@ -120,7 +120,7 @@ async def test_a_prompt_comes_back_from_the_host(directory: Path) -> None:
         assert cached(again) == len(ids_of(PROMPT)) // BLOCK * BLOCK
         text = (await running.http.get("/metrics")).text
         hits = [line for line in text.splitlines() if line.startswith("kvatlas:prefix_hits_total")]
-        assert any('tier="host"' in line and float(line.split()[-1]) > 0 for line in hits)
+        assert any('cache="host"' in line and float(line.split()[-1]) > 0 for line in hits)
         await running.post("/debug/flush")
         shown = await pages(running)
         assert (shown["host_cached"], shown["cached"]) == (0, 0)

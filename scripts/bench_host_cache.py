@@ -97,7 +97,7 @@ def working_set(options: argparse.Namespace) -> int:
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m scripts.bench_tier", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m scripts.bench_host_cache", description=__doc__)
     parser.add_argument("--conversations", type=int, default=16)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--prompt", type=int, default=120, help="tokens more in each turn")

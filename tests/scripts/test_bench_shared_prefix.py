@@ -7,12 +7,12 @@ import json
 import pytest
 import torch
 
-from scripts import bench_groups
+from scripts import bench_shared_prefix
 
 
 def test_all_ways_are_measured_and_agree(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = "--geometry 4/2/16 --rows 5 --shared 512 --private 9 --seconds 0.01 --device cpu"
-    assert bench_groups.main(arguments.split()) == 0
+    assert bench_shared_prefix.main(arguments.split()) == 0
     said = capsys.readouterr().out.splitlines()
     figures = json.loads(said[-1])
     assert (figures["rows"], figures["shared"], figures["threads"]) == (
@@ -27,20 +27,22 @@ def test_all_ways_are_measured_and_agree(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_the_load_is_one_group() -> None:
-    load = bench_groups.Load(
+    load = bench_shared_prefix.Load(
         4, 2, 16, rows=5, shared=512, private=9, block=16, dtype=torch.float32,
         device=torch.device("cpu"),
     )  # fmt: skip
-    rows, pages = bench_groups.batch(load)
+    rows, pages = bench_shared_prefix.batch(load)
     (run,) = rows.groups
     assert (run.rows, run.start, run.stop) == ((0, 1, 2, 3, 4), 0, 512)
     assert sorted(set(rows.table.flatten().tolist())) == list(range(len(pages.k)))
 
 
 def test_ways_that_differ_are_no_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_groups, "GAP_MAX", dict.fromkeys(bench_groups.GAP_MAX, 0.0))
+    monkeypatch.setattr(
+        bench_shared_prefix, "GAP_MAX", dict.fromkeys(bench_shared_prefix.GAP_MAX, 0.0)
+    )
     with pytest.raises(RuntimeError, match="differ by"):
-        bench_groups.main(["--geometry", "2/1/16", "--rows", "2", "--seconds", "0.01"])
+        bench_shared_prefix.main(["--geometry", "2/1/16", "--rows", "2", "--seconds", "0.01"])
 
 
 @pytest.mark.parametrize(
@@ -56,6 +58,6 @@ def test_what_cannot_be_measured_is_refused(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
-        bench_groups.main(arguments)
+        bench_shared_prefix.main(arguments)
     assert end.value.code == 2
     assert said in capsys.readouterr().err
