@@ -7,7 +7,6 @@ same changes to the same tables, which the digest in a step verifies.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Annotated, Any, NamedTuple
 
@@ -50,23 +49,45 @@ class Result(NamedTuple):
     saved_reads: int = 0
 
 
-_STEP, _RESULT, _MOVES = map(codec.plan, (StepMessage, Result, Moves))
+_PLANS = {STEP: codec.plan(StepMessage), RESULT: codec.plan(Result), MOVE: codec.plan(Moves)}
+
+
+def encode(kind: int, record: Any = None) -> bytes:
+    """A message with the record of its kind: a StepMessage, a Result, Moves (the copies that every
+    rank does before the next step), None for other kinds."""
+    body = _PLANS[kind].written(record) if kind in _PLANS else ()
+    return codec.pack((VERSION, kind, *body))
+
+
+def decode(message: bytes) -> tuple[int, Any]:
+    """The kind of a message and its record. Raises WrongMessage."""
+    try:
+        parts = codec.unpack(message)
+        if type(parts) is not list or len(parts) < 2:
+            raise WrongField(codec.shown(parts))
+        version, kind, *body = parts
+        if version != VERSION:
+            raise WrongField(f"version {codec.shown(version)}, this rank speaks {VERSION}")
+        if type(kind) is not int or kind not in KINDS:
+            raise WrongField(f"unknown kind {codec.shown(kind)}")
+        return kind, _PLANS[kind].read(body) if kind in _PLANS else None
+    except WrongField as error:
+        raise WrongMessage(f"a message that cannot be read: {error}") from error
 
 
 def pack_step(epoch: int, digest: int, plan: StepPlan) -> bytes:
     params = [row.params for row in plan.rows if row.changed_from == 0]
-    return packed(STEP, _STEP.written(StepMessage(epoch, digest, params, plan)))
+    return encode(STEP, StepMessage(epoch, digest, params, plan))
 
 
-class PlanDecoder:
+class SlotParams:
     """A follower's side of steps: knows the parameters of the sequence in each slot."""
 
     def __init__(self) -> None:
         self._known: dict[int, SamplingParams] = {}
 
-    def step(self, body: list[Any]) -> StepMessage:
-        """Decode the body of a step message (see `read`). Raises WrongMessage."""
-        message: StepMessage = _decoded(_STEP, body, "a step")
+    def filled(self, message: StepMessage) -> StepMessage:
+        """The step with the parameters of all its rows. Raises WrongMessage."""
         plan, known = message.plan, self._known
         new = [row.slot for row in plan.rows if row.changed_from == 0]
         try:
@@ -75,56 +96,3 @@ class PlanDecoder:
         except (KeyError, ValueError) as error:
             raise WrongMessage(f"a step that cannot be read: {error}") from error
         return message._replace(plan=replace(plan, rows=rows))
-
-
-def pack_result(result: Result) -> bytes:
-    return packed(RESULT, _RESULT.written(result))
-
-
-def unpack_result(message: bytes) -> Result:
-    """Raises WrongMessage."""
-    kind, body = read(message)
-    if kind != RESULT:
-        raise WrongMessage(f"a message of kind {kind} came in place of a result")
-    result: Result = _decoded(_RESULT, body, "a result")
-    return result
-
-
-def moving(moves: Moves) -> bytes:
-    """The message for the copies that every rank does before the next step."""
-    return packed(MOVE, _MOVES.written(moves))
-
-
-def moved(body: list[Any]) -> Moves:
-    """Decode the body of such a message. Raises WrongMessage."""
-    moves: Moves = _decoded(_MOVES, body, "copies")
-    return moves
-
-
-def read(message: bytes) -> tuple[int, list[Any]]:
-    """The kind and the body of a message. Raises WrongMessage."""
-    try:
-        parts = codec.unpack(message)
-    except WrongField as error:
-        raise WrongMessage(f"a message that cannot be read: {error}") from error
-    if type(parts) is not list or len(parts) < 2:
-        raise WrongMessage(f"a message that cannot be read: {codec.shown(parts)}")
-    version, kind, *body = parts
-    if version != VERSION:
-        shown = codec.shown(version)
-        raise WrongMessage(f"a message of version {shown}, this rank speaks {VERSION}")
-    if type(kind) is not int or kind not in KINDS:
-        raise WrongMessage(f"a message of unknown kind {codec.shown(kind)}")
-    return kind, body
-
-
-def _decoded(plan: codec.Plan, body: list[Any], name: str) -> Any:
-    try:
-        return plan.read(body)
-    except WrongField as error:
-        raise WrongMessage(f"{name} that cannot be read: {error}") from error
-
-
-def packed(kind: int, body: Iterable[Any] = ()) -> bytes:
-    """A message; a body is what its plan has written."""
-    return codec.pack((VERSION, kind, *body))

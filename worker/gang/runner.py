@@ -173,7 +173,7 @@ class GangRunner(RankRunner):
         self._answers: dict[int, list[protocol.Result]] = {}
 
     def move(self, moves: Moves) -> Copying:
-        self._broadcast(protocol.moving(moves))
+        self._broadcast(protocol.encode(protocol.MOVE, moves))
         return super().move(moves)
 
     def launch(self, plan: StepPlan) -> InFlight:
@@ -204,12 +204,12 @@ class GangRunner(RankRunner):
         """Show that rank 0 is alive: the others wait for its next message, but not for ever. Raises
         EngineDead where one of them is gone."""
         try:
-            self._broadcast(protocol.packed(protocol.HEARTBEAT))
+            self._broadcast(protocol.encode(protocol.HEARTBEAT))
         except FATAL as error:
             self.raise_if_dead(error)
 
     def stop(self) -> None:
-        self._broadcast(protocol.packed(protocol.STOP))
+        self._broadcast(protocol.encode(protocol.STOP))
 
     def raise_if_dead(self, error: Exception) -> None:
         """Where it raises nothing, no rank is in a step any more: blocks may be allocated again."""
@@ -231,7 +231,7 @@ class GangRunner(RankRunner):
     def _request_one(self) -> None:
         """Receive the answers of one more step, which the others send on request."""
         if not self._due:
-            self._broadcast(protocol.packed(protocol.COLLECT))
+            self._broadcast(protocol.encode(protocol.COLLECT))
             self._due += 1
         self._receive()
 
@@ -240,7 +240,10 @@ class GangRunner(RankRunner):
         GangBroken where a rank has failed."""
         gathered = self.gang.channel.all_gather(b"", timeout_s)
         assert gathered is not None
-        answers = [protocol.unpack_result(message) for message in gathered[1:]]
+        decoded = [protocol.decode(message) for message in gathered[1:]]
+        if others := {kind for kind, _ in decoded} - {protocol.RESULT}:
+            raise protocol.WrongMessage(f"messages of kinds {others} came in place of results")
+        answers: list[protocol.Result] = [result for _, result in decoded]
         worst = max(answers, key=lambda answer: answer.fatal)
         if worst.fatal:
             raise GangBroken(worst.error)
@@ -279,7 +282,7 @@ class Follower:
     def __init__(self, runner: RankRunner, *, depth: int) -> None:
         self.runner, self.depth = runner, depth
         self.gang = runner.gang
-        self._decoder = protocol.PlanDecoder()
+        self._params = protocol.SlotParams()
         self._in_flight: deque[tuple[int, InFlight | Exception]] = deque()
         self._last: int | None = None
 
@@ -288,9 +291,9 @@ class Follower:
         step = -1
         try:
             while True:
-                kind, body = protocol.read(self.gang.channel.broadcast(None))
+                kind, record = protocol.decode(self.gang.channel.broadcast(None))
                 if kind == protocol.STEP:
-                    decoded = self._decoder.step(body)
+                    decoded = self._params.filled(record)
                     step = decoded.plan.step
                     self._launch(decoded)
                     while len(self._in_flight) >= self.depth:
@@ -298,7 +301,7 @@ class Follower:
                 elif kind == protocol.COLLECT:
                     self._collect()
                 elif kind == protocol.MOVE:
-                    self.runner.move(protocol.moved(body))
+                    self.runner.move(record)
                 elif kind == protocol.STOP:
                     return
         except Exception as error:
@@ -353,7 +356,7 @@ class Follower:
     def _answer(self, step: int, done: StepResult, error: str, fatal: int = 0) -> None:
         saved, self.runner.saved_reads = self.runner.saved_reads, 0
         result = protocol.Result(self.gang.rank, self.gang.epoch, step, done, error, fatal, saved)
-        self.gang.channel.all_gather(protocol.pack_result(result))
+        self.gang.channel.all_gather(protocol.encode(protocol.RESULT, result))
 
     def _end(self, step: int, error: Exception) -> None:
         """Report the reason, where rank 0 still receives, and end the others' exchanges."""

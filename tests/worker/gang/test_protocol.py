@@ -13,7 +13,7 @@ from kvpaging.table import BlockTable, Copy
 from worker import messages
 from worker.execution.runner import StepResult
 from worker.gang import protocol
-from worker.gang.protocol import STEP, PlanDecoder, Result, WrongMessage
+from worker.gang.protocol import MOVE, RESULT, STEP, Result, SlotParams, WrongMessage
 from worker.params import SamplingParams
 from worker.request import Request
 from worker.scheduling.step import BeamCandidates, Row, SampledToken, StepPlan
@@ -50,10 +50,10 @@ def row(sequence, start: int, count: int, changed_from: int = 0, **options) -> R
     )
 
 
-def sent(listener: PlanDecoder, plan: StepPlan, digest: int = 0) -> protocol.StepMessage:
-    kind, body = protocol.read(protocol.pack_step(5, digest, plan))
+def sent(listener: SlotParams, plan: StepPlan, digest: int = 0) -> protocol.StepMessage:
+    kind, message = protocol.decode(protocol.pack_step(5, digest, plan))
     assert kind == STEP
-    return listener.step(body)
+    return listener.filled(message)
 
 
 def test_a_follower_sees_the_rows_that_rank_0_sees():
@@ -63,7 +63,7 @@ def test_a_follower_sees_the_rows_that_rank_0_sees():
     options |= {"targets": (*range(2, 20),), "history": ([*range(20)], [])}
     mine = row(sequence, 0, 20, sampled=True, **options)
     copy = Copy(1, 7, 9)
-    told = sent(PlanDecoder(), StepPlan(8, (mine,), (copy,)), (1 << 64) - 1)
+    told = sent(SlotParams(), StepPlan(8, (mine,), (copy,)), (1 << 64) - 1)
     assert (told.epoch, told.plan.step, told.digest) == (5, 8, (1 << 64) - 1)
     assert told.plan.copies == (copy,)
     (theirs,) = told.plan.rows
@@ -80,7 +80,7 @@ def test_only_what_is_new_is_sent():
     """A step of a long sequence costs the bytes of one token, however long it is."""
     pools = [BlockPool(5000)]
     sequence = slot_filled(list(range(20_000)), 0, pools)
-    listener = PlanDecoder()
+    listener = SlotParams()
     sizes = []
     for step in range(3):
         start = len(sequence.tokens) - 1 if step else 0
@@ -88,7 +88,7 @@ def test_only_what_is_new_is_sent():
         plan = StepPlan(step, (mine,), ())
         message = protocol.pack_step(1, 0, plan)
         sizes.append(len(message))
-        (theirs,) = listener.step(protocol.read(message)[1]).plan.rows
+        (theirs,) = listener.filled(protocol.decode(message)[1]).plan.rows
         assert theirs.tokens == sequence.tokens[start:]
         assert theirs.params == PARAMS
         sequence.tokens.append(step)
@@ -98,7 +98,7 @@ def test_only_what_is_new_is_sent():
 
 def test_a_slot_that_changes_hands_or_starts_again_is_told_from_the_beginning():
     pools = [BlockPool(50)]
-    listener = PlanDecoder()
+    listener = SlotParams()
     first, second = slot_filled([1, 2, 3], 0, pools), slot_filled([4, 5], 0, pools)
     one = sent(listener, StepPlan(0, (row(first, 0, 3),), ())).plan.rows[0]
     assert (one.tokens, one.prompt_tokens, one.params) == ([1, 2, 3], 3, PARAMS)
@@ -120,7 +120,7 @@ def test_results_come_back_as_they_were():
         [BeamCandidates([7, 8], [-0.1, -0.2]), None],
     )
     result = Result(2, 1, 9, done, "", 0, 11)
-    assert protocol.unpack_result(protocol.pack_result(result)) == result
+    assert protocol.decode(protocol.encode(RESULT, result)) == (RESULT, result)
 
 
 @pytest.mark.parametrize(
@@ -130,25 +130,24 @@ def test_results_come_back_as_they_were():
         b"\xc1",
         msgpack.packb(7),
         msgpack.packb((protocol.VERSION + 1, STEP)),
-        msgpack.packb((protocol.VERSION, protocol.RESULT, 1)),
+        msgpack.packb((protocol.VERSION, 6)),
+        msgpack.packb((protocol.VERSION, RESULT, 1)),
     ],
 )
 def test_what_cannot_be_read_is_refused(message):
     with pytest.raises(WrongMessage):
-        protocol.unpack_result(message)
+        protocol.decode(message)
 
 
 def test_copies_come_back_as_they_were_or_are_refused():
     moves = Moves((Move(0, 3, 9), Move(1, 2, 2)), (Move(0, 4, 1),))
-    kind, body = protocol.read(protocol.moving(moves))
-    assert kind == protocol.MOVE
-    assert protocol.moved(body) == moves
+    assert protocol.decode(protocol.encode(MOVE, moves)) == (MOVE, moves)
     for wrong in ([], [[]], [[], [[1, 2]]], [7, []]):
-        with pytest.raises(WrongMessage, match="copies that cannot be read"):
-            protocol.moved(wrong)
+        with pytest.raises(WrongMessage, match="cannot be read"):
+            protocol.decode(msgpack.packb((protocol.VERSION, MOVE, *wrong)))
 
 
 def test_a_step_that_cannot_be_read_is_refused():
     for body in ([], [1, 2, [], [0, [[0]], []]], [1, 2, [], [0, [[0] * 19], []]]):
         with pytest.raises(WrongMessage, match="cannot be read"):
-            PlanDecoder().step(body)
+            protocol.decode(msgpack.packb((protocol.VERSION, STEP, *body)))
