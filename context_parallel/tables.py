@@ -64,10 +64,6 @@ class LocalTables:
         self.logical[slot, kept:used] = first + mine
         self.used[slot] = used
 
-    def clear(self, slot: int) -> None:
-        """Empties a slot."""
-        self.change(slot, 0, [[] for _ in self.per_rank])
-
     def _sum(self, slot: int, first: int, end: int) -> int:
         groups, slots, width = self.blocks.shape
         group, index = np.arange(groups)[:, None], np.arange(first, end)

@@ -342,13 +342,3 @@ class BlockTable:
         pool.ref(block)
         mine[index] = block
         pool.unref(old, step)
-
-    def locate(self, position: int, group: int = 0) -> tuple[int, int]:
-        """Physical block and offset of the token at logical `position`. Raises IndexError where
-        there is none, or its block was freed."""
-        if not 0 <= position < self.length:
-            raise IndexError(f"position {position} of a table of {self.length} tokens")
-        index, offset = divmod(position, self.block_size)
-        if self.blocks[group][index] == NULL_BLOCK:
-            raise IndexError(f"position {position} of group {group}: its block was freed")
-        return self.blocks[group][index], offset

@@ -358,12 +358,12 @@ class GPUWorker:
         return {"gang": self.gang, "pools": pages}
 
     async def debug_requests(self) -> list[dict[str, Any]]:
-        self._start()
-        return await self.loop.call(self._look_at_requests)
+        def look() -> list[dict[str, Any]]:
+            now, found = time.monotonic(), self.loop.engine.requests.values()
+            return [{"gang": self.gang, **one} for request in found for one in request.to_dict(now)]
 
-    def _look_at_requests(self) -> list[dict[str, Any]]:
-        now, found = time.monotonic(), self.loop.engine.requests.values()
-        return [{"gang": self.gang, **one} for request in found for one in request.to_dict(now)]
+        self._start()
+        return await self.loop.call(look)
 
     async def where(self, request_id: str, token: int, choice: int = 0) -> dict[str, Any] | None:
         self._start()

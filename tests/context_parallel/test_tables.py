@@ -61,7 +61,7 @@ def test_a_cleared_slot_leaves_nothing() -> None:
     tables = made()
     assert tables.digest == 0
     tables.change(1, 0, ids([1, 2, 3]))
-    tables.clear(1)
+    tables.change(1, 0, [[] for _ in tables.per_rank])
     assert (tables.digest, int(tables.used[1]), int(tables.length[1])) == (0, 0, 0)
 
 

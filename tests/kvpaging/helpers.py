@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvpaging.pool import STATES
 from kvpaging.table import BlockTable
+from kvpaging.windows import NULL_BLOCK
 
 if TYPE_CHECKING:
     from kvpaging.host_pool import HostPool
@@ -64,3 +65,12 @@ def host_problems(host: HostPool) -> list[str]:
     if children != host._children:
         found.append("the children of some blocks are not those that name them")
     return found
+
+
+def locate(table: BlockTable, position: int, group: int = 0) -> tuple[int, int]:
+    """Physical block and offset of a token of a table."""
+    index, offset = divmod(position, table.block_size)
+    assert 0 <= position < table.length
+    block = table.blocks[group][index]
+    assert block != NULL_BLOCK, f"the block of position {position} of group {group} was freed"
+    return block, offset

@@ -18,6 +18,7 @@ from kvpaging import audit
 from kvpaging.pool import BlockPool, Counts, OutOfBlocks
 from kvpaging.table import BlockTable, Copy
 from kvpaging.windows import NULL_BLOCK
+from tests.kvpaging.helpers import locate
 from tests.kvpaging.model import CACHED, Model
 
 if TYPE_CHECKING:
@@ -318,7 +319,7 @@ class World:
         for sequence in self.sequences:
             for position in range(sequence.written, len(sequence.tokens)):
                 for g, p, _, _ in self.groups:
-                    block, offset = sequence.table.locate(position, g)
+                    block, offset = locate(sequence.table, position, g)
                     if not fails:
                         self.memory[p][block][offset] = 4 * sequence.tokens[position] + g
                     elif self.rng.random() < 0.5:

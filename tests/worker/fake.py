@@ -21,7 +21,7 @@ from kvpaging import audit
 from kvpaging.host_pool import HostPool, Moves
 from kvpaging.pool import BlockPool
 from kvpaging.windows import NULL_BLOCK
-from tests.kvpaging.helpers import host_problems
+from tests.kvpaging.helpers import host_problems, locate
 from worker import messages
 from worker.blocks.host_cache import HostCache
 from worker.blocks.swap import Swaps
@@ -242,7 +242,7 @@ class FakeRunner:
         """Where a token is; a row of one rank finds it there."""
         table = self.rows_of[row.slot].table
         assert table is not None
-        block, offset = table.locate(position, group)
+        block, offset = locate(table, position, group)
         owners = {
             pool.rank_of(blocks[position // self.block_size])
             for pool, blocks in zip(table.pools, table.blocks, strict=True)

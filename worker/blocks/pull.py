@@ -13,7 +13,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvpaging.hashing import BLOCK_HASH_BYTES
+from kvpaging.events import split
 from worker import messages
 from worker.blocks.incoming import Chunk, counted
 from worker.blocks.transfer import IncomingPull, PullFailed, Transfers
@@ -82,8 +82,7 @@ class Puller:
 
     async def export(self, group_hashes: Sequence[bytes]) -> Answer:
         """Serve a peer's `Fetch`. Raises ValueError for more blocks than one call may carry."""
-        width = BLOCK_HASH_BYTES
-        hashes = [[c[at : at + width] for at in range(0, len(c), width)] for c in group_hashes]
+        hashes = [split(ids) for ids in group_hashes]
         groups, most = len(self.transfers.pools), self.chunk_blocks
         if len(hashes) != groups or not all(len(c) == len(hashes[0]) <= most for c in hashes):
             raise ValueError(f"{groups} lists of up to {most} block hashes can be asked for")

@@ -10,6 +10,7 @@ under a seed too, whatever was drafted. No torch, no clock.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Container
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from kvpaging.pool import OutOfBlocks
 from worker.params import DRAFT_MODEL, NO_SPECULATION, PROMPT_LOOKUP, ParamError
 from worker.request import Request, Sequence
 from worker.scheduling.step import SampledToken
+
+log = logging.getLogger("kvatlas.worker")
 
 SIZES = (5, 3)
 """Sizes of n-grams that must recur for their continuation to be drafted, the first found counts."""
@@ -157,7 +160,6 @@ class Speculation:
             self.makers[DRAFT_MODEL] = draft
         self.stats = SpeculationStats()
         self.speculators: dict[Sequence, Speculator] = {}
-        self.on_error: Callable[[Exception], None] = lambda error: None
 
     def equip(self, request: Request) -> None:
         """Give choices that can have one a speculator. Raises ParamError for unserved methods."""
@@ -207,7 +209,8 @@ class Speculation:
         except Exception as error:
             # A failure of the device itself fails the next step too.
             self._switched_off("error")
-            self.on_error(error)
+            text = "a proposer failed, its sequence goes on without draft tokens: %s"
+            log.error(text, error, exc_info=error)
         self.close(sequence)
         self.forget(sequence)
         return ()

@@ -258,7 +258,6 @@ class EngineLoop:
             made.set_exception(error)
             return
         engine.on_step_error = _log_step_error
-        engine.scheduler.speculation.on_error = _log_draft_error
         self.engine = engine
         made.set_result(engine)
         try:
@@ -337,11 +336,6 @@ class EngineLoop:
             box = self._boxes.get(request.id)
             if box is not None:
                 box.put(event)
-
-
-def _log_draft_error(error: Exception) -> None:
-    text = "a proposer failed, its sequence goes on without draft tokens: %s"
-    log.error(text, error, exc_info=error)
 
 
 def _log_step_error(error: BaseException, retried: bool) -> None:

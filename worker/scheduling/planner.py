@@ -58,9 +58,7 @@ class Round:
         self.state, self.speculation, self.host_cache = state, speculation, host_cache
         self.run, self.preempt, self.only = run, preempt, only
         self.policy, self.fairness = state.policy, fairness
-        self.allotted: dict[str, int] | None = (
-            None  # tokens of each tenant, where there are several
-        )
+        self.allotted: dict[str, int] | None = None  # tokens by tenant, where there are several
         self.tokens_left = [state.limits.max_batch_tokens] * self.policy.ranks
         self.logits_left = [state.limits.max_logit_rows] * self.policy.ranks
         self.rows: dict[Sequence, Row] = {}
@@ -234,8 +232,9 @@ class Round:
         want = sequence.target - start
         sharded = len(table.ranks) > 1
         count = min(want, self.policy.most(budget) if sharded else budget)
-        scored_from = scoring_from(sequence, start)
-        if scored_from is not None:
+        scored_from = None
+        if sequence.scores and (first := max(start, sequence.scored)) < sequence.prompt_tokens - 1:
+            scored_from = first
             below = scored_from - start
             if sharded and below > self.policy.tile:
                 return min(count, below), None
@@ -364,7 +363,8 @@ class Round:
         state = self.state
         if not state.slots or not state.has_slot(sequence):
             return Wait.NO_ROOM
-        rows, busy = self.rows.values(), self._busy()
+        left = enumerate(map(min, self.tokens_left, self.logits_left))
+        rows, busy = self.rows.values(), frozenset(rank for rank, least in left if least < 1)
         table = admission.start(state, sequence, rows=rows, busy=busy, host_cache=self.host_cache)
         if table is None:
             return Wait.STORED_SOON
@@ -388,14 +388,8 @@ class Round:
             self._preempt(victim)
         return victim is not None
 
-    def _busy(self) -> frozenset[int]:
-        """Ranks that can start no sequence of their own in this step."""
-        left = enumerate(map(min, self.tokens_left, self.logits_left))
-        return frozenset(rank for rank, least in left if least < 1)
-
     def _adopt(self, sequence: Sequence, table: BlockTable) -> None:
-        """Start after the tokens that the table stores; the last token is always computed, for its
-        logits, and so are prompt tokens whose log-probabilities are to be reported."""
+        """Start after the tokens that the table stores, see `Sequence.resumes_at`."""
         sequence.stored = table.length
         sequence.registered = table.length // self.state.block_size
         sequence.computed = sequence.resumes_at(table.length)
@@ -408,11 +402,3 @@ class Round:
             stats.hit_tokens += sequence.cached_tokens
             if self.host_cache is not None:
                 self.host_cache.started(sequence)
-
-
-def scoring_from(sequence: Sequence, start: int) -> int | None:
-    """The first position from `start` on whose prompt log-probability is not reported yet."""
-    if not sequence.scores:
-        return None
-    first = max(start, sequence.scored)
-    return first if first < sequence.prompt_tokens - 1 else None

@@ -171,19 +171,16 @@ class Scheduler:
             else:
                 sequence.computed += row.count
             self.prefix.register(sequence)
-            self._free_out_of_window(sequence)
+            if self.state.needs.windowed:  # no later token sees them
+                assert sequence.table is not None
+                step = sequence.last_step if sequence.planned else None
+                freed = sequence.table.free_out_of_window(sequence.computed, step)
+                self.out_of_window_blocks += freed
         for copy in plan.copies:
             self.pools[copy.group].unpin(copy.src)
         self.copies += len(plan.copies)
         self._ended(plan.step)
         return sequences
-
-    def _free_out_of_window(self, sequence: Sequence) -> None:
-        """Free the blocks that no later token sees, after the last step planned so far."""
-        if self.state.needs.windowed:
-            assert sequence.table is not None
-            step = sequence.last_step if sequence.planned else None
-            self.out_of_window_blocks += sequence.table.free_out_of_window(sequence.computed, step)
 
     def _accept(self, sequence: Sequence, row: Row, verified: list[int]) -> None:
         """Go on after the accepted draft tokens; blocks of rejected ones are freed."""

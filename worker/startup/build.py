@@ -77,7 +77,8 @@ def build_engine(
         else GangRunner(gang, model, _gang_builder(spec, gang), sampler, depth=depth, **clocks)
     )
     # Without a threshold, sequences that do not fit on one rank are sharded.
-    threshold = spec.config.pool.shard_from_tokens or spec.memory.rank_tokens(spec.layout)
+    longest = spec.layout.longest(spec.memory.slices, spec.memory.chunk)
+    threshold = spec.config.pool.shard_from_tokens or longest
     state = SchedulerState(prefix, limits, policy or ShardPolicy(ranks, threshold))
     step_times, swaps = StepTimes(), None
     if spec.host_slices:

@@ -32,10 +32,6 @@ class MemoryPlan:
     chunk: int
     ranks: int = 1
 
-    def rank_tokens(self, layout: Layout) -> int:
-        """The longest sequence that fits on one rank."""
-        return layout.longest(self.slices, self.chunk)
-
 
 def plan_memory(
     layout: Layout,

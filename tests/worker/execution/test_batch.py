@@ -9,6 +9,7 @@ import torch
 
 from kvpaging.pool import BlockPool
 from kvpaging.store import LayerShape, layout
+from tests.kvpaging.helpers import locate
 from tests.worker.fake import make_request
 from worker.execution.batch import BatchBuilder
 from worker.scheduling.prefix import HashInputs, PrefixCache
@@ -50,7 +51,7 @@ def assert_matches(scheduler, plan, batch, groups):
         for group in range(groups):
             rows = batch.rows[group]
             assert rows.slots[at : at + row.count].tolist() == [
-                block * SIZE + offset for block, offset in (table.locate(p, group) for p in span)
+                block * SIZE + offset for block, offset in (locate(table, p, group) for p in span)
             ]
             used = -(-(row.start + row.count) // SIZE)
             assert int(rows.blocks[r]) == used

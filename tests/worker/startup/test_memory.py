@@ -67,7 +67,7 @@ def test_layers_with_a_window_leave_room_for_longer_sequences():
     made = plan_memory(layout(shapes, 16, 2), **options)
     assert made.tokens == 20 * 16
     assert made.max_model_len == (40 - 4) * 16  # 47 tokens lie in at most four blocks
-    assert made.rank_tokens(layout(shapes, 16, 2)) == 576
+    assert layout(shapes, 16, 2).longest(made.slices, made.chunk) == 576
     with pytest.raises(DoesNotFit, match=r"640.0 KiB are there, which is 576 tokens"):
         plan_memory(layout(shapes, 16, 2), **options | {"max_model_len": 577})
     only = layout(shapes[:1], 16, 2)

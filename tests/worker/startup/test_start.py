@@ -21,6 +21,7 @@ from tests.families import (
     reference,
     reference_model,
 )
+from tests.kvpaging.helpers import locate
 from tests.worker.served import FREE_BYTES, submit
 from worker import messages
 from worker.execution.model import PagedModel, UnsupportedModel, fix_rotary
@@ -127,7 +128,7 @@ def test_where_a_key_is_said_to_be_there_it_is(models):
         hf(input_ids=torch.tensor([sequence.tokens]), use_cache=False)
     hf.set_attn_implementation(before)
     for token in (0, 7, 8, 41, len(prompts()[3]) - 1):
-        found = store.locate(0, *sequence.table.locate(token))
+        found = store.locate(0, *locate(sequence.table, token))
         for layer, keys in seen.items():
             for head in range(keys.shape[0]):
                 address = found["address"] + layer * found["layer_stride"]
