@@ -114,5 +114,4 @@ def live(default: object, rule: Rule, doc: str) -> Any:
 
 
 def setting(default: object, rule: Rule, doc: str, *, live: bool = False) -> Any:
-    """A field of a dataclass of settings."""
     return dataclasses.field(default=default, metadata={"rule": rule, "doc": doc, "live": live})

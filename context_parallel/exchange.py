@@ -35,20 +35,16 @@ class Exchange(Protocol):
 
     def all_gather(self, x: Tensor) -> Tensor:
         """x of every rank, `[ranks, *x.shape]`."""
-        ...
 
     def all_to_all(self, x: Tensor) -> Tensor:
         """x `[ranks, ...]`, part r for rank r -> `[ranks, ...]`, part r from rank r."""
-        ...
 
     def synchronize(self, step: int | None = None) -> None:
         """Wait until all calls up to `step` (None: all so far) have ended. Raises ExchangeFailed
         after the deadline."""
-        ...
 
     def abort(self, reason: str) -> None:
         """Make all calls fail with `reason`, also those that other ranks wait in."""
-        ...
 
 
 class TorchExchange:

@@ -84,7 +84,6 @@ class Codec(Generic[_M]):
         self._plans = {kind: plan(cls) for kind, cls in kinds.items()}
 
     def encode(self, message: _M) -> bytes:
-        """Encodes one message."""
         kind = self.kind_of[type(message)]
         body = self._plans[kind].written(message)
         body["v"], body["kind"] = self.version, kind

@@ -166,7 +166,6 @@ class Ring:
         self._bytes = 0
 
     def append(self, batch: bytes) -> None:
-        """Adds the next batch."""
         self._batches.append(batch)
         self._bytes += len(batch)
         while self._bytes > self.most_bytes and len(self._batches) > 1:
@@ -257,7 +256,6 @@ class Announcer:
         return [self.dump()] if missed is None else missed
 
     def dump(self) -> bytes:
-        """All announced blocks, encoded."""
         ids, hosted = (
             b"".join(i for i, tier in self._announced.items() if tier == which) for which in TIERS
         )

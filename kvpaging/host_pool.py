@@ -38,7 +38,7 @@ class Moves(NamedTuple):
 
 
 class HostCounts(NamedTuple):
-    """Slots by state; the three add up to all."""
+    """Host blocks by state; the three add up to all."""
 
     free: int
     cached: int
@@ -72,7 +72,6 @@ class HostPool:
         pool.on_change = self._pool_changed
 
     def __len__(self) -> int:
-        """How many blocks are cached here."""
         return len(self._found)
 
     def rank_of(self, host_block: int) -> int:
@@ -90,7 +89,7 @@ class HostPool:
         return self._parent[host_block]
 
     def counts(self, rank: int | None = None) -> HostCounts:
-        """Slots by state, of one rank or of all."""
+        """Of one rank or of all."""
         if rank is None:
             ranks = map(self.counts, range(self.pool.ranks))
             return HostCounts(*map(sum, zip(*ranks, strict=True)))

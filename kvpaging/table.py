@@ -80,7 +80,6 @@ class BlockTable:
         return len(self.pools) * self.blocks_by_rank[rank] - self._freed[rank]
 
     def num_blocks(self, group: int) -> int:
-        """Its blocks in one group."""
         return len(self.blocks[group]) - self.first[group]
 
     def rank_at(self, index: int) -> int | None:

@@ -28,7 +28,6 @@ class Shares:
         return True
 
     def give(self, tenant: str, amount: int) -> None:
-        """Give back what was taken."""
         self.held[tenant] -= amount
         if not self.held[tenant]:
             del self.held[tenant]

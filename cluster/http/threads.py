@@ -71,5 +71,4 @@ class FairThreads:
                 del self._waiting[tenant]
 
     def close(self) -> None:
-        """Ends the threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -80,7 +80,6 @@ class ServeHandle:
         self._stream = handle.options(method_name="stream", stream=True)
 
     def to(self, gang: str) -> ServeHandle:
-        """The same for one gang."""
         return ServeHandle(self._handle, gang)
 
     def stream(self, method: str, *arguments: Any) -> Items:

@@ -215,7 +215,6 @@ class PrefixIndex:
             gang.forget()
 
     def drop(self, name: str) -> None:
-        """Remove a gang and all that was known of it."""
         self.changes += self.gangs.pop(name, None) is not None
 
     def expect(self, name: str, hashes: Sequence[bytes], now: float) -> None:

@@ -74,7 +74,6 @@ class GangRegistry:
         return {gang: monitor for gang, monitor in self._monitors.items() if monitor.ready}
 
     def ready_by_pool(self) -> Mapping[str, int]:
-        """How many gangs of each pool take requests."""
         return Counter(monitor.info["pool"] for monitor in self.ready().values())
 
     def suspect(self, gang: str, error: Exception) -> None:

@@ -154,7 +154,6 @@ def plan(q: Tensor, pages: PageView, rows: Rows, window: int | None) -> LaunchPl
 
 
 def constants(shape: Shape, group: int, block: int, k_dim: int, v_dim: int) -> dict[str, int]:
-    """Compile-time arguments of the attention kernel."""
     return {
         "G": group,
         "B": block,

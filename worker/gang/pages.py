@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import msgpack  # type: ignore[import-untyped]
 import numpy as np
 from numpy.typing import NDArray
 
 from context_parallel.exchange import ExchangeFailed
 from context_parallel.group import Channel
+from kvpaging import codec
 from kvpaging.host_pool import Moves
 from kvpaging.host_store import Copying, HostStore
 from kvpaging.store import BlockStore
@@ -118,9 +118,9 @@ class GangPages:
         message = _packed(kind, columns, data, self.copied.times)
         with self._channel_lock():
             self.channel.broadcast(message)
-            gathered = self.channel.all_gather(msgpack.packb(("", b"")))
+            gathered = self.channel.all_gather(codec.pack(("", b"")))
         assert gathered is not None
-        answers = [msgpack.unpackb(answer) for answer in gathered]
+        answers = [codec.unpack(answer) for answer in gathered]
         for rank, (refusal, _) in enumerate(answers):
             if refusal:
                 raise ValueError(f"rank {rank}: {refusal}")
@@ -140,8 +140,7 @@ def _packed(
     kind: int, columns: Sequence[Sequence[int]] = (), data: bytes = b"", times: int = 0
 ) -> bytes:
     """A message of rank 0, which has sent `times` copies to and from the host before."""
-    message: bytes = msgpack.packb((kind, columns, data, times))
-    return message
+    return codec.pack((kind, columns, data, times))
 
 
 def serve_pages(store: BlockStore, channel: Channel, copied: Copied, within_s: float) -> None:
@@ -152,7 +151,7 @@ def serve_pages(store: BlockStore, channel: Channel, copied: Copied, within_s: f
     less than rank 0 waits. Raises ExchangeFailed where the channel fails.
     """
     while True:
-        kind, columns, data, times = msgpack.unpackb(channel.broadcast(None))
+        kind, columns, data, times = codec.unpack(channel.broadcast(None))
         if kind == STOP:
             return
         if kind == HEARTBEAT:
@@ -169,7 +168,7 @@ def serve_pages(store: BlockStore, channel: Channel, copied: Copied, within_s: f
                 share.import_(channel.rank, combined)
         except ValueError as error:
             refusal = str(error)
-        channel.all_gather(msgpack.packb((refusal, part)))
+        channel.all_gather(codec.pack((refusal, part)))
 
 
 class _Share:
