@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cluster.tools.context.loopback import loopback
 from context_parallel.attention import attend
 from context_parallel.exchange import Exchange
-from context_parallel.loopback import loopback
 from context_parallel.planning import ShardedRows, plan
 from context_parallel.shard import Geometry, tails
 from context_parallel.tables import LocalTables

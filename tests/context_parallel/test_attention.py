@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cluster.tools.context.loopback import loopback
 from context_parallel import planning
 from context_parallel.attention import workspace_bytes
 from context_parallel.exchange import Exchange
-from context_parallel.loopback import loopback
 from context_parallel.planning import PassKV, ShardedRows, plan
 from context_parallel.shard import HISTORY_BYTES_MAX, Geometry, tails
 from context_parallel.tables import LocalTables

@@ -10,7 +10,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from context_parallel.loopback import loopback
+from cluster.tools.context.loopback import loopback
 from context_parallel.policy import Placement, ShardPolicy
 from kvpaging.store import BlockStore
 from tests.context_parallel.channels import channels

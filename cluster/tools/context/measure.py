@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cluster.tools.context.loopback import loopback
 from context_parallel.attention import attend
 from context_parallel.exchange import Exchange
-from context_parallel.loopback import loopback
 from context_parallel.planning import SLICE_ROWS, ShardedRows, plan
 from context_parallel.policy import ShardPolicy
 from context_parallel.shard import SHORT_TOKENS, Geometry, moves_history, tails

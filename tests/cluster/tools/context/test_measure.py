@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
+from cluster.tools.context.loopback import loopback
 from cluster.tools.context.measure import Layer, alone, formula, replay, sharded
-from context_parallel.loopback import loopback
 from tests.context_parallel.gang import together
 
 LAYER = Layer(6, 2, 16, 8, torch.float32, torch.device("cpu"), 16)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from cluster.tools.context.loopback import loopback
 from context_parallel.exchange import ExchangeFailed
-from context_parallel.loopback import loopback
 from tests.context_parallel.channels import channels
 from tests.context_parallel.gang import together
 
