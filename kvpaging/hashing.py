@@ -19,7 +19,6 @@ from operator import index
 
 BLOCK_HASH_BYTES = 16
 FORMAT_VERSION = 1
-KEY_BYTES_MAX: int = blake2b.MAX_KEY_SIZE
 TOKEN_MAX = (1 << 32) - 1
 
 
@@ -50,7 +49,7 @@ def root(
         "adapter": adapter.encode(),
         "salt": salt,
     }
-    digest = blake2b(digest_size=BLOCK_HASH_BYTES, key=_checked(key), person=b"kvatlas.root")
+    digest = blake2b(digest_size=BLOCK_HASH_BYTES, key=key, person=b"kvatlas.root")
     for name, value in fields.items():
         for part in (name.encode(), value):
             digest.update(len(part).to_bytes(8, "little"))
@@ -69,7 +68,7 @@ def block_hashes(
     """
     if len(root) != BLOCK_HASH_BYTES:
         raise ValueError(f"a block hash has {BLOCK_HASH_BYTES} bytes, this parent {len(root)}")
-    start = blake2b(digest_size=BLOCK_HASH_BYTES, key=_checked(key), person=b"kvatlas.block")
+    start = blake2b(digest_size=BLOCK_HASH_BYTES, key=key, person=b"kvatlas.block")
     block_hashes, parent = [], root
     data = _packed(tokens)
     width = 4 * block_size
@@ -79,12 +78,6 @@ def block_hashes(
         parent = digest.digest()
         block_hashes.append(parent)
     return block_hashes
-
-
-def _checked(key: bytes) -> bytes:
-    if len(key) > KEY_BYTES_MAX:
-        raise ValueError(f"the block hash key has {len(key)} bytes, at most {KEY_BYTES_MAX} fit")
-    return key
 
 
 def _packed(tokens: Sequence[int]) -> bytes:
