@@ -77,7 +77,7 @@ def batch(load: Load) -> tuple[Rows, PageView]:
         slots=torch.full((load.rows,), -1, device=load.device),
         lens=(1,) * load.rows,
         firsts=(first,) * load.rows,
-        groups=find(load, table),
+        shared=find(load, table),
     )
     return rows, store.pages[0]
 
@@ -94,7 +94,7 @@ def find(load: Load, table: np.ndarray) -> tuple[SharedPrefix, ...]:
 def measure(load: Load, seconds: float, progress: Callable[[int], None]) -> Times:
     """Raises RuntimeError where the ways differ by more than their number format explains."""
     rows, pages = batch(load)
-    apart = replace(rows, groups=(), cache={})
+    apart = replace(rows, shared=(), cache={})
     q = torch.randn(load.rows, load.heads, load.dim, device=load.device).to(load.dtype)
     length = load.shared + load.private
     k, v = (

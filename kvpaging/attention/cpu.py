@@ -95,7 +95,7 @@ def _shared(rows: Rows, block_size: int) -> tuple[list[Bucket], dict[int, list[t
     buckets: list[Bucket] = []
     shared: dict[int, list[tuple[int, int]]] = {}
     tokens_of = torch.arange(sum(rows.lens)).split(list(rows.lens))
-    for run in rows.groups:
+    for run in rows.shared:
         tokens = torch.cat([tokens_of[row] for row in run.rows])
         gap = run.start // block_size, run.stop // block_size
         table = rows.table[run.rows[0], gap[0] : gap[1]].long()

@@ -70,7 +70,7 @@ class Rows:
     slots: Tensor  # int64 [T], block * B + offset that receives token t's K and V; -1 for none
     lens: tuple[int, ...]
     firsts: tuple[int, ...]
-    groups: tuple[SharedPrefix, ...] = ()  # keys that several rows read from the same blocks
+    shared: tuple[SharedPrefix, ...] = ()  # keys that several rows read from the same blocks
     held: tuple[int, ...] = ()  # host copy of `blocks`, needed where `logical` is given
     shards: int = 1  # ranks that share a row's keys: splits are shorter by this factor
     cache: dict[Any, Any] = field(default_factory=dict)  # of a backend's plans, for all layers

@@ -101,13 +101,13 @@ def build(
     window: int | None = None,
     keys: Sequence[int] | None = None,
     shards: int = 1,
-    groups: Sequence[SharedPrefix] = (),
+    shared: Sequence[SharedPrefix] = (),
 ) -> WorkList:
     """The work of a step.
 
     Rows of up to `decode_tile` queries become decode tiles, longer ones tiles of `prefill_tile`
     queries; a tile takes `programs` programs.  `keys` counts each row's keys on this rank where it
-    has only about one of `shards` of them.  `groups` are the prefixes that rows share.
+    has only about one of `shards` of them.  `shared` are the prefixes that rows have in common.
     """
     lists: tuple[list[Tile], list[Tile]] = ([], [])
     token = 0
@@ -117,8 +117,8 @@ def build(
         to.extend(tiles(row, token, count, first, size=size, window=cut, keys=seen, shards=shards))
         token += count
     work = WorkList((decode_tile, prefill_tile))
-    if groups:
-        lists = work._group(lists, groups)
+    if shared:
+        lists = work._share(lists, shared)
     work._split(lists, programs)
     return work
 
@@ -154,8 +154,8 @@ class WorkList:
                 else:
                     items += tile.item(tile.split, tile.splits, -1)
 
-    def _group(
-        self, lists: tuple[list[Tile], list[Tile]], groups: Sequence[SharedPrefix]
+    def _share(
+        self, lists: tuple[list[Tile], list[Tile]], shared: Sequence[SharedPrefix]
     ) -> tuple[list[Tile], list[Tile]]:
         """Adds the items of rows with shared prefixes, while scratch rows last; returns the other
         tiles.
@@ -170,9 +170,9 @@ class WorkList:
             for tile in kind
             if count[tile.row] == 1 and tile.queries <= most
         }
-        cells = self._cells({row: tile for row, (tile, _) in tiles.items()}, groups)
+        cells = self._cells({row: tile for row, (tile, _) in tiles.items()}, shared)
         found: dict[tuple[int, int], int] = {}  # row, split -> scratch row of its first query
-        for run in groups:
+        for run in shared:
             members = [tiles[row][0] for row in run.rows if row in cells]
             if len(members) > 1:
                 inside = [c for c in cells[members[0].row] if run.split <= c[0] < run.end]
@@ -184,7 +184,7 @@ class WorkList:
         return decodes, prefills
 
     def _cells(
-        self, tiles: dict[int, Tile], groups: Sequence[SharedPrefix]
+        self, tiles: dict[int, Tile], shared: Sequence[SharedPrefix]
     ) -> dict[int, list[tuple[int, int]]]:
         """For each row its cells: (first split, number of splits) that are summed into one scratch
         row.
@@ -192,11 +192,11 @@ class WorkList:
         That is one split each while scratch rows last. Otherwise leading shared splits are folded
         in registers, where they come first in any case.
         """
-        members = dict.fromkeys(row for run in groups for row in run.rows if row in tiles)
+        members = dict.fromkeys(row for run in shared for row in run.rows if row in tiles)
         lead: dict[int, int] = {}
         room = SCRATCH_ROWS - self.scratch
         if sum(tiles[row].queries * tiles[row].splits for row in members) > room:
-            for run in groups:
+            for run in shared:
                 rows = [row for row in run.rows if row in tiles]
                 if all(tiles[row].split == run.split for row in rows):
                     lead |= dict.fromkeys(rows, run.splits)

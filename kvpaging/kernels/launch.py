@@ -146,7 +146,7 @@ def plan(q: Tensor, pages: PageView, rows: Rows, window: int | None) -> LaunchPl
             window=None if rows.logical is not None else window,
             keys=None if rows.logical is None else [n * block for n in rows.held],
             shards=rows.shards,
-            groups=rows.groups,
+            shared=rows.shared,
         )
         rows.cache[key] = _upload(lists, chosen, q.device)
     work: LaunchPlan = rows.cache[key]

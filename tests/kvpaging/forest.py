@@ -95,7 +95,7 @@ def forest(
         slots=torch.full((sum(lens),), -1),
         lens=tuple(lens),
         firsts=tuple(firsts),
-        groups=find(table, lens, firsts, size, window, saved_keys_min),
+        shared=find(table, lens, firsts, size, window, saved_keys_min),
     )
 
 
@@ -114,7 +114,7 @@ def find(
 
 def alone(rows: Rows) -> Rows:
     """The same batch, every row for itself."""
-    return replace(rows, groups=(), cache={})
+    return replace(rows, shared=(), cache={})
 
 
 def pages(

@@ -32,7 +32,7 @@ def test_the_load_is_one_group() -> None:
         device=torch.device("cpu"),
     )  # fmt: skip
     rows, pages = bench_shared_prefix.batch(load)
-    (run,) = rows.groups
+    (run,) = rows.shared
     assert (run.rows, run.start, run.stop) == ((0, 1, 2, 3, 4), 0, 512)
     assert sorted(set(rows.table.flatten().tolist())) == list(range(len(pages.k)))
 

@@ -157,7 +157,7 @@ class BatchBuilder:
                     slots=slot,
                     lens=lens,
                     firsts=firsts,
-                    groups=self._shared(part, group),
+                    shared=self._shared(part, group),
                 )
                 for group, (table, slot) in enumerate(zip(self.tables, slots_by_group, strict=True))
             )

@@ -98,7 +98,7 @@ class Runner:
     def _prepare(self, plan: StepPlan) -> Batch:
         cpu_started = self.cpu_clock()
         batch = self.builder.build(plan)
-        self.saved_reads += sum(run.saved_keys for rows in batch.rows for run in rows.groups)
+        self.saved_reads += sum(run.saved_keys for rows in batch.rows for run in rows.shared)
         self.build_s += self.cpu_clock() - cpu_started
         self._copy(plan.copies)
         return batch

@@ -80,7 +80,7 @@ def test_a_tree_is_a_list_of_runs():
         Sprout(0, 0, 2000), Sprout(0, 1500, 1600), Sprout(0, 800, 900),
         Sprout(2, 520, 1000), Sprout(9, 0, 3000),
     ]  # fmt: skip
-    assert forest(rows, 16).groups == (
+    assert forest(rows, 16).shared == (
         SharedPrefix((0, 1, 2, 3), 0, 2, 256),
         SharedPrefix((0, 1, 2), 2, 1, 256),
         SharedPrefix((0, 1), 3, 2, 256),
@@ -90,9 +90,9 @@ def test_a_tree_is_a_list_of_runs():
 def test_a_block_that_was_copied_before_it_was_written_ends_a_run():
     """Forks inside the block at 504: the split from 256 on is shared no more."""
     rows = [Sprout(0, 0, 600), Sprout(0, 510, 600)]
-    assert forest(rows, 8).groups == (SharedPrefix((0, 1), 0, 1, 256),)
+    assert forest(rows, 8).shared == (SharedPrefix((0, 1), 0, 1, 256),)
     whole = [Sprout(0, 0, 600), Sprout(0, 512, 600)]
-    assert forest(whole, 8).groups == (SharedPrefix((0, 1), 0, 2, 256),)
+    assert forest(whole, 8).shared == (SharedPrefix((0, 1), 0, 2, 256),)
 
 
 def test_rows_that_are_cut_differently_do_not_meet():
@@ -101,14 +101,14 @@ def test_rows_that_are_cut_differently_do_not_meet():
         Sprout(0, 0, last), Sprout(0, 8000, last), Sprout(0, 8000, last + 9),
         Sprout(0, 8000, last + 9, count=5), Sprout(0, 8000, last + 2, count=5),
     ]  # fmt: skip
-    runs = forest(rows, 64).groups
+    runs = forest(rows, 64).shared
     assert {(run.rows, run.length) for run in runs} == {((0, 1), 256), ((2, 3), 512)}
 
 
 def test_only_runs_that_pay_are_kept():
     rows = [Sprout(0, 0, 600)] + [Sprout(0, 256, 600)] * (SAVED_KEYS_MIN // 256)
-    assert forest(rows, 16, saved_keys_min=SAVED_KEYS_MIN).groups
-    assert not forest(rows[1:], 16, saved_keys_min=SAVED_KEYS_MIN).groups
+    assert forest(rows, 16, saved_keys_min=SAVED_KEYS_MIN).shared
+    assert not forest(rows[1:], 16, saved_keys_min=SAVED_KEYS_MIN).shared
 
 
 def test_a_mirror_of_all_sequences_is_read_at_the_rows_of_the_step():
@@ -157,14 +157,14 @@ def test_a_tree_with_chunks_and_a_row_that_is_all_shared(dims):
         Sprout(2, 700, 790, count=40), Sprout(9, 0, 700), Sprout(4, 650, 651),
     ]  # fmt: skip
     batch = forest(rows, 16)
-    assert [run.rows for run in batch.groups] == [(0, 1, 2, 3), (4, 5), (0, 1)]
+    assert [run.rows for run in batch.shared] == [(0, 1, 2, 3), (4, 5), (0, 1)]
     compare(batch, 16, None, None, k_dim=dims[0], v_dim=dims[1])
     twins = forest([Sprout(0, 0, 513), Sprout(0, 512, 513)], 16)
     twins.table[1] = twins.table[0]
     twins.blocks[:] = 32
     found = find(twins.table.numpy(), [1, 1], [511, 511], 16)
     assert found == (SharedPrefix((0, 1), 0, 2, 256),)
-    compare(replace(twins, firsts=(511, 511), groups=found), 16, None, None)
+    compare(replace(twins, firsts=(511, 511), shared=found), 16, None, None)
 
 
 def test_sixteen_bit_sums_are_right_within_16_bit():

@@ -211,11 +211,11 @@ def test_a_grouped_query_folds_its_splits_in_order_and_each_once(
     some: list[Sprout], window: int | None, room: int, least: int
 ) -> None:
     table, lens, firsts = table_of(some, 64)
-    groups = find(table, lens, firsts, 64, window, least)
+    shared = find(table, lens, firsts, 64, window, least)
     pairs = list(zip(lens, firsts, strict=True))
     before = splits_by_query(build(pairs, window))
     with mock.patch.object(tiling, "SCRATCH_ROWS", room):
-        lists = build(pairs, window, groups=groups)
+        lists = build(pairs, window, shared=shared)
     assert lists.scratch <= room
     written: dict[int, tuple[int, list[int]]] = {}
     final: dict[int, list[int]] = {}
@@ -246,8 +246,8 @@ def test_a_split_of_many_rows_is_one_piece() -> None:
     """Thirty rows of one query fill two prefill tiles; four of them would fill a decode one."""
     some = [Sprout(0, 0, 1100)] + [Sprout(0, 1024, 1030)] * 29
     table, lens, firsts = table_of(some, 64)
-    groups = find(table, lens, firsts, 64)
-    lists = build(list(zip(lens, firsts, strict=True)), groups=groups)
+    shared = find(table, lens, firsts, 64)
+    lists = build(list(zip(lens, firsts, strict=True)), shared=shared)
     stacked = [item for item in items(lists) if item.token < 0]
     assert sorted((i.split, i.splits, i.queries) for i in stacked) == [
         (split, 1, queries) for split in range(4) for queries in (14, 16)
@@ -262,8 +262,8 @@ def test_where_scratch_rows_are_few_the_shared_splits_are_folded_first(
     monkeypatch.setattr(tiling, "SCRATCH_ROWS", 21)
     some = [Sprout(0, 0, 1100)] + [Sprout(0, 1024, 1030)] * 11
     table, lens, firsts = table_of(some, 64)
-    groups = find(table, lens, firsts, 64)
-    lists = build(list(zip(lens, firsts, strict=True)), groups=groups)
+    shared = find(table, lens, firsts, 64)
+    lists = build(list(zip(lens, firsts, strict=True)), shared=shared)
     stacked = [item for item in items(lists) if item.token < 0]
     assert [(i.split, i.splits, i.queries) for i in stacked] == [(0, 4, 10)]
     assert lists.scratch == 20
@@ -273,9 +273,9 @@ def test_where_scratch_rows_are_few_the_shared_splits_are_folded_first(
 def test_a_long_chunk_stays_alone() -> None:
     some = [Sprout(0, 0, 1100), Sprout(0, 1024, 1040), Sprout(0, 1024, 1040, count=9)]
     table, lens, firsts = table_of(some, 64)
-    groups = find(table, lens, firsts, 64)
-    assert {row for run in groups for row in run.rows} == {0, 1, 2}
-    lists = build(list(zip(lens, firsts, strict=True)), groups=groups)
+    shared = find(table, lens, firsts, 64)
+    assert {row for run in shared for row in run.rows} == {0, 1, 2}
+    lists = build(list(zip(lens, firsts, strict=True)), shared=shared)
     assert {t for item in items(lists) if item.token < 0 for t in tokens(item, lists)} == {0, 1}
 
 
