@@ -20,14 +20,14 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 def join(layers: Sequence[Any]) -> nn.Module:
     """One linear layer with the outputs of all; they have the same class, inputs and dtype."""
-    if isinstance(layers[0], Int8Linear):
-        return Int8Linear.joined(layers)
-    weight = torch.cat([layer.weight.detach() for layer in layers])
     biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
-    joined = nn.Linear(weight.shape[1], weight.shape[0], bool(biases), device="meta")
+    bias = nn.Parameter(torch.cat(biases), False) if biases else None
+    if isinstance(layers[0], Int8Linear):
+        return Int8Linear.joined(layers, bias)
+    weight = torch.cat([layer.weight.detach() for layer in layers])
+    joined = nn.Linear(weight.shape[1], weight.shape[0], False, device="meta")
     joined.weight = nn.Parameter(weight, False)
-    if biases:
-        joined.bias = nn.Parameter(torch.cat(biases), False)
+    joined.register_parameter("bias", bias)
     return joined
 
 

@@ -114,15 +114,13 @@ class Int8Linear(nn.Module):
         return cls(Packed(rounded(weight)), layer.bias)
 
     @classmethod
-    def joined(cls, layers: Sequence[Int8Linear]) -> Int8Linear:
+    def joined(cls, layers: Sequence[Int8Linear], bias: nn.Parameter | None) -> Int8Linear:
         """One layer with the outputs of all, bit for bit."""
         parts = [layer.packed.unpacked() for layer in layers]
         weight = _per_row(
             torch.cat([part.int_repr() for part in parts]),
             torch.cat([part.q_per_channel_scales() for part in parts]),
         )
-        biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
-        bias = nn.Parameter(torch.cat(biases), False) if biases else None
         return cls(Packed(weight), bias)
 
     def forward(self, x: Tensor) -> Tensor:
