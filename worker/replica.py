@@ -24,7 +24,7 @@ from kvpaging.report import sharing, snapshot
 from worker import messages
 from worker.blocks.host_cache import host_blocks
 from worker.blocks.pull import Answer, Fetch, Puller, no_peers
-from worker.blocks.transfer import Transfers, TransferStats
+from worker.blocks.transfer import Transfers
 from worker.engine.engine import Engine
 from worker.engine.load import Pressure, load_of, pressure_of
 from worker.engine.loop import EngineLoop
@@ -108,7 +108,7 @@ class GPUWorker:
             return asyncio.get_running_loop().run_in_executor(threads, work)
 
         return Puller(
-            Transfers(scheduler.state, scheduler.host_cache, TransferStats()),
+            Transfers(scheduler.state, scheduler.host_cache),
             self._blocks or engine.runner.model.store,
             self.loop,
             fetch,

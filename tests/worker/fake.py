@@ -25,7 +25,7 @@ from tests.kvpaging.helpers import host_problems, locate
 from worker import messages
 from worker.blocks.host_cache import HostCache
 from worker.blocks.swap import Swaps
-from worker.blocks.transfer import Transfers, TransferStats
+from worker.blocks.transfer import Transfers
 from worker.decoding.speculation import Speculation
 from worker.engine.engine import Engine
 from worker.engine.stats import StepTimes
@@ -382,7 +382,7 @@ def make_request(name: str, prompt: Seq[int], count: int, **fields) -> Request: 
 
 
 def transfers_of(scheduler: Scheduler) -> Transfers:
-    return Transfers(scheduler.state, scheduler.host_cache, TransferStats())
+    return Transfers(scheduler.state, scheduler.host_cache)
 
 
 def random_prompt(rng: random.Random, most: int = 20) -> list[int]:

@@ -89,10 +89,8 @@ class IncomingPull(Incoming):
 class Transfers:
     """Exports and pulls over a scheduler's pools. Only `reserve` raises, PullFailed."""
 
-    def __init__(
-        self, state: SchedulerState, host_cache: HostCache | None, stats: TransferStats
-    ) -> None:
-        self.state, self.host_cache, self.stats = state, host_cache, stats
+    def __init__(self, state: SchedulerState, host_cache: HostCache | None) -> None:
+        self.state, self.host_cache, self.stats = state, host_cache, TransferStats()
         self.prefix, self.pools = state.prefix, state.pools
         self.incoming = IncomingBlocks[IncomingPull](self.prefix)
 
