@@ -1,8 +1,4 @@
-"""Which rank of a gang stores and which computes each token: arithmetic on block numbers.
-
-Block numbers are gang-wide, `rank * per_rank + block on that rank`, so a sequence's list of blocks
-says on which rank each lies.
-"""
+"""Which rank of a gang computes each token of sharded rows, and which data is moved for it."""
 
 from __future__ import annotations
 
@@ -18,39 +14,6 @@ Ints = NDArray[np.int64]
 
 SHORT_TOKENS = TILE  # rows of up to as many tokens are computed on every rank
 HISTORY_BYTES_MAX = 48 << 20  # fetched for a layer: this memory is taken from the pages
-
-
-@dataclass(frozen=True, slots=True)
-class TokenPlace:
-    """Where one token is stored."""
-
-    rank: int
-    local: int  # index among the sequence's blocks on that rank, in ascending logical order
-    block: int  # physical, on that rank
-    offset: int
-
-
-class ShardMap:
-    """Where the tokens of one sequence and layer group are, from its gang-wide `blocks`."""
-
-    def __init__(self, blocks: Sequence[int], per_rank: int, block_size: int) -> None:
-        """`per_rank` is the number of blocks of each rank's arena. NULL_BLOCK is on no rank."""
-        self.block_size = block_size
-        self.owner, self.physical = np.divmod(np.asarray(blocks, np.int64), per_rank)  # [blocks]
-
-    def locate(self, position: int) -> TokenPlace:
-        """The place of a token. Raises IndexError where no block has `position`."""
-        index, offset = divmod(position, self.block_size)
-        if not 0 <= index < len(self.owner):
-            raise IndexError(f"position {position} is not in {len(self.owner)} blocks")
-        rank = int(self.owner[index])
-        local = int((self.owner[:index] == rank).sum())
-        return TokenPlace(rank, local, int(self.physical[index]), offset)
-
-    def local(self, rank: int) -> tuple[Ints, Ints]:
-        """Physical and logical number of each block on `rank`, in ascending logical order."""
-        logical = np.flatnonzero(self.owner == rank)
-        return self.physical[logical], logical
 
 
 def interleave(count: int, ranks: int, tile: int = TILE) -> list[Ints]:

@@ -1,9 +1,8 @@
-"""Shard maps, dealing and the choice of a way, against counting one by one."""
+"""Dealing and the choice of a way, against counting one by one."""
 
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,66 +11,11 @@ from context_parallel.shard import (
     HISTORY_BYTES_MAX,
     SHORT_TOKENS,
     Geometry,
-    ShardMap,
-    TokenPlace,
     interleave,
     moves_history,
     tails,
 )
 from tests.context_parallel.test_policy import with_tiles
-
-SIZES = st.sampled_from([1, 8, 16, 64, 256])
-
-
-@st.composite
-def maps(draw: st.DrawFn) -> tuple[ShardMap, list[int], int]:
-    """A map, its owners, and how many blocks a rank has."""
-    ranks, blocks = draw(st.integers(1, 8)), draw(st.integers(0, 40))
-    owners = draw(st.lists(st.integers(0, ranks - 1), min_size=blocks, max_size=blocks))
-    per_rank = draw(st.integers(max(1, blocks), 64))
-    order = draw(st.permutations(range(per_rank)))
-    ids = [owner * per_rank + order[i] for i, owner in enumerate(owners)]
-    return ShardMap(ids, per_rank, draw(SIZES)), owners, per_rank
-
-
-@given(maps(), st.data())
-def test_positions_go_there_and_back(
-    made: tuple[ShardMap, list[int], int], data: st.DataObject
-) -> None:
-    shard, owners, per_rank = made
-    length = len(owners) * shard.block_size
-    start = data.draw(st.integers(0, max(0, length - 1)))
-    for position in range(start, min(length, start + 70)):
-        place = shard.locate(position)
-        index = position // shard.block_size
-        assert place.rank == owners[index]
-        assert place.local == owners[:index].count(owners[index])
-        assert 0 <= place.block < per_rank
-        assert place.offset == position % shard.block_size
-        physical, logical = shard.local(place.rank)
-        assert (physical[place.local], logical[place.local]) == (place.block, index)
-
-
-@given(maps())
-def test_ranks_hold_every_block_once(made: tuple[ShardMap, list[int], int]) -> None:
-    shard, owners, _ = made
-    held = [shard.local(rank)[1].tolist() for rank in range(8)]
-    assert sorted(index for some in held for index in some) == list(range(len(owners)))
-    assert all(some == sorted(some) for some in held)
-
-
-def test_places_of_a_striped_sequence_by_hand() -> None:
-    shard = ShardMap([7, 13, 2, 10], 10, 8)  # ranks 0, 1, 0, 1
-    assert shard.locate(0) == TokenPlace(0, 0, 7, 0)
-    assert shard.locate(15) == TokenPlace(1, 0, 3, 7)
-    assert shard.locate(16) == TokenPlace(0, 1, 2, 0)
-    assert shard.locate(31) == TokenPlace(1, 1, 0, 7)
-
-
-@pytest.mark.parametrize("position", [-1, 16])
-def test_a_position_outside_is_refused(position: int) -> None:
-    with pytest.raises(IndexError, match=f"position {position} is not in 2 blocks"):
-        ShardMap([0, 1], 1, 8).locate(position)
 
 
 @given(st.integers(0, 3000), st.integers(1, 8), st.sampled_from([1, 7, TILE]))

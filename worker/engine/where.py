@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from context_parallel.shard import ShardMap
 from kvpaging.table import BlockTable
 from kvpaging.windows import NULL_BLOCK
 from worker.engine.engine import Engine
@@ -85,7 +84,6 @@ class AddressMap:
         for request in self._engine.requests.values():
             for sequence in request.sequences:
                 blocks = [] if sequence.table is None else sequence.table.blocks[group]
-                physical, logical = ShardMap(blocks, own, size).local(rank)
                 found += [
                     {
                         "request": request.id,
@@ -93,8 +91,8 @@ class AddressMap:
                         "first": index * size,
                         "end": min((index + 1) * size, sequence.computed),
                     }
-                    for index in logical[physical == block].tolist()
-                    if index * size < sequence.computed
+                    for index, held in enumerate(blocks)
+                    if held == rank * own + block and index * size < sequence.computed
                 ]
         place = {"gang": self._gang, "rank": rank, "group": group, "physical_block": block}
         return {**place, **self._at(rank, group, block, 0), "holders": found}
@@ -107,15 +105,16 @@ class AddressMap:
         for index in reversed(range(table.first[group])):  # freed ones count in tables of ranks
             rank = table.rank_at(index)
             blocks[index] = blocks[index + 1] if rank is None else rank * own
-        place = ShardMap(blocks, own, size).locate(token)
+        at, offset = divmod(token, size)
+        rank, physical = divmod(blocks[at], own)
         return {
             "group": group,
-            "rank": place.rank,
-            "cp": place.rank,
-            "local_block": place.local,
-            "physical_block": place.block,
-            "offset": place.offset,
-            **self._at(place.rank, group, place.block, place.offset),
+            "rank": rank,
+            "cp": rank,
+            "local_block": sum(block // own == rank for block in blocks[:at]),
+            "physical_block": physical,
+            "offset": offset,
+            **self._at(rank, group, physical, offset),
         }
 
     def _at(self, rank: int, group: int, block: int, offset: int) -> dict[str, Any]:
