@@ -85,6 +85,7 @@ class GangTable:
         matches = [found.get(row.name, NO_MATCH) for row in rows]
         depths = [found.get(row.name, NO_MATCH).expected for row in self.rows]
         deepest = max(depths)
+        asked = self._demand.ask(hashes[deepest - 1], now_s) if deepest else 0.0
         count = len(self.rows)
         first, end = (at * count // self.ingresses for at in (self.at, self.at + 1))
         home = {row.name for row in self.rows[first:end]}
@@ -97,7 +98,7 @@ class GangTable:
             stored=[match.stored for match in matches],
             next_block=hashes[min(deepest, len(hashes) - 1)] if hashes else b"",
             deepest=deepest,
-            demand=self._demanded(hashes, deepest, depths.count(deepest), now_s),
+            demand=self.ingresses * asked / (1 + depths.count(deepest)),
             home={i for i, row in enumerate(rows) if row.name in home},
             unseen_tokens=self._unseen(prompt_tokens - deepest * self.block_size),
             hosted=[match.hosted for match in matches],
@@ -116,12 +117,6 @@ class GangTable:
         blocks = -(-lacking // query.block_size) + decision.pull_blocks
         row.sent(Sent(now_s, lacking, blocks, decision.pull_blocks * query.block_size))
         self.index.expect(row.name, hashes, now_s)
-
-    def _demanded(self, hashes: Sequence[bytes], deepest: int, copies: int, now_s: float) -> float:
-        if not deepest:
-            return 0.0
-        asked = self._demand.ask(hashes[deepest - 1], now_s)
-        return self.ingresses * asked / (1 + copies)
 
     def _unseen(self, lacking: int) -> int:
         """Tokens that each gang outside this ingress's share may have been sent by the others: as

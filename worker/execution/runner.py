@@ -136,7 +136,9 @@ class Runner:
         started = self.clock()
         scores, samples = _host_scores(flight), _host_samples(flight)
         beam_candidates = [
-            candidates for part in flight.beam_candidates for candidates in _host_candidates(part)
+            None if bad else BeamCandidates(ids, logprobs)
+            for part in flight.beam_candidates
+            for ids, logprobs, bad in zip(*(column.tolist() for column in part), strict=True)
         ]
         self.execute_s += self.clock() - started
         return StepResult(samples, scores, beam_candidates)
@@ -197,11 +199,6 @@ class Runner:
                 parts.append((ids, values, ~finite(x, greatest).squeeze(1)))
             start = stop
         return parts
-
-
-def _host_candidates(part: tuple[Tensor, Tensor, Tensor]) -> list[BeamCandidates | None]:
-    rows = zip(*(column.tolist() for column in part), strict=True)
-    return [None if bad else BeamCandidates(ids, logprobs) for ids, logprobs, bad in rows]
 
 
 def _host_samples(flight: InFlight) -> list[SampledToken]:
