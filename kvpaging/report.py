@@ -4,29 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from kvpaging.pool import STATES, BlockPool
 from kvpaging.table import BlockTable
-
-
-@dataclass(frozen=True, slots=True)
-class Sharing:
-    """What sharing saves: `stored` blocks are in use; without sharing it would be `unshared`."""
-
-    unshared: int
-    stored: int
-
-    @property
-    def saved(self) -> int:
-        return self.unshared - self.stored
-
-    @property
-    def ratio(self) -> float:
-        """Saved blocks over unshared ones, as in the PagedAttention paper; 0 without blocks."""
-        return self.saved / self.unshared if self.unshared else 0.0
-
 
 MAP_BLOCKS = 16_384
 """Blocks of one page map."""
@@ -73,14 +54,16 @@ def page_map(
 
 def sharing(
     pools: Iterable[BlockPool], tables: Iterable[BlockTable], rank: int | None = None
-) -> Sharing:
-    """What all tables of the pools share, on one rank or all; O(tables), not O(entries)."""
+) -> tuple[int, int]:
+    """Blocks that the tables of the pools would have without sharing, and how many of them sharing
+    saves, on one rank or all; O(tables), not O(entries)."""
     stored = 0
     for pool in dict.fromkeys(pools):
         stored += pool.counts(rank).active
         quarantined = (b for b in list(pool.quarantined) if rank in (None, pool.rank_of(b)))
         stored += sum(pool.references(block) > 0 for block in quarantined)
-    return Sharing(sum(table.entries(rank) for table in tables), stored)
+    unshared = sum(table.entries(rank) for table in tables)
+    return unshared, unshared - stored
 
 
 def snapshot(
@@ -91,13 +74,13 @@ def snapshot(
     `blocks` is the sum of `free`, `active`, `cached`, `pinned` and `quarantined`.
     `tokens` are stored (or being stored) by tables, shared ones counted once; `wasted_tokens` are
     the unused places after them in the same blocks. Both count in one layer group, the one that
-    keeps most: with one group `tokens + wasted_tokens == active * block_size`. `saved_blocks` and
-    `saved_ratio` are of `Sharing`.
+    keeps most: with one group `tokens + wasted_tokens == active * block_size`. `saved_blocks` are
+    those of `sharing`, `saved_ratio` is their share of all, as in the PagedAttention paper.
     """
     pools = list(dict.fromkeys(pools))
     counts = [pool.counts(rank) for pool in pools]
     tables = list(tables)
-    shared = sharing(pools, tables, rank)
+    unshared, saved = sharing(pools, tables, rank)
     full: set[int] = set()
     partial: dict[int, int] = {}
     for table in tables:
@@ -116,6 +99,6 @@ def snapshot(
         **{state: sum(getattr(c, state) for c in counts) for state in STATES},
         "tokens": sum(stored),
         "wasted_tokens": len(stored) * block_size - sum(stored),
-        "saved_blocks": shared.saved,
-        "saved_ratio": shared.ratio,
+        "saved_blocks": saved,
+        "saved_ratio": saved / unshared if unshared else 0.0,
     }

@@ -76,8 +76,8 @@ class NoDevice:
         self.saved = self.unshared = self.saved_reads = 0
 
     def launch(self, plan: StepPlan) -> InFlight:
-        shared = sharing(self.scheduler.pools, self.scheduler.tables())
-        self.saved, self.unshared = self.saved + shared.saved, self.unshared + shared.unshared
+        unshared, saved = sharing(self.scheduler.pools, self.scheduler.tables())
+        self.saved, self.unshared = self.saved + saved, self.unshared + unshared
         return InFlight(plan, None, None)
 
     def collect(self, flight: InFlight) -> StepResult:

@@ -283,7 +283,7 @@ class GPUWorker:
         stats = asdict(engine.stats)
         pools, tables = list(dict.fromkeys(scheduler.pools)), scheduler.tables()
         counts = [pool.counts() for pool in pools]
-        shared = sharing(pools, tables)
+        unshared, saved = sharing(pools, tables)
         states = ("free", "active", "cached", "pinned", "quarantined")
         return {
             **stats,
@@ -302,8 +302,8 @@ class GPUWorker:
             "evictions": sum(pool.stats.evictions for pool in pools),
             "copies": scheduler.copies,
             "out_of_window_blocks": scheduler.out_of_window_blocks,
-            "unshared_blocks": shared.unshared,
-            "saved_blocks": max(0, shared.saved),  # a step may be changing what is counted
+            "unshared_blocks": unshared,
+            "saved_blocks": max(0, saved),  # a step may be changing what is counted
             "wasted_tokens": sum(table.wasted_tokens for table in tables),
             "index": {"seq": self.announcer.seq, **self.announcer.digest.to_dict()},
             "step_age_s": self.loop.step_age_s,

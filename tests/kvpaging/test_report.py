@@ -6,7 +6,7 @@ import pytest
 
 from kvpaging import report
 from kvpaging.pool import BlockPool
-from kvpaging.report import Sharing, page_map, sharing, snapshot
+from kvpaging.report import page_map, sharing, snapshot
 from kvpaging.table import BlockTable
 from tests.kvpaging.helpers import table_of
 
@@ -60,7 +60,7 @@ def test_saved_blocks_are_unshared_minus_stored() -> None:
     table.append(10)
     twins = [table.fork(), table.fork()]
     tables = [table, *twins]
-    assert sharing(pools, tables) == Sharing(unshared=27, stored=9)
+    assert sharing(pools, tables) == (27, 27 - 9)
     for copy in twins[0].append(1):
         table.pools[copy.group].unpin(copy.src)
     pools[1].quarantine(table.blocks[1][0], "doubted")
@@ -68,7 +68,7 @@ def test_saved_blocks_are_unshared_minus_stored() -> None:
     assert (pages["active"], pages["saved_blocks"], pages["saved_ratio"]) == (11, 15, 15 / 27)
     for each in tables:
         each.release()
-    assert sharing(pools, []) == Sharing(unshared=0, stored=0)
+    assert sharing(pools, []) == (0, 0)
 
 
 def test_the_ranks_of_a_gang_add_up() -> None:
@@ -80,7 +80,7 @@ def test_the_ranks_of_a_gang_add_up() -> None:
     assert (second["active"], second["tokens"], second["wasted_tokens"]) == (4, 16, 0)
     assert (first["free"], second["free"]) == (2, 4)
     assert (first["saved_blocks"], second["saved_blocks"]) == (4, 4)
-    assert sharing([pool], tables).saved == 8
+    assert sharing([pool], tables)[1] == 8
 
 
 def test_several_pools_of_a_rank_are_added_up() -> None:
