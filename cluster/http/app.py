@@ -89,8 +89,8 @@ def build_app(api: Api, *, echo_label: bool = True) -> FastAPI:
         tenant=lambda scope: api.access.owner(Request(scope)),
         echo=echo_label,
     )
-    app.add_exception_handler(ApiError, _on_api_error(api))
-    app.add_exception_handler(HTTPException, _on_http_error(app))
+    app.add_exception_handler(ApiError, partial(_on_api_error, api))
+    app.add_exception_handler(HTTPException, partial(_on_http_error, app))
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_any_error)
     _add_completions(app, api)
@@ -130,28 +130,22 @@ async def _reread_keys(api: Api) -> None:
     await api.reread_keys()
 
 
-def _on_api_error(api: Api) -> Callable[[Request, Exception], Awaitable[Response]]:
-    async def answer(request: Request, error: Exception) -> Response:
-        assert isinstance(error, ApiError)
-        api.metrics.answered(request.scope["route"].path, error.status)
-        return error_response(error)
-
-    return answer
+async def _on_api_error(api: Api, request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    api.metrics.answered(request.scope["route"].path, error.status)
+    return error_response(error)
 
 
-def _on_http_error(app: FastAPI) -> Callable[[Request, Exception], Awaitable[Response]]:
-    async def answer(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        status, path, message = error.status_code, request.url.path, str(error.detail)
-        routes = {route.path: route for route in app.routes if isinstance(route, Route)}
-        if status == 404:
-            message = paths.unknown(path, routes)
-        elif status == 405:
-            message = f"{path} takes no {request.method}, see the header Allow"
-        code = {404: "not_found", 405: "method_not_allowed"}.get(status, "http_error")
-        return error_response(ApiError(status, code, message), error.headers)
-
-    return answer
+async def _on_http_error(app: FastAPI, request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    status, path, message = error.status_code, request.url.path, str(error.detail)
+    if status == 404:
+        routes = (route.path for route in app.routes if isinstance(route, Route))
+        message = paths.unknown(path, dict.fromkeys(routes))
+    elif status == 405:
+        message = f"{path} takes no {request.method}, see the header Allow"
+    code = {404: "not_found", 405: "method_not_allowed"}.get(status, "http_error")
+    return error_response(ApiError(status, code, message), error.headers)
 
 
 async def _on_disconnect(_: Request, __: Exception) -> Response:

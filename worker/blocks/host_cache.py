@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -100,7 +101,7 @@ class HostCache:
         self.unions = [Union(host) for host in self.hosts]
         self._both = Matcher(self.unions, self.prefix.windows, state.block_size)
         for host in self.arenas:
-            host.pool.on_evict = self._evicts(host)
+            host.pool.on_evict = partial(self._evicted, host)
 
     @property
     def busy(self) -> bool:
@@ -130,20 +131,17 @@ class HostCache:
     def flush(self) -> int:
         return sum(host.flush() for host in self.arenas)
 
-    def _evicts(self, host: HostPool) -> Callable[[int], None]:
-        def evicted(block: int) -> None:
-            """Keep a block and those evicted with it, where the step has time for it."""
-            for each in host.pool.descendants(block):
-                block_hash, parent = host.pool.block_hash(each), host.pool.parent(each)
-                assert block_hash is not None
-                on_other_rank = host.on_other_rank(block_hash, host.pool.rank_of(each))
-                passed = each in host.pool.passed
-                if not on_other_rank and host.touch(block_hash, first=passed):
-                    continue
-                if not self.keep(host, each, block_hash, parent, first=passed):
-                    self.stats.dropped_blocks += 1
-
-        return evicted
+    def _evicted(self, host: HostPool, block: int) -> None:
+        """Keep a block and those evicted with it, where the step has time for it."""
+        for each in host.pool.descendants(block):
+            block_hash, parent = host.pool.block_hash(each), host.pool.parent(each)
+            assert block_hash is not None
+            on_other_rank = host.on_other_rank(block_hash, host.pool.rank_of(each))
+            passed = each in host.pool.passed
+            if not on_other_rank and host.touch(block_hash, first=passed):
+                continue
+            if not self.keep(host, each, block_hash, parent, first=passed):
+                self.stats.dropped_blocks += 1
 
     def keep(
         self,
