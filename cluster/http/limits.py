@@ -7,6 +7,7 @@ import asyncio
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -93,7 +94,7 @@ class BodyLimit:
         self.held.most = MAX_BODIES * limits.max_body_bytes
         encoding = headers.get("content-encoding", "").strip().lower()
         body = _Body(self.held, self._tenant(scope), limits, receive, gzip=encoding == "gzip")
-        send = body.answering(send, [(b"x-request-id", label.encode())] if label else [])
+        send = partial(body.answer, send, [(b"x-request-id", label.encode())] if label else [])
         scope[RELEASE] = body.release
         try:
             refusal = _refusal(headers, encoding, limits)
@@ -165,21 +166,19 @@ class _Body:
             raise self._refusal(400, "invalid_body", _NOT_GZIP)
         return {**message, "body": b"".join(parts)}
 
-    def answering(self, send: Send, headers: list[tuple[bytes, bytes]]) -> Send:
-        """`send` that adds these headers, and closes the connection after the answer to a refused
-        body."""
-
-        async def sending(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                more = [*headers, _CLOSE] if self.refused else headers
-                message = {**message, "headers": [*message["headers"], *more]}
-            elif self.refused and not message.get("more_body", False):
-                await send({**message, "more_body": True})
-                await self._discard()
-                message = {"type": "http.response.body", "body": b""}
-            await send(message)
-
-        return sending
+    async def answer(
+        self, send: Send, headers: list[tuple[bytes, bytes]], message: Message
+    ) -> None:
+        """Send a message of the answer with these headers, and close the connection after the
+        answer to a refused body."""
+        if message["type"] == "http.response.start":
+            more = [*headers, _CLOSE] if self.refused else headers
+            message = {**message, "headers": [*message["headers"], *more]}
+        elif self.refused and not message.get("more_body", False):
+            await send({**message, "more_body": True})
+            await self._discard()
+            message = {"type": "http.response.body", "body": b""}
+        await send(message)
 
     async def _discard(self) -> None:
         """Read and discard the rest until the body's time is over. Closing a connection with unread

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
+from functools import partial
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -26,17 +27,14 @@ class Paths:
             path = re.sub("/{2,}", "/", scope["path"])
             scope = {**scope, "path": path.rstrip("/") or "/"}
             if scope["method"] == "HEAD":
-                scope["method"], send = "GET", _without_body(send)
+                scope["method"], send = "GET", partial(_without_body, send)
         await self._app(scope, receive, send)
 
 
-def _without_body(send: Send) -> Send:
-    async def sending(message: Message) -> None:
-        if message["type"] == "http.response.body":
-            message = {**message, "body": b""}
-        await send(message)
-
-    return sending
+async def _without_body(send: Send, message: Message) -> None:
+    if message["type"] == "http.response.body":
+        message = {**message, "body": b""}
+    await send(message)
 
 
 def unknown(path: str, routes: Iterable[str]) -> str:
