@@ -23,6 +23,7 @@ from typing import Any
 from cluster.http import bodies, openai
 from cluster.http.app import SWITCH_S, keep_turning
 from cluster.http.text import TextService, load_tokenizer
+from cluster.http.threads import LoopTurns
 from cluster.quickstart import QUICK, ModelError, resolve
 from kvpaging import hashing
 from worker import messages
@@ -145,7 +146,7 @@ async def measure(service: TextService, text: str, rounds: int) -> dict[str, Any
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
     try:
-        service = TextService(load_tokenizer(resolve(options.model)))
+        service = TextService(load_tokenizer(resolve(options.model)), LoopTurns())
     except ModelError as error:
         print(error, file=sys.stderr)
         return 2

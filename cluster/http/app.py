@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from importlib import metadata
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Depends, FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -24,12 +24,22 @@ from starlette.types import ASGIApp
 from cluster.errors import ApiError, invalid
 from cluster.http import bodies, debug, keys, openai, paths, prompts
 from cluster.http.completions import Completion, while_connected
-from cluster.http.limits import BodyLimit, label_of
-from cluster.http.responses import error_response, json_response
+from cluster.http.limits import HOLD, BodyLimit, label_of
+from cluster.http.responses import TOKEN_COST, error_response, json_response
 from cluster.http.state import DEBUG_DEADLINE_S, Api
+from cluster.http.threads import LONG, Pace
 from cluster.metrics import CONTENT_TYPE, Record
 
 log = logging.getLogger("kvatlas.ingress")
+
+_A = TypeVar("_A", bound=openai.Asked)
+
+COLLECT_S, LATEST_S = 30.0, 600.0
+"""How often garbage in cycles is looked for while no answer holds log-probabilities, and at least.
+A full collection looks at all objects, and theirs are millions."""
+
+NEVER = 1 << 30
+"""Collections of younger objects, before one of all."""
 
 SWITCH_S = 0.001
 """Python's switch interval in an ingress: how long a thread may keep the interpreter lock."""
@@ -66,10 +76,11 @@ def build_app(api: Api, *, echo_label: bool = True) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        tasks = {
+        tasks: dict[str, Callable[[], Awaitable[None]]] = {
             "following gangs": api.gangs.update,
             "telling who lives": api.dispatcher.tell,
             "following the index": api.follower.turn,
+            "collecting garbage": partial(_collect, api),
         }
         if api.resources is not None:
             tasks["watching resources"] = api.resources.turn
@@ -123,6 +134,14 @@ async def background(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _collect(api: Api) -> None:
+    until_s = time.monotonic() + LATEST_S
+    await asyncio.sleep(COLLECT_S)
+    while api.scores and time.monotonic() < until_s:
+        await asyncio.sleep(COLLECT_S)
+    gc.collect()
 
 
 async def _reread_keys(api: Api) -> None:
@@ -207,11 +226,16 @@ def _add_completions(app: FastAPI, api: Api) -> None:
 
 
 def _add_text(app: FastAPI, api: Api) -> None:
+    async def read(request: Request, kind: type[_A], pace: Pace) -> _A:
+        body, hold = await whole(request), request.scope[HOLD]
+        return await bodies.read(kind, body, api.config.limits, pace, hold)
+
     @app.post("/v1/tokenize", include_in_schema=False)
     @app.post("/tokenize", openapi_extra=_body_docs(openai.TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         tenant = api.access.tenant(request)
-        asked = await bodies.read(openai.TokenizeRequest, await whole(request), api.config.limits)
+        pace = Pace(api.turns, tenant)
+        asked = await read(request, openai.TokenizeRequest, pace)
         served = await while_connected(request.receive, api.served())
         openai.check_model(asked.model, served.model)
         if (asked.prompt is None) == (asked.messages is None):
@@ -220,16 +244,21 @@ def _add_text(app: FastAPI, api: Api) -> None:
         if len(ids) > served.max_model_len:  # their JSON would stop the event loop for long
             param = "messages" if asked.prompt is None else "prompt"
             raise openai.too_long(f"{param} has {len(ids)} tokens", served, param)
-        body = {"count": len(ids), "max_model_len": served.max_model_len, "tokens": ids}
+        found = {"count": len(ids), "max_model_len": served.max_model_len, "tokens": ids}
         if asked.return_token_strs:
-            body["token_strs"] = [api.text.token(token)[0] for token in ids]
-        return json_response(body)
+            found["token_strs"] = strings = list[str]()
+            for start in range(0, len(ids), most := LONG // TOKEN_COST):
+                await pace(LONG)
+                strings += [api.text.token(token)[0] for token in ids[start : start + most]]
+        await pace(len(ids))
+        return json_response(found)
 
     @app.post("/v1/detokenize", include_in_schema=False)
     @app.post("/detokenize", openapi_extra=_body_docs(openai.DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         tenant = api.access.tenant(request)
-        asked = await bodies.read(openai.DetokenizeRequest, await whole(request), api.config.limits)
+        pace = Pace(api.turns, tenant)
+        asked = await read(request, openai.DetokenizeRequest, pace)
         served = await while_connected(request.receive, api.served())
         openai.check_model(asked.model, served.model)
         prompts.check_ids(asked.tokens, served, "tokens", "tokens must be a list of token ids")
@@ -280,9 +309,12 @@ def _add_state(app: FastAPI, api: Api) -> None:
 def keep_turning() -> None:
     """Keep pauses of this process's event loop short; call it once all is loaded.
 
-    By default a garbage collection scans all that was ever imported (123 ms with a tokenizer), and
-    a thread that renders a chat template keeps the interpreter lock for 5 ms at a time.
+    By default a garbage collection scans all that was ever imported (123 ms with a tokenizer), or
+    all that large answers hold (50 ms each). So `_collect` chooses when. And a thread that renders
+    a chat template keeps the interpreter lock for 5 ms at a time.
     """
     gc.collect()
     gc.freeze()
+    young, middle, _ = gc.get_threshold()
+    gc.set_threshold(young, middle, NEVER)
     sys.setswitchinterval(SWITCH_S)

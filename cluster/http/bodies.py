@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,6 +19,7 @@ from pydantic import ValidationError
 
 from cluster.errors import ApiError, invalid
 from cluster.http import openai
+from cluster.http.threads import LONG, Pace
 from configs.schema import MAX_ITEMS, LimitsConfig
 
 MAX_PARAMETERS = 1000  # of one request
@@ -27,6 +29,17 @@ INLINE_BYTES = 64 << 10
 
 LIST_COST, STRING_COST = 50, 10
 """A list or object takes as long to parse as so many numbers, and so does a string."""
+
+PER_VALUE = 4
+"""So many backslashes take as long as a number, and so many digits beyond 16 in a row."""
+
+SLOW = f"{PER_VALUE} backslashes 1, and as many digits of a number beyond its first 16"
+
+VALUE_BYTES = 40
+"""Memory of a value that was parsed."""
+
+BYTES_PART = 64
+"""Bytes of a small body that cost 1 on the event loop, see `threads.LONG`."""
 
 _SLICE = 1 << 18  # bytes counted at once
 _BOM = b"\xef\xbb\xbf"
@@ -39,14 +52,21 @@ _UNIONS = {"stop": "a text or a list of texts"}  # pydantic names only one of th
 _R = TypeVar("_R", bound=openai.Asked)
 
 
-async def read(kind: type[_R], body: bytes, limits: LimitsConfig) -> _R:
-    """A body as a request, if parsing it does not take too long. Raises ApiError."""
+async def read(
+    kind: type[_R], body: bytes, limits: LimitsConfig, pace: Pace, hold: Callable[[int], None]
+) -> _R:
+    """A body as a request, if parsing it does not take too long, and if `hold` lets it have the
+    bytes that it takes then. Raises ApiError."""
     if len(body) > INLINE_BYTES:
         cost, most = await asyncio.to_thread(parse_cost, body), limits.max_body_values
         if cost > most:
-            counted = f"a list or object counts {LIST_COST}, a string {STRING_COST}"
+            counted = f"a list or object counts {LIST_COST}, a string {STRING_COST}, {SLOW}"
             message = f"the body holds {cost} values ({counted}), possible are {most}"
             raise invalid(f"{message} (limits.max_body_values)", code="body_too_large")
+        hold(len(body) + VALUE_BYTES * cost)
+        await pace(LONG)
+    else:
+        await pace(len(body) // BYTES_PART)
     return parse(kind, body)
 
 
@@ -55,11 +75,12 @@ def parse_cost(body: bytes) -> int:
 
     numpy does the work without the interpreter lock, so that the event loop goes on meanwhile.
     """
-    cost = ends = inside = escapes = 0  # in a string; backslashes in a row before the slice
+    cost = ends = inside = escapes = slow = 0  # in a string; backslashes before the slice
     for start in range(0, len(body), _SLICE):
         part = np.frombuffer(body, np.uint8, min(_SLICE, len(body) - start), start)
         quotes = part == ord('"')
         slashes = part == ord("\\")
+        slow += int(np.count_nonzero(slashes))
         if escapes or slashes.any():
             places = np.arange(len(part))
             other = np.where(slashes, -1 - escapes, places)
@@ -69,11 +90,23 @@ def parse_cost(body: bytes) -> int:
         outside = (np.cumsum(quotes) + inside) % 2 == 0
         lists = ((part == ord("[")) | (part == ord("{"))) & outside
         values = (part == ord(",")) & outside
+        slow += _long_digits(body, start, outside)
         strings = int(np.count_nonzero(quotes))
         inside = (inside + strings) % 2
         cost += LIST_COST * int(np.count_nonzero(lists)) + int(np.count_nonzero(values))
         ends += strings
-    return cost + STRING_COST * ends // 2
+    return cost + STRING_COST * ends // 2 + slow // PER_VALUE
+
+
+def _long_digits(body: bytes, start: int, outside: np.ndarray[Any, np.dtype[np.bool_]]) -> int:
+    """Digits of a number, from `start` on, with 16 before them: a number takes time by the square
+    of its length."""
+    first = max(0, start - 16)
+    part = np.frombuffer(body, np.uint8, start + len(outside) - first, first)
+    run = (part >= ord("0")) & (part <= ord("9"))
+    for before in (1, 2, 4, 8, 1):
+        run = run[before:] & run[:-before]
+    return int(np.count_nonzero(run & outside[len(outside) - len(run) :]))
 
 
 def parse(kind: type[_R], body: bytes) -> _R:

@@ -101,10 +101,21 @@ class Choice:
         self._text: list[str] = []
         self._released = 0  # characters that went into _text since the start
         self._decoded = 0  # characters decoded since the start, those held back included
-        self._tokens: deque[Scored] = deque()
+        self._kept = request.return_token_ids or request.alternatives is not None
+        self._tokens: deque[Scored] = deque()  # if the answer has them: millions take the memory
         self._echoed: Sequence[int] = ()  # of the prompt, that no piece has had yet
         self._reported = False
         self._logprobs = 0.0  # sum over the tokens generated, where they are known
+
+    @property
+    def held(self) -> int:
+        """Tokens that `take` may return."""
+        return len(self._tokens)
+
+    @property
+    def token_cost(self) -> int:
+        """What a new token costs at least on the event loop, see `threads.LONG`."""
+        return 1 if self._matcher is None else messages.SCORED_COST
 
     @property
     def mean_logprob(self) -> float:
@@ -144,7 +155,8 @@ class Choice:
         """New tokens; sets `finish_reason` when they complete a stop string."""
         if self._matcher is None and logprobs is None:
             self.generated_tokens += len(tokens)
-            self._tokens.extend(Scored(token, 0, None) for token in tokens)
+            if self._kept:
+                self._tokens.extend(Scored(token, 0, None) for token in tokens)
             self._give(self._detokenizer.push(tokens))
             return
         for i, token in enumerate(tokens):
@@ -156,7 +168,8 @@ class Choice:
         self.generated_tokens += 1
         self._logprobs += 0.0 if entry is None else entry.logprob
         scored, text = _placed(self._detokenizer, token, self._decoded, entry)
-        self._tokens.append(scored)
+        if self._kept:
+            self._tokens.append(scored)
         self._decoded += len(text)
         # The text of the first min_tokens tokens never stops an answer.
         self._pass_on(text, stoppable=self.generated_tokens > self._request.min_tokens)
@@ -192,7 +205,8 @@ class Choice:
         if hidden:
             entry = logprobs[-1] if logprobs else None
             self._logprobs += 0.0 if entry is None else entry.logprob
-            self._tokens.append(Scored(tokens[-1], self._decoded, entry))
+            if self._kept:
+                self._tokens.append(Scored(tokens[-1], self._decoded, entry))
         self.generated_tokens = message.generated_tokens
         if self.finish_reason is None:
             self.finish_reason = message.reason
@@ -213,10 +227,11 @@ class Choice:
         """All that can be sent now, None if nothing is new."""
         ended = self.finish_reason is not None and not self._reported
         released = self._decided()
+        silent = self._matcher is None and self.sent_tokens < self.generated_tokens
         self.sent_tokens = self.generated_tokens
         text = "".join(self._text)
         self._text.clear()
-        if not (ended or text or released):
+        if not (ended or text or released or silent):
             return None
         scored = self._request.alternatives is not None
         echoed, self._echoed = self._echoed, ()

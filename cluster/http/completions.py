@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -22,10 +23,11 @@ from cluster.errors import ApiError, invalid
 from cluster.http import bodies, keys, openai, prompts
 from cluster.http.choices import NO_PIECE, Choice, Echo, Piece
 from cluster.http.generation import Generation, Job
-from cluster.http.limits import RELEASE
+from cluster.http.limits import HOLD
 from cluster.http.responses import (
     DONE,
     KEEP_ALIVE,
+    TOKEN_COST,
     Answer,
     ChatAnswer,
     CompletionAnswer,
@@ -35,6 +37,7 @@ from cluster.http.responses import (
     usage,
 )
 from cluster.http.state import Api
+from cluster.http.threads import LONG, Pace
 from cluster.metrics import Record
 from worker import messages
 from worker.params import SamplingParams
@@ -48,6 +51,16 @@ KEEP_ALIVE_S = 5.0
 
 SEND_S = 5.0
 """After a request's time is over, its client has this long to read the rest of the answer."""
+
+PART_BYTES = 1 << 20
+"""An answer is sent when it has so many bytes more, or when there is nothing more yet."""
+
+CHOICE_COST = 8
+"""What the smallest thing costs that is done for a choice, see `threads.LONG`."""
+
+TEXT_PART, IDS_PART, HELD_PART, LOOK_PART = 256, 16, 8, 8
+"""What costs 1: so many characters or token ids as JSON, tokens taken from a choice, and choices
+that are looked at."""
 
 _DISCONNECTED = 499  # in logs and metrics only: no client is left to read it
 _SSE = [
@@ -90,8 +103,10 @@ class Completion(Response):
         self._record = record
         self._tenant = tenant
         self._timeout = timeout
+        self._pace = Pace(api.turns, tenant)
         self._extra_headers: list[tuple[bytes, bytes]] = []  # besides those of every answer
-        self._release: Callable[[], None] = lambda: None
+        self._unsent, self._unsent_bytes = list[bytes](), 0
+        self._hold: Callable[[int], None] = lambda _: None
         self._send: Send
         self._request: openai.Common
         self._answer: Answer
@@ -99,7 +114,7 @@ class Completion(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = self._record
         self._send = _whole(send) if scope.get("http_version") == "1.0" else send
-        self._release = scope.get(RELEASE, self._release)
+        self._hold = scope.get(HOLD, self._hold)
         self._api.metrics.started()
         complete = False
         try:
@@ -138,15 +153,19 @@ class Completion(Response):
     async def _refuse(self, error: ApiError) -> None:
         self._record.status, self._record.error = error.status, error.code
         headers = [(name.encode(), value.encode()) for name, value in error.headers().items()]
-        await self._whole(error.status, dumps(error.body()), headers)
+        await self._whole(error.status, deque([dumps(error.body())]), headers)
 
     async def _serve(self) -> None:
         api, record = self._api, self._record
         kind = openai.ChatRequest if self._chat else openai.CompletionRequest
-        request = self._request = await bodies.read(kind, self._body, api.config.limits)
-        self._body = b""
+        pace = self._pace
+        body, limits = self._body, api.config.limits
+        request = self._request = await bodies.read(kind, body, limits, pace, self._hold)
+        checks = len(body) // bodies.BYTES_PART
+        self._body = body = b""
         timeout_s, limit = openai.patience(request, self._timeout, api.config.limits)
         served = await self._served(timeout_s, limit)
+        await pace(checks)
         openai.check_common(request, served)
         try:
             texts, tokens, params = await self._sized(served)
@@ -155,19 +174,20 @@ class Completion(Response):
             texts, tokens, params = await self._sized(served)
         self._note_ignored(request)
         request.forget_prompt()
-        self._release()
+        self._hold(openai.held_bytes(request, texts, tokens))
         answer = self._answer = (ChatAnswer if self._chat else CompletionAnswer)(
             served.model, api.text.token, token_ids=request.return_token_ids
         )
         record.id = answer.id
         jobs = [
-            self._job(one, index=i, tokens=ids, text=text, timeout_s=timeout_s)
+            await self._job(one, index=i, tokens=ids, text=text, timeout_s=timeout_s)
             for i, (one, ids, text) in enumerate(zip(params, tokens, texts, strict=True))
         ]
         generation = Generation(
             api.dispatcher,
             jobs,
             metrics=api.metrics,
+            pace=pace,
             at_once=served.limits.prompts_at_once,
             timeout_s=timeout_s,
             limit=limit,
@@ -216,14 +236,13 @@ class Completion(Response):
         """Of each prompt the text that is echoed, its tokens, and the engine's parameters. Raises
         ApiError for what no sequence holds."""
         texts, tokens = await self._tokens(served)
-        return (
-            texts,
-            tokens,
-            [
-                openai.sampling(self._request, served, prompt_tokens=len(ids), prompts=len(tokens))
-                for ids in tokens
-            ],
-        )
+        params = list[SamplingParams]()
+        for ids in tokens:
+            await self._pace(CHOICE_COST)
+            size, count = len(ids), len(tokens)
+            one = openai.sampling(self._request, served, prompt_tokens=size, prompts=count)
+            params.append(one)
+        return texts, tokens, params
 
     async def _tokens(
         self, served: openai.Served
@@ -259,7 +278,7 @@ class Completion(Response):
             for part in given
         ], tokens
 
-    def _job(
+    async def _job(
         self,
         params: SamplingParams,
         *,
@@ -271,6 +290,7 @@ class Completion(Response):
         """The request to the engine for one prompt, and the choices that take its answer."""
         request, answer = self._request, self._answer
         decode = self._api.text.decoder(skip_special=request.skip_special_tokens)
+        await self._pace(CHOICE_COST * params.n)
         choices = [
             Choice(index * params.n + sample, tokens, decode, request) for sample in range(params.n)
         ]
@@ -298,16 +318,38 @@ class Completion(Response):
         answer, jobs = self._answer, generation.jobs
         while not generation.finished:
             await generation.news()
-        choices = list[bytes]()
+        parts, scored = deque[bytes](), self._request.alternatives is not None
         for index, choice in enumerate(c for job in jobs for c in job.best(self._request.n)):
+            await self._pace(choice.held // HELD_PART)
             piece = choice.take()
             assert piece is not None
-            whole = answer.complete(index, piece, choice.prompt)
-            scored = self._request.alternatives is not None
-            choices.append(await _joined(answer.encoded(whole, piece, scored=scored)))
-        body = answer.full(b",".join(choices), _usage(jobs), jobs[0].submit.prompt)
+            parts.extend((b",",) if parts else ())
+            body = answer.complete(index, piece, choice.prompt)
+            async for part in self._encoded(body, piece, choice.prompt, scored=scored):
+                parts.append(part)
+        prompt = jobs[0].submit.prompt
+        await self._pace(self._ids_cost(prompt))
+        head, tail = answer.frame(_usage(jobs), prompt)
+        parts.appendleft(head)
+        parts.append(tail)
         self._record.status = 200
-        await self._whole(200, body)
+        await self._whole(200, parts)
+
+    async def _encoded(
+        self, body: Json, piece: Piece, prompt: Sequence[int], *, scored: bool
+    ) -> AsyncIterator[bytes]:
+        """The parts of `Answer.encoded`, each in its time. `body` may have all of `prompt`."""
+        ids = self._ids_cost(piece.tokens) + self._ids_cost(prompt)
+        cost = CHOICE_COST + len(piece.text) // TEXT_PART + ids
+        values = len(piece.scored) * self._request.values_per_token
+        parts = self._answer.encoded(body, piece, scored=scored)
+        await self._pace(cost)
+        while (part := next(parts, None)) is not None:
+            yield part
+            await self._pace(min(LONG, TOKEN_COST * values))
+
+    def _ids_cost(self, ids: Sequence[int]) -> int:
+        return len(ids) // IDS_PART if self._request.return_token_ids else 0
 
     async def _stream(self, generation: Generation) -> None:
         answer, jobs = self._answer, generation.jobs
@@ -317,56 +359,74 @@ class Completion(Response):
         await self._send({**head, "headers": [*_SSE, *self._extra_headers]})
         self._record.status = 200
 
-        async def chunk(body: Json, piece: Piece, extra: Json | None = None) -> bytes:
-            extra = extra or {}
+        async def put(body: Json, piece: Piece, prompt: Sequence[int] | None = None) -> None:
+            extra = {} if prompt is None else answer.extra_fields(prompt)
             if options.include_usage:
-                counts = _usage(jobs, sent=True) if options.continuous_usage_stats else None
-                extra = {**extra, "usage": counts}
-            return answer.chunk(await _joined(answer.encoded(body, piece)), extra)
+                extra["usage"] = None
+            if options.continuous_usage_stats and options.include_usage:
+                await self._pace(len(choices) // LOOK_PART)
+                extra["usage"] = _usage(jobs, sent=True)
+            encoded = self._encoded(body, piece, prompt or (), scored=False)
+            parts = [part async for part in encoded]
+            await self._put(answer.chunk(b"".join(parts), extra))
 
-        out = [
-            await chunk(opening, NO_PIECE, answer.extra_fields(choice.prompt))
-            for choice in choices
-            if (opening := answer.opening(choice.index, choice.prompt)) is not None
-        ]
+        for choice in choices:
+            opening = answer.opening(choice.index, choice.prompt)
+            if opening is not None:
+                await put(opening, NO_PIECE, choice.prompt)
         failure: ApiError | None = None
         while True:
             last = generation.finished or failure is not None  # asked before anything is taken
+            await self._pace(len(choices) // LOOK_PART)
             for choice in choices:
+                if choice.held:
+                    await self._pace(choice.held // HELD_PART)
                 piece = choice.take()
                 if piece is not None:
-                    out.append(await chunk(answer.delta(choice.index, piece), piece))
+                    await put(answer.delta(choice.index, piece), piece)
             if last:
                 break
-            if out:
-                await self._part(out, more=True)
-                out = []
+            await self._flush(more=True)
             try:
                 if not await generation.news(KEEP_ALIVE_S):
-                    out.append(KEEP_ALIVE)
+                    await self._put(KEEP_ALIVE)
             except ApiError as error:
                 failure = error
         if failure is not None and not generation.finished:
             self._record.error = failure.code
-            out.append(event(failure.body()))
+            await self._put(event(failure.body()))
         else:
             if options.include_usage:
-                out.append(answer.chunk(b"", {"usage": _usage(jobs)}))
-            out.append(DONE)
-        await self._part(out, more=False)
+                await self._put(answer.chunk(b"", {"usage": _usage(jobs)}))
+            await self._put(DONE)
+        await self._flush(more=False)
 
     async def _whole(
-        self, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()
+        self, status: int, parts: deque[bytes], headers: Sequence[tuple[bytes, bytes]] = ()
     ) -> None:
-        length = (b"content-length", str(len(body)).encode())
+        """Sends `parts` as one answer, and forgets each."""
+        length = (b"content-length", str(sum(map(len, parts))).encode())
         kind = (b"content-type", b"application/json")
         head: Message = {"type": "http.response.start", "status": status}
         await self._send({**head, "headers": [kind, length, *headers, *self._extra_headers]})
-        await self._part([body], more=False)
+        while parts:
+            await self._put(parts.popleft())
+        await self._flush(more=False)
 
-    async def _part(self, parts: Sequence[bytes], *, more: bool) -> None:
-        body = b"".join(parts)
-        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+    async def _put(self, part: bytes) -> None:
+        """To be sent with what comes next, or now if it is much."""
+        self._unsent.append(part)
+        self._unsent_bytes += len(part)
+        if self._unsent_bytes >= PART_BYTES:
+            await self._flush(more=True)
+
+    async def _flush(self, *, more: bool) -> None:
+        """Sends what waits, if it is anything or the end."""
+        body = b"".join(self._unsent)
+        self._unsent.clear()
+        self._unsent_bytes = 0
+        if body or not more:
+            await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
     def _note(self, generation: Generation) -> None:
         record, jobs = self._record, generation.jobs
@@ -398,15 +458,6 @@ def _whole(send: Send) -> Send:
             await send({"type": "http.response.body", "body": body})
 
     return sending
-
-
-async def _joined(parts: Iterator[bytes]) -> bytes:
-    """All parts; between two of them others get their turn."""
-    found = [next(parts)]
-    for part in parts:
-        await asyncio.sleep(0)
-        found.append(part)
-    return b"".join(found)
 
 
 def _usage(jobs: Sequence[Job], *, sent: bool = False) -> Json:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from cluster.errors import ApiError
 from cluster.http.choices import Choice, Echo
+from cluster.http.threads import Pace
 from cluster.metrics import Metrics, Times
 from cluster.routing.calls import (
     DeadlinePassed,
@@ -50,6 +51,14 @@ UNDELIVERED_MAX = 8
 
 MORE_GANGS = 2
 """How many more gangs are tried after one whose queue is full."""
+
+
+PROMPT_PART, BYTES_PART = 16, 2
+"""What costs 1 on the event loop (see `threads.LONG`): so many tokens of a prompt that is sent, or
+bytes of a message that came."""
+
+TOKENS_PART = 512
+"""Generated tokens that a choice takes at once."""
 
 
 class QueueFull(Exception):
@@ -127,6 +136,7 @@ class Generation:
         jobs: Sequence[Job],
         *,
         metrics: Metrics,
+        pace: Pace,
         at_once: int,
         timeout_s: float,
         limit: str,
@@ -139,7 +149,7 @@ class Generation:
         self._at_once = at_once
         self._places = asyncio.Semaphore(at_once)
         self._timeout_s, self._limit = timeout_s, limit
-        self._metrics = metrics
+        self._metrics, self._pace = metrics, pace
         self._news = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._failure: ApiError | None = None
@@ -206,6 +216,7 @@ class Generation:
         full, avoid = set[str](), set[str]()
         while True:
             if route is None:
+                await self._pace(len(job.submit.prompt) // PROMPT_PART)
                 begun = job.later or job.admitted or bool(avoid)
                 route = await self._dispatcher.wait(job.submit, job.length, avoid, begun=begun)
             submit = job.again(losses, until_s - loop.time(), route.pull)
@@ -273,10 +284,18 @@ class Generation:
     async def _tokens(self, stream: Stream, job: Job, handle: Handle, times: Times) -> None:
         running = {i for i, c in enumerate(job.choices) if c.finish_reason is None}  # in the engine
         while not job.finished:
-            event = messages.decode(await stream.next())
+            data = await stream.next()
+            await self._pace(len(data) // BYTES_PART)
+            event = whole = messages.decode(data)
+            if isinstance(whole, messages.Delta | messages.Finish):
+                cost = job.choices[whole.choice].token_cost
+                parts, event = _parts(whole)
+                for part in parts:
+                    await self._pace(cost * len(part.tokens))
+                    self._add(part, job, handle)
+                await self._pace(cost * len(event.tokens))
             match event:
                 case messages.Delta():
-                    job.generated[event.choice] += event.tokens
                     self._add(event, job, handle)
                 case messages.Finish(reason="abort") if (
                     job.choices[event.choice].finish_reason is None
@@ -300,8 +319,8 @@ class Generation:
                     continue
                 case _:
                     raise messages.WireError(f"{type(event).__name__} in the middle of a stream")
-            if isinstance(event, messages.Delta | messages.Finish):
-                self._note(event, job, times)
+            if isinstance(whole, messages.Delta | messages.Finish):
+                self._note(whole, job, times)
             self._news.set()
 
     def _note(self, event: messages.Delta | messages.Finish, job: Job, times: Times) -> None:
@@ -320,6 +339,7 @@ class Generation:
         times.last_s = now_s
 
     def _add(self, delta: messages.Delta, job: Job, handle: Handle) -> None:
+        job.generated[delta.choice] += delta.tokens
         choice = job.choices[delta.choice]
         if choice.finish_reason is not None:
             return  # the engine has not received the abort yet
@@ -334,6 +354,23 @@ class Generation:
             await ask(handle, "abort", request_id, choice, deadline_s=ABORT_S)
         except (EngineLost, Refused) as error:
             log.warning("could not end choice %d of %s: %s", choice, request_id, error)
+
+
+def _parts(
+    event: messages.Delta | messages.Finish,
+) -> tuple[list[messages.Delta], messages.Delta | messages.Finish]:
+    """An event in parts, the last one by itself, of which none has more than `TOKENS_PART` tokens.
+    Stop strings are looked for after each token, and of that the worker knows nothing."""
+    tokens, logprobs = event.tokens, event.logprobs
+    if len(tokens) <= TOKENS_PART:
+        return [], event
+    last = (len(tokens) - 1) // TOKENS_PART * TOKENS_PART
+    ends = ((at, at + TOKENS_PART) for at in range(0, last, TOKENS_PART))
+    parts = [
+        messages.Delta(event.choice, tokens[at:end], logprobs and logprobs[at:end])
+        for at, end in ends
+    ]
+    return parts, replace(event, tokens=tokens[last:], logprobs=logprobs and logprobs[last:])
 
 
 def pause_s(least_s: float, before: int) -> float:

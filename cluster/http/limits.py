@@ -13,7 +13,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.errors import ApiError
+from cluster.errors import ApiError, invalid
 from cluster.http.responses import error_response
 from cluster.http.shares import Shares
 from configs.schema import LimitsConfig
@@ -35,8 +35,9 @@ _CLOSE = (b"connection", b"close")
 RETRY_S = 5.0
 """When a request that a stopping server refused may find another one."""
 
-RELEASE = "kvatlas.release"
-"""Key of the scope: a function to call when the request needs its body no more."""
+HOLD = "kvatlas.hold"
+"""Key of the scope: a function to call with the bytes that a request holds instead of its body.
+Raises 429 where they are more and there is no room."""
 
 
 class Gate:
@@ -81,7 +82,7 @@ class BodyLimit:
     ) -> None:
         self._app = app
         self._limits, self._tenant = limits, tenant
-        self.held = Shares(0)  # bytes, until the answer or `RELEASE`
+        self.held = Shares(0)  # bytes, until the answer or `HOLD`
         self._echo = echo
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -95,7 +96,7 @@ class BodyLimit:
         encoding = headers.get("content-encoding", "").strip().lower()
         body = _Body(self.held, self._tenant(scope), limits, receive, gzip=encoding == "gzip")
         send = partial(body.answer, send, [(b"x-request-id", label.encode())] if label else [])
-        scope[RELEASE] = body.release
+        scope[HOLD] = body.hold
         try:
             refusal = _refusal(headers, encoding, limits)
             if refusal is not None:
@@ -105,7 +106,7 @@ class BodyLimit:
             else:
                 await self._app(scope, body, send)
         finally:
-            body.release()
+            body.hold(0)
 
 
 class _Body:
@@ -122,10 +123,20 @@ class _Body:
         self.received = self._held = 0
         self.refused = False
 
-    def release(self) -> None:
-        """The bytes received so far are not in memory any more."""
-        self._all.give(self._tenant, self._held)
-        self._held = 0
+    def hold(self, size: int) -> None:
+        """So many bytes are in memory now, not those received. Raises 429, and 400 where they are
+        more than all may have."""
+        if size > (most := self._all.most):
+            asked = f"the prompts and what the answer repeats of them would take {size} bytes"
+            setting = f"{MAX_BODIES} times limits.max_body_bytes"
+            message = f"{asked} of memory, possible are {most} ({setting})"
+            raise invalid(message, code="body_too_large")
+        more = size - self._held
+        if more > 0 and not self._all.take(self._tenant, more):
+            message = "the server holds as many long prompts as it can, try again later"
+            raise ApiError(429, "queue_full", message, retry_after_s=1)
+        self._all.give(self._tenant, max(0, -more))
+        self._held = size
 
     async def __call__(self) -> Message:
         if self._complete:

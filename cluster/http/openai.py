@@ -25,6 +25,7 @@ MAX_SALT = 256  # characters
 MAX_PRIORITY = 1000
 TIMEOUT_HEADER = "x-request-timeout"
 _FAR = 10**6  # beyond the range of a logit bias
+_TOKEN_BYTES, _ID_BYTES = 40, 8  # of a token in a list, and as text
 
 # Accepted: they do not change the answer.
 HARMLESS = frozenset(
@@ -388,6 +389,15 @@ def sampling(
 def logprob_values(request: Common, submit: messages.GenerateRequest) -> int:
     """Log-probabilities that the answer to one prompt may have."""
     return _values(request, submit.params, len(submit.prompt))
+
+
+def held_bytes(request: Common, texts: Sequence[str | None], tokens: Sequence[list[int]]) -> int:
+    """What a request with these prompts holds of them, and of what its answer repeats of them."""
+    size = _TOKEN_BYTES * sum(map(len, tokens))
+    size += request.choices * sum(len(text or "") for text in texts)
+    if request.return_token_ids:
+        size += _ID_BYTES * request.choices * sum(map(len, tokens))
+    return size
 
 
 def _values(request: Common, params: SamplingParams, prompt_tokens: int) -> int:

@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from cluster.errors import ApiError
 from cluster.http.choices import NO_PIECE, Piece, Scored
+from cluster.http.threads import LONG
 
 LEAST_LOGPROB = -9999.0
 """JSON has no minus infinity."""
@@ -24,8 +25,11 @@ LEAST_LOGPROB = -9999.0
 Token = Callable[[int], tuple[str, bytes]]
 Json = dict[str, Any]
 
-PART_VALUES = 1024
-"""Log-probabilities in one part of a choice (10 ms)."""
+TOKEN_COST = 8
+"""What a token's text or a log-probability costs on the event loop, see `threads.LONG`."""
+
+PART_VALUES = LONG // TOKEN_COST
+"""Log-probabilities in one part of a choice."""
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -75,10 +79,10 @@ class Answer(ABC):
         self.model = model
         self._token = token
         self._token_ids = token_ids
-        head = self._frame(self.chunk_object)
+        head = self._head_of(self.chunk_object)
         self._head = b"data: " + dumps(head)[:-1] + b',"choices":['
 
-    def _frame(self, kind: str) -> Json:
+    def _head_of(self, kind: str) -> Json:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     def chunk(self, choice: bytes, extra: Json | None = None) -> bytes:
@@ -86,11 +90,11 @@ class Answer(ABC):
         tail = b"," + dumps(extra)[1:-1] if extra else b""
         return self._head + choice + b"]" + tail + b"}\n\n"
 
-    def full(self, choices: bytes, usage: Json, prompt: Sequence[int]) -> bytes:
-        """The whole answer around its encoded choices, joined by commas."""
-        head = dumps(self._frame(self.full_object))[:-1]
+    def frame(self, usage: Json, prompt: Sequence[int]) -> tuple[bytes, bytes]:
+        """What comes before and after the choices of a whole answer, which commas divide."""
+        head = dumps(self._head_of(self.full_object))[:-1]
         tail = dumps({"usage": usage, **self.extra_fields(prompt)})[1:]
-        return head + b',"choices":[' + choices + b"]," + tail
+        return head + b',"choices":[', b"]," + tail
 
     def encoded(self, choice: Json, piece: Piece, *, scored: bool = False) -> Iterator[bytes]:
         """The parts of a choice as JSON, with the log-probabilities of a piece: null where it has

@@ -21,6 +21,7 @@ from cluster.http.keys import Access
 from cluster.http.limits import Gate
 from cluster.http.shares import Shares
 from cluster.http.text import TextService
+from cluster.http.threads import LoopTurns
 from cluster.metrics import IngressState, Metrics, Record
 from cluster.routing.block_hashes import BlockHasher
 from cluster.routing.calls import Refused
@@ -73,7 +74,8 @@ class Api:
         self.config, self.peers = config, peers
         self.access = Access(config.server, os.environ, behind_proxy=behind_proxy)
         self.model = model
-        self.text = TextService(tokenizer)
+        self.turns = LoopTurns()
+        self.text = TextService(tokenizer, self.turns)
         self.block_hashes = BlockHasher(key)
         self.metrics = Metrics(model, name, lambda: self.gangs.snapshots())
         monitor = partial(
@@ -145,6 +147,11 @@ class Api:
         """Whether clients see how busy the workers are that a request could have gone to."""
         asked = self.config.server.route_header
         return not self.access.keyed if asked is None else asked
+
+    @property
+    def scores(self) -> bool:
+        """Whether an answer that is on its way has log-probabilities."""
+        return bool(self._values.held)
 
     @contextmanager
     def logprob_values(self, tenant: str, values: int) -> Iterator[None]:

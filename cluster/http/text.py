@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from cluster.errors import invalid
 from cluster.http.openai import Served, too_long
-from cluster.http.threads import FairThreads
+from cluster.http.threads import FairThreads, LoopTurns, Pace
 
 INLINE_CHARACTERS = 8192
 """Longer texts are tokenised off the event loop."""
@@ -289,8 +289,8 @@ def load_tokenizer(directory: Path) -> Any:
 class TextService:
     """A model's tokenizer and chat template, with long texts kept off the event loop."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, turns: LoopTurns) -> None:
+        self._tokenizer, self._turns = tokenizer, turns
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         if self._backend is not None:
             # A tokenizer file may enable truncation or padding; prompts need neither.
@@ -370,6 +370,7 @@ class TextService:
     ) -> str:
         decoder = self.decoder(skip_special=skip_special)
         if self._backend is None or len(ids) <= INLINE_TOKENS:
+            await Pace(self._turns, tenant)(len(ids))
             return decoder.whole(ids)
         # As in `_encode`, only the batched call releases the interpreter lock.
         decode = partial(self._backend.decode_batch, skip_special_tokens=skip_special)
@@ -449,7 +450,10 @@ class TextService:
         return text
 
     async def _off_loop(self, size: int, work: Callable[[], _T], tenant: str) -> _T:
-        return work() if size <= INLINE_CHARACTERS else await self._threads.run(tenant, work)
+        if size > INLINE_CHARACTERS:
+            return await self._threads.run(tenant, work)
+        await Pace(self._turns, tenant)(size)
+        return work()
 
     def close(self) -> None:
         self._threads.close()

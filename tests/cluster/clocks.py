@@ -38,6 +38,21 @@ def stopped() -> Iterator[Clock]:
         loop.time = lambda: genuine() + ahead  # type: ignore[method-assign]
 
 
+class LoopTurn:
+    """The number of the running loop's turn, from now until `stop`."""
+
+    def __init__(self) -> None:
+        self.now, self._loop = 0, asyncio.get_running_loop()
+        self._next()
+
+    def _next(self) -> None:
+        self.now += 1
+        self._handle = self._loop.call_soon(self._next)
+
+    def stop(self) -> None:
+        self._handle.cancel()
+
+
 async def turns(count: int = 20) -> None:
     """Lets all that can go on do so; more turns than anything here takes."""
     for _ in range(count):

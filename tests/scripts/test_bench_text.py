@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from cluster.http.text import TextService
+from cluster.http.threads import LoopTurns
 from scripts import bench_text
 from tests.cluster import tokens
 
 
 @pytest.fixture
 def service() -> Iterator[TextService]:
-    made = TextService(tokens.wrapped())
+    made = TextService(tokens.wrapped(), LoopTurns())
     yield made
     made.close()
 

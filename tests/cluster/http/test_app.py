@@ -322,14 +322,57 @@ def test_logging_goes_to_standard_error_once(
 
 
 def test_a_process_is_told_to_stop_its_loop_briefly() -> None:
-    before = sys.getswitchinterval()
+    before, thresholds = sys.getswitchinterval(), gc.get_threshold()
     try:
         keep_turning()
         assert gc.get_freeze_count() > 10_000
+        assert gc.get_threshold() == (*thresholds[:2], app_module.NEVER)
         assert sys.getswitchinterval() == pytest.approx(0.001)
     finally:
         gc.unfreeze()
+        gc.set_threshold(*thresholds)
         sys.setswitchinterval(before)
+
+
+async def test_garbage_is_collected_when_no_large_answer_is_held(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(app_module, "COLLECT_S", 0.0)
+    collected = 0
+
+    def collect() -> None:
+        nonlocal collected
+        collected += 1
+
+    worker = FakeWorker()
+    worker.gate = asyncio.Semaphore(0)
+    async with serving(worker) as served:
+        monkeypatch.setattr(app_module.gc, "collect", collect)
+        asked = asyncio.create_task(
+            served.post("/v1/completions", {"prompt": "hi", "max_tokens": 2, "logprobs": 1})
+        )
+        while not served.api.scores:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        before = collected
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert collected == before
+        monkeypatch.setattr(app_module, "LATEST_S", 0.0)  # from the next time on
+        for _ in range(2):
+            worker.gate.release()
+        assert (await asked).status_code == 200
+        while collected < before + 10:
+            await asyncio.sleep(0)
+        worker.gate, before = asyncio.Semaphore(0), collected
+        asked = asyncio.create_task(
+            served.post("/v1/completions", {"prompt": "hi", "max_tokens": 2, "logprobs": 1})
+        )
+        while not served.api.scores or collected < before + 10:
+            await asyncio.sleep(0)  # a time has come when it is done all the same
+        worker.gate.release()
+        worker.gate.release()
+        assert (await asked).status_code == 200
 
 
 def test_the_application_is_fastapi_s() -> None:

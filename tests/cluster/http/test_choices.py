@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -30,7 +31,7 @@ def choice(
         stop=list(stops),
         include_stop_str_in_output=include_stop,
         logprobs=0 if scored else None,
-        **options,
+        **{"return_token_ids": True, **options},
     )
     return Choice(0, PROMPT, decode, request)
 
@@ -62,6 +63,16 @@ def test_deltas_that_nobody_took_are_one_piece() -> None:
     made.add(ids_of("c"), None)
     assert take(made) == Piece("abc", ids_of("abc"), [])
     assert made.take() is None
+
+
+@pytest.mark.parametrize("stops", [[], ["never"]])
+def test_tokens_that_no_answer_shows_are_not_kept(stops: list[str]) -> None:
+    """100 bytes each: an answer of 16 choices of 131,072 tokens would be 200 MiB."""
+    made = choice(stops=stops, return_token_ids=False)
+    made.add(ids_of("ab"), None)
+    made.finish(finish(ids_of("c")))
+    assert made.held == 0
+    assert take(made) == Piece("abc", [], [], "stop")
 
 
 def test_the_finish_is_reported_once_with_the_last_text() -> None:
@@ -207,6 +218,7 @@ def told(case: Case) -> tuple[Choice, list[Piece]]:
         include_stop_str_in_output=case.include,
         logprobs=0 if case.scored else None,
         min_tokens=case.min_tokens,
+        return_token_ids=True,
     )
     made, pieces = Choice(0, case.prompt, decode, request), list[Piece | None]()
     takes = iter(case.taken)

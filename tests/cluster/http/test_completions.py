@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
@@ -12,10 +13,10 @@ import httpx
 import openai
 import pytest
 
-from cluster.http import completions, generation, keys, responses, state
+from cluster.http import completions, generation, keys, responses, state, threads
 from cluster.metrics import Record
 from tests.cluster import tokens
-from tests.cluster.clocks import stopped, turns
+from tests.cluster.clocks import LoopTurn, stopped, turns
 from tests.cluster.fakes import ALPHABET, MAX_MODEL_LEN, MODEL, FakeWorker, Served, ids_of, serving
 from worker import messages
 
@@ -886,6 +887,33 @@ async def test_others_get_their_turn_while_a_large_answer_is_made(
             scored = answer.json()["choices"][0]["logprobs"]
             assert len(scored["tokens" if path == TEXT else "content"]) == 100
         assert size > 6 * longest
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_part_of_all_large_answers_is_made_while_the_loop_turns_once(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each gave way after 10 ms, but to the others like it: 32 stopped the loop for 0.3 s."""
+    monkeypatch.setattr(responses, "PART_VALUES", 20)
+    monkeypatch.setattr(threads, "SHORT", 0)
+    monkeypatch.setattr(completions, "LONG", threads.LONG)
+    monkeypatch.setattr(completions, "TOKEN_COST", threads.LONG)
+    turn, made = LoopTurn(), Counter[int]()
+    genuine = responses.dumps
+
+    def dumps(body: Any) -> bytes:
+        made[turn.now] += isinstance(body, list)
+        encoded: bytes = genuine(body)
+        return encoded
+
+    monkeypatch.setattr(responses, "dumps", dumps)
+    body = {"prompt": "hi", "logprobs": 5, "max_tokens": 100, "stream": stream}
+    async with serving(FakeWorker("X" * 100, per_delta=100)) as served:
+        answers = await asyncio.gather(*(served.post(TEXT, body) for _ in range(4)))
+        assert [answer.status_code for answer in answers] == [200] * 4
+    turn.stop()
+    assert made.total() > 4 * 20
+    assert max(made.values()) == 1
 
 
 def test_refused_prompts_come_back_ever_later_and_not_together() -> None:

@@ -243,7 +243,7 @@ async def test_a_body_is_held_only_until_its_prompt_is_tokens(
     monkeypatch.setattr(limits, "MAX_BODIES", 1)
     worker = FakeWorker()
     worker.gate = asyncio.Semaphore(0)
-    large = json.dumps({"prompt": "hi", "user": "x" * (LIMIT - 100)}).encode()
+    large = json.dumps({"prompt": "hi", "user": "x" * (LIMIT - 200)}).encode()
     async with serving(worker, f"limits.max_body_bytes={LIMIT}") as served:
         asked = [asyncio.create_task(served.http.post(PATH, content=large))]
         while len(worker.active) < 1:
@@ -254,6 +254,37 @@ async def test_a_body_is_held_only_until_its_prompt_is_tokens(
         for _ in range(100):
             worker.gate.release()
         assert [answer.status_code for answer in await asyncio.gather(*asked)] == [200, 200]
+
+
+async def test_what_a_request_holds_of_its_prompts_has_a_bound_for_all_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A token takes ten times what its digit does in a body; an echo comes once for each choice."""
+    monkeypatch.setattr(limits, "MAX_BODIES", 1)
+    worker = FakeWorker()
+    worker.gate = asyncio.Semaphore(0)
+    large = {"prompt": ["x" * 200] * 6, "max_tokens": 1}
+    async with serving(worker, f"limits.max_body_bytes={64 << 10}") as served:
+        asked = asyncio.create_task(served.post(PATH, large))
+        while len(worker.active) < 6:
+            await asyncio.sleep(0)
+        refused = await served.post(PATH, large)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        assert "long prompts" in refused.json()["error"]["message"]
+        assert refused.headers["retry-after"] == "1"
+        others = asyncio.create_task(served.post(PATH, {"prompt": "hi", "max_tokens": 1}))
+        while len(worker.active) < 7:
+            await asyncio.sleep(0)
+        for _ in range(100):
+            worker.gate.release()
+        assert [a.status_code for a in await asyncio.gather(asked, others)] == [200, 200]
+        worker.gate = None
+        assert (await served.post(PATH, large)).status_code == 200
+        assert (await served.post(PATH, large | {"n": 16})).status_code == 200
+        for more in ({"echo": True}, {"return_token_ids": True}):
+            answer = await served.post(PATH, large | {"n": 16} | more)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "body_too_large")
+            assert "limits.max_body_bytes" in answer.json()["error"]["message"]
 
 
 async def test_a_tenant_s_bodies_leave_room_for_another_s(

@@ -27,6 +27,7 @@ from cluster.http.text import (
     TextService,
     load_tokenizer,
 )
+from cluster.http.threads import LoopTurns
 from tests.cluster import tokens
 from tests.cluster.fakes import MAX_MODEL_LEN
 from tests.cluster.http.test_openai import served
@@ -47,7 +48,7 @@ def decode(kind: str, ids: Sequence[int], skip: bool = True) -> str:
 
 @cache
 def decoder(kind: str, skip: bool = True) -> Decoder:
-    service = TextService(tokens.wrapped(kind))
+    service = TextService(tokens.wrapped(kind), LoopTurns())
     service.close()
     return service.decoder(skip_special=skip)
 
@@ -196,7 +197,7 @@ def test_a_stop_string_in_a_long_text_is_found_quickly() -> None:
 
 @pytest.fixture
 def service() -> Iterator[TextService]:
-    made = TextService(tokens.wrapped())
+    made = TextService(tokens.wrapped(), LoopTurns())
     yield made
     made.close()
 
@@ -233,7 +234,7 @@ def test_special_tokens_written_in_a_text_are_special(service: TextService) -> N
 )
 def test_what_a_template_stumbles_over_is_a_400(error: str) -> None:
     tokenizer = tokens.wrapped()
-    service = TextService(tokenizer)
+    service = TextService(tokenizer, LoopTurns())
     before, tokenizer.chat_template = tokenizer.chat_template, "{{ " + error + " }}"
     try:
         with pytest.raises(ApiError, match="the model's chat template refuses this") as refused:
@@ -446,7 +447,7 @@ def test_a_token_by_itself_shows_its_text_and_bytes(
     kind: str, token: str, shown: str, raw: bytes
 ) -> None:
     tokenizer = tokens.wrapped(kind)
-    service = TextService(tokenizer)
+    service = TextService(tokenizer, LoopTurns())
     assert service.token(tokenizer.convert_tokens_to_ids(token)) == (shown, raw)
     service.close()
 
@@ -469,7 +470,7 @@ def test_a_tokenizer_that_would_cut_texts_is_told_not_to(tmp_path: Path) -> None
         "direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0,
     }  # fmt: skip
     file.write_text(json.dumps(body))
-    service = TextService(load_tokenizer(tmp_path))
+    service = TextService(load_tokenizer(tmp_path), LoopTurns())
     assert len(run(service.encode(["abcdef"]))[0]) == 6
     service.close()
 

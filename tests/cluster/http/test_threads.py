@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
 from cluster.errors import ApiError
-from cluster.http.threads import FairThreads
+from cluster.http import threads as module
+from cluster.http.threads import FairThreads, LoopTurns, Pace
+from tests.cluster.clocks import LoopTurn
 
 pytestmark = pytest.mark.anyio
 PENDING = 8
@@ -54,7 +57,7 @@ async def test_tenants_take_turns(threads: FairThreads) -> None:
     gate.go_on.set()
     await asyncio.gather(holding, *tasks)
     assert gate.order == ["a1", "b1", "c1", "a2", "b2", "a3"]
-    assert not threads._waiting
+    assert not threads._turns.waiting
     assert not threads._places.held
 
 
@@ -87,7 +90,7 @@ async def test_work_of_one_who_left_is_not_begun(threads: FairThreads) -> None:
     assert gate.order == ["stays"]
     while threads._places.held:
         await asyncio.sleep(0)
-    assert threads._idle == 1
+    assert threads._turns.free == 1
 
 
 async def test_a_turn_that_comes_as_its_caller_leaves_is_passed_on(
@@ -98,13 +101,13 @@ async def test_a_turn_that_comes_as_its_caller_leaves_is_passed_on(
     left = asyncio.create_task(threads.run("a", lambda: gate.named("left")))
     stays = asyncio.create_task(threads.run("a", lambda: gate.named("stays")))
     await begun(holding, left, stays)
-    give_turns = threads._next
+    give_turns = threads._turns._next
 
     def leave_then() -> None:  # after the turn was given, before the caller runs
         give_turns()
         left.cancel()
 
-    monkeypatch.setattr(threads, "_next", leave_then)
+    monkeypatch.setattr(threads._turns, "_next", leave_then)
     gate.go_on.set()
     await asyncio.gather(holding, stays)
     assert left.cancelled()
@@ -115,3 +118,62 @@ async def test_what_work_raises_is_raised(threads: FairThreads) -> None:
     with pytest.raises(ZeroDivisionError):
         await threads.run("", lambda: print(1 // 0))
     await threads.run("", lambda: None)
+
+
+class Done(dict[int, list[str]]):
+    """What was done while the loop turned once, by the number of the turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = LoopTurn()
+
+    async def work(self, pace: Pace, name: str, *costs: int) -> None:
+        for cost in costs:
+            await pace(cost)
+            self.setdefault(self.turn.now, []).append(name)
+
+
+@pytest.fixture
+async def done() -> AsyncIterator[Done]:
+    made = Done()
+    yield made
+    made.turn.stop()
+
+
+async def test_long_pieces_of_all_requests_have_a_turn_of_the_loop_each(done: Done) -> None:
+    """Eight answers, each made in pieces, stopped the loop for eight of them."""
+    turns, long = LoopTurns(), [module.LONG] * 5
+    await asyncio.gather(*(done.work(Pace(turns, name), name, *long) for name in "aaab"))
+    order = "".join(name for names in done.values() for name in names)
+    assert len(done) == len(order) == 20
+    assert order[:10].count("b") >= 4  # tenants take turns
+
+
+async def test_short_work_waits_for_nobody_and_adds_up_in_a_turn_of_the_loop(done: Done) -> None:
+    turns, short = LoopTurns(), module.SHORT // 4
+    waiting = [asyncio.create_task(done.work(Pace(turns, ""), "", module.LONG)) for _ in range(3)]
+    await asyncio.sleep(0)
+    began = done.turn.now
+    await done.work(Pace(turns, ""), "short", *[short] * 4)
+    assert done.turn.now == began
+    await asyncio.gather(*waiting)
+    done.clear()
+    many = [short] * (5 * module.LONG // short)
+    await asyncio.gather(*(done.work(Pace(turns, ""), name, *many) for name in "abc"))
+    for names in done.values():
+        costs = [short * count for count in Counter(names).values()]
+        assert sum(cost > module.SHORT for cost in costs) <= 1
+        assert max(costs) <= module.LONG + module.SHORT
+
+
+async def test_a_turn_of_the_loop_of_one_who_left_is_passed_on(done: Done) -> None:
+    turns = LoopTurns()
+    tasks = [
+        asyncio.create_task(done.work(Pace(turns, ""), name, module.LONG))
+        for name in ("first", "left", "stays")
+    ]
+    await asyncio.sleep(0)
+    tasks[1].cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert sorted(done.values()) == [["first"], ["stays"]]
+    await done.work(Pace(turns, ""), "later", module.LONG)
