@@ -164,7 +164,7 @@ class LimitsConfig:
     max_body_values: int = _live(
         1_000_000,
         rules.integer(1000),
-        "Most JSON values in one body: a list or object 50, a string 10, 4 escapes 1.",
+        "Most JSON values in one body: a list or object 50, a string 10, a float 2.",
     )
     request_timeout_s: float = _live(
         600.0, rules.number(zero=False), "Longest life of a request, waiting included."

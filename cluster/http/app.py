@@ -177,9 +177,11 @@ async def _on_any_error(request: Request, error: Exception) -> Response:
     return error_response(ApiError(500, "internal_error", message))
 
 
-async def whole(request: Request) -> bytes:
+async def whole(request: Request, pace: Pace) -> bytes:
     """The body. The request does not keep it, as it would by `body()` for as long as it lives."""
-    return b"".join([part async for part in request.stream()])
+    parts = [part async for part in request.stream()]
+    await pace(sum(map(len, parts)) // bodies.BYTES_PART)
+    return b"".join(parts)
 
 
 def _body_docs(kind: type[Any]) -> dict[str, Any]:
@@ -196,7 +198,7 @@ def _add_completions(app: FastAPI, api: Api) -> None:
             label, shown = label_of(request.headers), keys.shown(tenant)
             record = Record(request.url.path, time.monotonic(), label=label, tenant=shown)
             timeout = request.headers.get(openai.TIMEOUT_HEADER, "")
-            body = await whole(request)
+            body = await whole(request, Pace(api.turns, tenant))
             return Completion(api, body, record, chat=chat, tenant=tenant, timeout=timeout)
 
         return answer
@@ -227,8 +229,9 @@ def _add_completions(app: FastAPI, api: Api) -> None:
 
 def _add_text(app: FastAPI, api: Api) -> None:
     async def read(request: Request, kind: type[_A], pace: Pace) -> _A:
-        body, hold = await whole(request), request.scope[HOLD]
-        return await bodies.read(kind, body, api.config.limits, pace, hold)
+        body, hold = await whole(request, pace), request.scope[HOLD]
+        limits, threads = api.config.limits, api.text.threads
+        return await bodies.read(kind, body, limits, pace=pace, threads=threads, hold=hold)
 
     @app.post("/v1/tokenize", include_in_schema=False)
     @app.post("/tokenize", openapi_extra=_body_docs(openai.TokenizeRequest))

@@ -7,10 +7,10 @@ read, and a wrong value is cut while it is quoted.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from cluster.errors import ApiError, invalid
 from cluster.http import openai
-from cluster.http.threads import LONG, Pace
+from cluster.http.threads import LONG, FairThreads, Pace
 from configs.schema import MAX_ITEMS, LimitsConfig
 
 MAX_PARAMETERS = 1000  # of one request
@@ -30,10 +30,10 @@ INLINE_BYTES = 64 << 10
 LIST_COST, STRING_COST = 50, 10
 """A list or object takes as long to parse as so many numbers, and so does a string."""
 
-PER_VALUE = 4
+PER_VALUE = 2
 """So many backslashes take as long as a number, and so many digits beyond 16 in a row."""
 
-SLOW = f"{PER_VALUE} backslashes 1, and as many digits of a number beyond its first 16"
+SLOW = f"a float 2, {PER_VALUE} backslashes 1, and as many digits of a number beyond its first 16"
 
 VALUE_BYTES = 40
 """Memory of a value that was parsed."""
@@ -53,12 +53,19 @@ _R = TypeVar("_R", bound=openai.Asked)
 
 
 async def read(
-    kind: type[_R], body: bytes, limits: LimitsConfig, pace: Pace, hold: Callable[[int], None]
+    kind: type[_R],
+    body: bytes,
+    limits: LimitsConfig,
+    *,
+    pace: Pace,
+    threads: FairThreads,
+    hold: Callable[[int], None],
 ) -> _R:
     """A body as a request, if parsing it does not take too long, and if `hold` lets it have the
     bytes that it takes then. Raises ApiError."""
     if len(body) > INLINE_BYTES:
-        cost, most = await asyncio.to_thread(parse_cost, body), limits.max_body_values
+        cost = await threads.run(pace.tenant, partial(parse_cost, body))
+        most = limits.max_body_values
         if cost > most:
             counted = f"a list or object counts {LIST_COST}, a string {STRING_COST}, {SLOW}"
             message = f"the body holds {cost} values ({counted}), possible are {most}"
@@ -89,7 +96,7 @@ def parse_cost(body: bytes) -> int:
             escapes = len(part) - 1 - int(last[-1])
         outside = (np.cumsum(quotes) + inside) % 2 == 0
         lists = ((part == ord("[")) | (part == ord("{"))) & outside
-        values = (part == ord(",")) & outside
+        values = ((part == ord(",")) | (part == ord("."))) & outside  # a float costs two
         slow += _long_digits(body, start, outside)
         strings = int(np.count_nonzero(quotes))
         inside = (inside + strings) % 2

@@ -160,7 +160,9 @@ class Completion(Response):
         kind = openai.ChatRequest if self._chat else openai.CompletionRequest
         pace = self._pace
         body, limits = self._body, api.config.limits
-        request = self._request = await bodies.read(kind, body, limits, pace, self._hold)
+        request = self._request = await bodies.read(
+            kind, body, limits, pace=pace, threads=api.text.threads, hold=self._hold
+        )
         checks = len(body) // bodies.BYTES_PART
         self._body = body = b""
         timeout_s, limit = openai.patience(request, self._timeout, api.config.limits)

@@ -296,7 +296,7 @@ class TextService:
             # A tokenizer file may enable truncation or padding; prompts need neither.
             self._backend.no_truncation()
             self._backend.no_padding()
-        self._threads = FairThreads(THREADS, MAX_PENDING, "tokenise")
+        self.threads = FairThreads(THREADS, MAX_PENDING, "long")
         vocab = tokenizer.get_vocab()
         self._token_characters = self._most_characters(vocab)
         added = tokenizer.added_tokens_decoder.items()
@@ -451,12 +451,12 @@ class TextService:
 
     async def _off_loop(self, size: int, work: Callable[[], _T], tenant: str) -> _T:
         if size > INLINE_CHARACTERS:
-            return await self._threads.run(tenant, work)
+            return await self.threads.run(tenant, work)
         await Pace(self._turns, tenant)(size)
         return work()
 
     def close(self) -> None:
-        self._threads.close()
+        self.threads.close()
 
 
 def _batches(texts: Sequence[str]) -> Iterator[list[str]]:

@@ -96,7 +96,7 @@ class Pace:
     """Called before each piece of one request's work on the event loop, with what it costs."""
 
     def __init__(self, turns: LoopTurns, tenant: str) -> None:
-        self._turns, self._tenant = turns, tenant
+        self._turns, self.tenant = turns, tenant
         self._number = self._left = -1
 
     async def __call__(self, cost: int) -> None:
@@ -106,7 +106,7 @@ class Pace:
             self._number, self._left = self._turns.number, SHORT
         self._left -= cost
         if self._left < 0:
-            await self._turns.take(self._tenant)
+            await self._turns.take(self.tenant)
             self._number, self._left = self._turns.number, LONG - cost
 
 
@@ -123,7 +123,7 @@ class FairThreads:
         """The result of `work`, done in a thread. Raises 429 and what `work` raises."""
         if not self._places.take(tenant, 1):
             most = self._places.most
-            message = f"{most} long texts wait to be tokenised already, try again later"
+            message = f"{most} long texts wait for a thread already, try again later"
             raise ApiError(429, "queue_full", message, retry_after_s=1)
         try:
             await self._turns.take(tenant)

@@ -32,7 +32,7 @@ class Seen(NamedTuple):
     """What was seen since the last report."""
 
     gap_s: float  # the longest time in which the loop did not turn, beyond `LOOK_S`
-    cpu_s: float  # of the loop's thread in that time
+    cpu_s: float  # the most that the loop's thread computed between two looks
     rss_bytes: int  # the most that was resident
     gaps_s: list[float]  # the longest ones
 
@@ -146,7 +146,7 @@ class Monitor:
         gaps, self.gaps = sorted(self.gaps, reverse=True), []
         resident = memory("VmHWM")
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
-        worst_s, cpu_s = gaps[0] if gaps else (0.0, 0.0)
+        worst_s, cpu_s = max(g for g, _ in gaps), max(cpu_s for _, cpu_s in gaps)
         return Seen(worst_s, cpu_s, resident, [round(gap_s, 4) for gap_s, _ in gaps[:8]])
 
 

@@ -36,8 +36,8 @@ def test_a_gap_is_the_longest_time_without_a_turn() -> None:
 def test_work_on_the_loop_is_the_same_work_without_the_pool(service: TextService) -> None:
     asked = bench_text.works("a few words " * 2000)
     submitted = []
-    submit = service._threads._pool.submit
-    service._threads._pool.submit = lambda call: submitted.append(call) or submit(call)  # type: ignore
+    submit = service.threads._pool.submit
+    service.threads._pool.submit = lambda call: submitted.append(call) or submit(call)  # type: ignore
 
     async def both() -> None:
         for work in asked.values():

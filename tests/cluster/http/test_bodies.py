@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cluster.errors import ApiError
 from cluster.http import bodies, openai
-from cluster.http.threads import LoopTurns, Pace
+from cluster.http.threads import FairThreads, LoopTurns, Pace
 from tests.cluster.fakes import config
 
 
@@ -64,6 +64,7 @@ VALUES = st.recursive(
     st.none()
     | st.integers()
     | st.integers(10**15, 10**60)
+    | st.sampled_from([0.5, -1.25e-7])
     | st.text(max_size=8)
     | st.sampled_from(['"', "\\", '\\"', "[{,", "", "1" * 50]),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner),
@@ -76,7 +77,7 @@ def cost(value: Any) -> int:
     if isinstance(value, str):
         return bodies.STRING_COST
     if not isinstance(value, list | dict):
-        return 0
+        return int(isinstance(value, float))
     inner = [*value.values(), *value] if isinstance(value, dict) else value
     return bodies.LIST_COST + max(0, len(value) - 1) + sum(map(cost, inner))
 
@@ -113,16 +114,18 @@ async def test_what_takes_long_to_parse_is_refused_unparsed(
     """4 MiB of nested lists took 0.6 s of the event loop, and 24 times their size in memory; 16 MiB
     of long numbers took 0.13 s, of escapes 0.06 s."""
     body = b'{"prompt":"hi","metadata":%b}' % nested
-    limits, pace, held = config().limits, Pace(LoopTurns(), ""), list[int]()
+    limits, held, threads = config().limits, list[int](), FairThreads(1, 8, "")
+    around: Any = {"pace": Pace(LoopTurns(), ""), "threads": threads, "hold": held.append}
     prose = json.dumps({"prompt": 'He said: "a, b, [c]", and {d}. ' * 20_000}).encode()
     kind = openai.CompletionRequest
-    assert (await bodies.read(kind, prose, limits, pace, held.append)).stops == []
+    assert (await bodies.read(kind, prose, limits, **around)).stops == []
     assert held == [len(prose) + bodies.VALUE_BYTES * bodies.parse_cost(prose)]
     monkeypatch.setattr(bodies, "parse", None)
     with pytest.raises(
         ApiError, match=r"values .* possible are 1000000 \(limits.max_body_values"
     ) as error:
-        await bodies.read(kind, body, limits, pace, held.append)
+        await bodies.read(kind, body, limits, **around)
+    threads.close()
     assert error.value.status == 400
 
 
