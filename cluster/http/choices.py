@@ -19,6 +19,8 @@ from worker import messages
 _ECHO_END = 8
 """Tokens at the end of a prompt among which the beginning of its last character is."""
 
+_FREED_PART = 24  # objects
+
 Entry = messages.TokenLogprob | messages.PromptLogprob | None
 
 
@@ -111,6 +113,15 @@ class Choice:
     def held(self) -> int:
         """Tokens that `take` may return."""
         return len(self._tokens)
+
+    @property
+    def forget_cost(self) -> int:
+        """What `forget` costs on the event loop, see `threads.LONG`."""
+        return self.held * (2 + self._request.values_per_token) // _FREED_PART
+
+    def forget(self) -> None:
+        """Free what was not taken."""
+        self._tokens.clear()
 
     @property
     def token_cost(self) -> int:

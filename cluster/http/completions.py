@@ -163,11 +163,9 @@ class Completion(Response):
         request = self._request = await bodies.read(
             kind, body, limits, pace=pace, threads=api.text.threads, hold=self._hold
         )
-        checks = len(body) // bodies.BYTES_PART
         self._body = body = b""
         timeout_s, limit = openai.patience(request, self._timeout, api.config.limits)
         served = await self._served(timeout_s, limit)
-        await pace(checks)
         openai.check_common(request, served)
         try:
             texts, tokens, params = await self._sized(served)
@@ -263,7 +261,7 @@ class Completion(Response):
             )
             return [None], [ids]
         assert isinstance(request, openai.CompletionRequest)
-        given = prompts.prompts(request.prompt, served)
+        given = await prompts.prompts(request.prompt, served, self._pace)
         texts = [part for part in given if isinstance(part, str)]
         special, tenant = request.add_special_tokens, self._tenant
         encoded = iter(await text.encode(texts, special=special, tenant=tenant, served=served))

@@ -163,6 +163,10 @@ class Generation:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for choice in (choice for job in self.jobs for choice in job.choices):
+            if choice.held:  # nobody will take it; freeing millions of objects takes its time
+                await self._pace(choice.forget_cost)
+                choice.forget()
 
     @property
     def finished(self) -> bool:

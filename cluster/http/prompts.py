@@ -8,11 +8,15 @@ from typing import Any
 from cluster.errors import invalid
 from cluster.http.bodies import shown
 from cluster.http.openai import Served, too_long
+from cluster.http.threads import Pace
+
+IDS_PART = 16
+"""Token ids that cost 1 to check on the event loop, see `threads.LONG`."""
 
 ROLES = ("system", "developer", "user", "assistant")
 
 
-def prompts(raw: Any, served: Served) -> list[str | list[int]]:
+async def prompts(raw: Any, served: Served, pace: Pace) -> list[str | list[int]]:
     """The prompts of a completion: a text, a list of texts, token ids, or a list of such lists."""
     if isinstance(raw, str):
         return [raw]
@@ -20,20 +24,21 @@ def prompts(raw: Any, served: Served) -> list[str | list[int]]:
     if not isinstance(raw, list) or not raw:
         raise invalid(f"{wanted}, not empty", "prompt")
     if type(raw[0]) is int:
-        return [_ids(raw, served, wanted)]
+        return [await _ids(raw, served, wanted, pace)]
     if len(raw) > (most := served.limits.max_prompts):
         message = f"prompt may hold {most} prompts (limits.max_prompts), got {len(raw)}"
         raise invalid(message, "prompt")
     if all(isinstance(part, str) for part in raw):
         return list(raw)
     if all(isinstance(part, list) for part in raw):
-        return [_ids(part, served, wanted) for part in raw]
+        return [await _ids(part, served, wanted, pace) for part in raw]
     raise invalid(wanted, "prompt")
 
 
-def _ids(raw: list[Any], served: Served, wanted: str) -> list[int]:
+async def _ids(raw: list[Any], served: Served, wanted: str, pace: Pace) -> list[int]:
     if not raw:
         raise invalid(f"{wanted}, not empty", "prompt")
+    await pace(len(raw) // IDS_PART)
     check_ids(raw, served, "prompt", wanted)
     return raw
 

@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from cluster.http import completions, generation, keys, responses, state, threads
+from cluster.http import choices, completions, generation, keys, responses, state, threads
 from cluster.metrics import Record
 from tests.cluster import tokens
 from tests.cluster.clocks import LoopTurn, stopped, turns
@@ -914,6 +914,43 @@ async def test_one_part_of_all_large_answers_is_made_while_the_loop_turns_once(
     turn.stop()
     assert made.total() > 4 * 20
     assert max(made.values()) == 1
+
+
+async def test_what_a_client_did_not_take_is_freed_a_choice_in_each_turn_of_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Eight that left at once stopped the loop for 0.14 s: 3 million objects were freed."""
+    monkeypatch.setattr(threads, "SHORT", 0)
+    monkeypatch.setattr(choices, "_FREED_PART", 1)
+    monkeypatch.setattr(threads, "LONG", 1)
+    freed = Counter[int]()
+    forget = choices.Choice.forget
+
+    def forgetting(choice: choices.Choice) -> None:
+        freed[turn.now] += 1
+        forget(choice)
+        assert choice.held == 0
+
+    monkeypatch.setattr(choices.Choice, "forget", forgetting)
+    worker = FakeWorker("X" * 100, per_delta=10)
+    worker.gate = asyncio.Semaphore(0)
+    body = {"prompt": "hi", "logprobs": 2, "max_tokens": 100, "n": 4}
+    async with serving(worker) as served:
+        turn = LoopTurn()
+        asked = [asyncio.create_task(served.post(TEXT, body)) for _ in range(3)]
+        while len(worker.active) < 3:
+            await asyncio.sleep(0)
+        for _ in range(3 * 4 * 3):
+            worker.gate.release()
+        await turns(1000)
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        await worker.until_idle()
+        while freed.total() < 12:
+            await asyncio.sleep(0)
+        turn.stop()
+    assert max(freed.values()) == 1
 
 
 def test_refused_prompts_come_back_ever_later_and_not_together() -> None:
