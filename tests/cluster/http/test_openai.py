@@ -14,6 +14,7 @@ import pytest
 
 from cluster.errors import ApiError
 from cluster.http import bodies, openai, prompts
+from cluster.http.threads import LoopTurns, Pace
 from tests.cluster import tokens
 from tests.cluster.fakes import ALPHABET, MAX_MODEL_LEN, MODEL, FakeWorker, config, ids_of, serving
 
@@ -442,11 +443,15 @@ def test_an_assistant_may_have_said_nothing(message: dict[str, Any], text: str) 
     assert said[1] == {"role": "assistant", "content": text}
 
 
-def test_prompts_keep_their_order_and_kind() -> None:
-    assert prompts.prompts("a", served()) == ["a"]
-    assert prompts.prompts(["a", ""], served()) == ["a", ""]
-    assert prompts.prompts([1, 2], served()) == [[1, 2]]
-    assert prompts.prompts([ids_of("a"), [0]], served()) == [ids_of("a"), [0]]
+@pytest.mark.anyio
+async def test_prompts_keep_their_order_and_kind() -> None:
+    for given, found in (
+        ("a", ["a"]),
+        (["a", ""], ["a", ""]),
+        ([1, 2], [[1, 2]]),
+        ([ids_of("a"), [0]], [ids_of("a"), [0]]),
+    ):
+        assert await prompts.prompts(given, served(), Pace(LoopTurns(), "")) == found
 
 
 CLIENTS = ("litellm", "langchain_openai")
