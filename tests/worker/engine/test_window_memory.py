@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kvpaging.table import BlockTable
 from scripts.bench_windows import BLOCK, CHUNK, KINDS, Kind, full_bytes, measure, prepare
 from tests.worker.served import fill
-from worker.scheduling.scheduler import Scheduler
 from worker.startup.build import build_engine
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def test_layers_with_a_window_keep_only_their_window(
     assert taken.decoding_bytes < taken.prefill_bytes
     assert taken.prefill_bytes <= pages.sequence_bytes(TOKENS, CHUNK) + two_blocks
 
-    monkeypatch.setattr(Scheduler, "_free_out_of_window", lambda *_: None)
+    monkeypatch.setattr(BlockTable, "free_out_of_window", lambda *_: 0)
     fill(model.store)
     kept = measure(build_engine(spec, model, lambda: 0.0), TOKENS)
     assert kept.decoding_bytes == full
