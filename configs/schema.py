@@ -59,6 +59,11 @@ class ModelConfig:
         rules.FLAG,
         "Compile the forward pass with torch.compile; a slower start, faster steps.",
     )
+    cpu_kernels: Literal["auto", "native", "torch"] = _setting(
+        "auto",
+        rules.choice("auto", "native", "torch"),
+        "Kernels of float32 on a CPU: our own in C, or torch; auto needs a C compiler for its own.",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,7 @@
-"""Which rank of a gang computes each token of sharded rows, and which data is moved for it."""
+"""Which rank of a gang computes each token of sharded rows, and which data is moved for it.
+
+Which rank stores a token follows from its block; that one's rank is chosen in `kvpaging.table`.
+"""
 
 from __future__ import annotations
 

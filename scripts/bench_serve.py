@@ -56,17 +56,20 @@ def serve_engine(pipe: Connection, config_path: str | None, overrides: tuple[str
     import torch
     from transformers.utils.logging import disable_progress_bar
 
+    from cluster.quickstart import cache_directory
     from cluster.quickstart import resolve as find
     from configs.loading import load
     from worker.engine.engine import Engine
     from worker.engine.loop import EngineLoop
     from worker.gang.member import threads_of
     from worker.startup.device import keep_freed_memory
+    from worker.startup.kernels import use_kernels
     from worker.startup.start import resolve, start
 
     disable_progress_bar()
     keep_freed_memory()
     config = load(config_path, overrides)
+    use_kernels(config.model, cache_directory() / "kernels", print)
     spec = resolve(config, find(config.model.path, config.model.revision))
 
     def make() -> Engine:

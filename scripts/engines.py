@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
+from cluster.quickstart import cache_directory
 from cluster.quickstart import resolve as find
 from configs.loading import load
 from worker.engine.engine import Engine
 from worker.startup.device import keep_freed_memory
+from worker.startup.kernels import use_kernels
 from worker.startup.spec import EngineSpec
 from worker.startup.start import resolve, start
 
@@ -23,6 +25,7 @@ def spec_of(overrides: Sequence[str], threads: int) -> tuple[EngineSpec, Path]:
     keep_freed_memory()
     torch.set_num_threads(threads)
     config = load(None, overrides)
+    use_kernels(config.model, cache_directory() / "kernels", print)
     directory = find(config.model.path, config.model.revision, say=lambda line: None)
     return resolve(config, directory), directory
 

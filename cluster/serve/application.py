@@ -107,6 +107,8 @@ class Worker:
             directory = directory or model_directory(config)
             with _no_gc():
                 worker_class = getattr(importlib.import_module(module), name)
+            if kind == REAL_WORKER:
+                _use_kernels(config)
             self._worker = self._new_worker(worker_class, pool, directory, key)
 
     def _new_worker(self, kind: Any, pool: PoolConfig, directory: str, key: bytes) -> Any:
@@ -293,6 +295,14 @@ def model_directory(config: Config) -> str:
     from cluster import quickstart
 
     return str(quickstart.resolve(config.model.path, config.model.revision, say=log.info))
+
+
+def _use_kernels(config: Config) -> None:
+    """Raises UnsupportedModel."""
+    from cluster import quickstart
+    from worker.startup.kernels import use_kernels
+
+    use_kernels(config.model, quickstart.cache_directory() / "kernels", log.info)
 
 
 def model_name(config: Config) -> str:

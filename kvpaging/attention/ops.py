@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpaging.attention import cpu
+from kvpaging.attention import native
 from kvpaging.attention.inputs import AttentionOptions, Partial, Rows
 from kvpaging.attention.page_view import PageView
 
@@ -91,7 +91,7 @@ def _backend(x: Tensor) -> Any:
     """The module with the ops for tensors where x is. Only GPUs need Triton, so it is imported
     late."""
     if not x.is_cuda:
-        return cpu
+        return native
     from kvpaging.kernels import launch
 
     return launch

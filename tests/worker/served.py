@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from configs.loading import load
 from kvpaging import audit
+from kvpaging.native.library import library
 from kvpaging.store import BlockStore
 from tests.families import MAX_MODEL_LEN, NEW_TOKENS, build, prompts
 from worker.execution.model import PagedModel
@@ -49,8 +50,8 @@ class Models:
 
     def __init__(self, home: Path) -> None:
         self.home = home
-        self._weights: dict[tuple[str, str, int], PreTrainedModel] = {}
-        self._loaded: dict[tuple[str, int, int, str, str], tuple[EngineSpec, PagedModel]] = {}
+        self._weights: dict[tuple[str, str, int, bool], PreTrainedModel] = {}
+        self._loaded: dict[tuple[str, int, int, str, str, bool], tuple[EngineSpec, PagedModel]] = {}
 
     def directory(self, name: str) -> Path:
         path = self.home / name
@@ -68,7 +69,8 @@ class Models:
         kv_dtype: str = "auto",
     ) -> tuple[EngineSpec, PagedModel]:
         """What a server decides and loads; pages hold `tokens` tokens."""
-        key = (name, block_size, tokens, dtype, kv_dtype)
+        native = library() is not None
+        key = (name, block_size, tokens, dtype, kv_dtype, native)
         if key not in self._loaded:
             settings = {
                 "model.path": self.directory(name),
@@ -82,7 +84,7 @@ class Models:
             }
             config = load(None, [f"{name}={value}" for name, value in settings.items()])
             spec = resolve(config, self.directory(name), free_bytes=FREE_BYTES)
-            same = (name, dtype, spec.memory.max_model_len)
+            same = (name, dtype, spec.memory.max_model_len, native)
             if same in self._weights and kv_dtype == "auto":
                 store = BlockStore(spec.layout, spec.memory.slices, spec.page_dtype, spec.device)
                 model = PagedModel(twin(self._weights[same]), store)

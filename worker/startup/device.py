@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 from pathlib import Path
@@ -88,3 +89,9 @@ def keep_freed_memory() -> bool:
     except (OSError, AttributeError):
         return False
     return all(kept)
+
+
+def release_freed_memory() -> None:
+    """Give back to the kernel what is freed now, once, where this libc can."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

@@ -12,7 +12,9 @@ from kvpaging.store import BlockStore, Layout, layout
 from worker.execution.batch import Batch
 from worker.execution.fused import fuse
 from worker.execution.int8 import Int8Linear
+from worker.execution.layers import replace_layers
 from worker.execution.model import ModelShape, PagedModel, UnsupportedModel
+from worker.execution.packed import pack_linears
 
 # Root mean square of the logits' difference, in units of their own spread. Models take softmax,
 # norms and rotary tables in float32 whatever their dtype, hence no less for float64.
@@ -38,6 +40,8 @@ def checked_model(hf: PreTrainedModel, store: BlockStore, shape: ModelShape) -> 
     limit = _tolerance(hf)
     if not getattr(hf, "is_quantized", False):  # packed weights cannot be joined
         fuse(hf)
+        pack_linears(hf)
+        replace_layers(hf)
     if store.layout.quantised:
         _check_plain(hf, store.layout, shape, prompts, expected=expected, limit=limit)
     model = PagedModel(hf, store)

@@ -30,7 +30,14 @@ from worker.request import Request
 from worker.scheduling.prefix import HashInputs
 from worker.scheduling.state import Limits
 from worker.startup.build import build_draft, build_engine, geometries
-from worker.startup.device import choose_device, free_memory_bytes, has_fast_bfloat16, has_fp8
+from worker.startup.device import (
+    choose_device,
+    free_memory_bytes,
+    has_fast_bfloat16,
+    has_fp8,
+    release_freed_memory,
+)
+from worker.startup.kernels import share_threads
 from worker.startup.memory import DoesNotFit, plan_host, plan_memory, with_slices
 from worker.startup.selfcheck import check_plain, checked_model
 from worker.startup.spec import EngineSpec
@@ -259,6 +266,9 @@ def load(
     progress: Callable[[str], None] = lambda line: None,
 ) -> tuple[PagedModel, str]:
     """The model, checked and warm, with its pages; and the result of `fix_rotary`."""
+    ours = spec.shape.linears.prevail and not (spec.weights.int8 or spec.weights.packed)
+    if ours and spec.device.type == "cpu" and spec.dtype == torch.float32:
+        share_threads()
     progress(f"loading {spec.name} weights")
     hf = load_weights(spec)
     if spec.dtype == torch.float64:
@@ -273,6 +283,7 @@ def load(
     progress("checking paged attention against the model's own")
     with refusing(spec.weights, spec.device):
         model = checked_model(hf, store, spec.shape)
+    release_freed_memory()  # the weights as they were before they were packed
     warm_up(store, spec.shape, spec.dtype, partials=spec.memory.ranks > 1)
     if spec.config.model.compile:
         progress("compiling the model")

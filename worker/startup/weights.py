@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.quantizers.auto import AutoHfQuantizer
 
+from kvpaging.native.library import library
 from worker.execution import int8
 from worker.execution.model import UnsupportedModel
 from worker.startup.memory import DoesNotFit, gib
@@ -38,6 +39,9 @@ def plan_weights(spec: EngineSpec, setting: str) -> Weights:
     if own is not None:
         return _own(own, spec, setting, plain_bytes)
     if asked != INT8:
+        if device.type == "cpu" and dtype == torch.float32 and library() is not None:
+            # Packed: a head that is tied to an embedding is kept beside it.
+            plain_bytes = (shape.linears.weights + shape.linears.kept) * dtype.itemsize
         return Weights(str(dtype).removeprefix("torch."), plain_bytes, plain_bytes)
     if device.type != "cpu":
         raise UnsupportedModel(

@@ -9,6 +9,7 @@ frequencies change.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ import torch
 
 from tests.covering import uncovered
 from tests.families import FAMILIES, PROMPT_LENGTHS, reference
+from tests.kvpaging.native.compiling import kernels
 from tests.worker.cases import (
     ALIKE,
     EQUALITY,
@@ -97,10 +99,12 @@ def test_tokens_equal_transformers_in_the_full_product(models: Models, name: str
         run(models, case)
 
 
+@pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_float32_tokens_equal_transformers(models: Models, name: str) -> None:
-    engine = models.engine(name, 16, chunk=13, dtype="float32")
-    outputs = generate(engine, ALL, random=Random(name))
+def test_float32_tokens_equal_transformers(models: Models, name: str, native: bool) -> None:
+    with kernels() if native else nullcontext():
+        engine = models.engine(name, 16, chunk=13, dtype="float32")
+        outputs = generate(engine, ALL, random=Random(name))
     assert outputs == {index: reference(name, index, torch.float32) for index in ALL}
 
 
