@@ -9,6 +9,7 @@ none is begun last and waited for.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,14 @@ def _log_as_before() -> Iterator[None]:
     yield
     log.handlers[:], log.propagate = handlers, propagate
     log.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def _kernels_as_before() -> Iterator[None]:
+    """Nor does what a test has its process compute with."""
+    yield
+    if (native := sys.modules.get("kvpaging.native.library")) is not None:
+        native.use(None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

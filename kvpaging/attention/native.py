@@ -30,6 +30,7 @@ ALL_KEYS = 1 << 62
 def _serving(x: Tensor, pages: PageView) -> Library | None:
     """The kernels, where they can read these pages."""
     plain = x.dtype == torch.float32 and pages.scales is None and pages.k.dtype in DTYPES
+    plain = plain and pages.v.dtype == pages.k.dtype
     dense = all(p.stride(3) == 1 and p.stride(2) == p.shape[3] for p in pages[:2])
     size = pages.k.shape[2]
     fits = x.shape[1] <= PIECE_ROWS * pages.k.shape[1] and size & (size - 1) == 0

@@ -2,10 +2,10 @@
 
 A piece of work is a few queries with one KV head, whose query heads are treated as more queries. It
 goes over keys WIDTH at a time, with a running maximum and sum for each query (arXiv 1805.02867).
-Where tiles of keys begin depends on a row's table alone, and a tile that a query does not see leaves
-its sums as they are: a query's result depends on its own position only, not on the queries, rows or
-chunk beside it. So keys that several rows share are read once for all of them, in a piece before
-those of the rows, which go on from its sums: the same sums in the same order. */
+Where tiles of keys begin depends on a row's table alone, and a tile that a query does not see
+leaves its sums as they are: a query's result depends on its own position only, not on the queries,
+rows or chunk beside it. So keys that several rows share are read once for all of them, in a piece
+before those of the rows, which go on from its sums: the same sums in the same order. */
 
 #include "pool.h"
 #include "vectors.h"
@@ -29,7 +29,8 @@ typedef struct {
   const int64_t *phases; /* [k + 1]: the pieces of each phase begin here; one follows another */
   int64_t phase_count;
   float *kept; /* [T, Hq, 2 + columns]: maximum, total and sums of queries between phases */
-  int64_t heads, kv_heads, k_dim, v_dim, block_shift; /* B is 1 << block_shift: a division takes longer than a key */
+  int64_t heads, kv_heads, k_dim, v_dim;
+  int64_t block_shift; /* B is 1 << block_shift: a division takes longer than a key */
   int64_t window; /* 0: none */
   float scale, softcap; /* softcap 0: none */
   int32_t dtype, threads;
@@ -59,7 +60,8 @@ INLINE int64_t entry_start(const Attention *a, int64_t row, int64_t e) {
 [WIDTH, columns]; their positions, past every query where there is no key. */
 INLINE void gather_as(const Attention *a, Scratch *s, int64_t row, int64_t kv_head, int64_t at,
                       int32_t *positions, int dtype) {
-  int64_t wide = columns(a), keys = (int64_t)a->blocks[row] << a->block_shift, size = dtype == FLOAT32 ? 4 : 2;
+  int64_t wide = columns(a), keys = (int64_t)a->blocks[row] << a->block_shift;
+  int64_t size = dtype == FLOAT32 ? 4 : 2;
   const char *k[WIDTH];
   for (int64_t j = 0; j < WIDTH; j++) {
     int64_t key = at + j < keys ? at + j : at; /* one that is there, and masked */
@@ -97,14 +99,17 @@ static void gather(const Attention *a, Scratch *s, int64_t row, int64_t kv_head,
     gather_as(a, s, row, kv_head, at, positions, BFLOAT16);
 }
 
-INLINE floats capped(floats x, float cap) { /* cap * tanh(x / cap) */
-  return cap - 2.0f * cap / (exponential(choose(x * (2.0f / cap) > 80.0f, all(80.0f), x * (2.0f / cap))) + 1.0f);
+/* Number by number: what is left of an exponential after a difference is too few digits here. */
+INLINE floats capped(floats x, float cap) {
+  for (int i = 0; i < LANES; i++) x[i] = cap * tanhf(x[i] / cap);
+  return x;
 }
 
 /* Turn the scores of one query into weights; its sums so far are scaled to the new maximum. */
 static void weigh(const Attention *a, Scratch *s, int64_t r, const int32_t *positions) {
   int64_t wide = columns(a);
   float *scores = s->scores + r * WIDTH;
+  ints some = {0};
   floats x[2], most = all(s->most[r]);
   int64_t last = s->position[r], first = a->window ? last - a->window + 1 : 0;
   for (int half = 0; half < 2; half++) {
@@ -112,14 +117,16 @@ static void weigh(const Attention *a, Scratch *s, int64_t r, const int32_t *posi
     if (a->softcap > 0) x[half] = capped(x[half], a->softcap);
     ints at = *(const ints *)(positions + half * LANES);
     ints seen = (at <= (int32_t)last) & (at >= (int32_t)first);
+    some |= seen;
     x[half] = choose(seen, x[half], all(-INFINITY));
     most = choose(x[half] > most, x[half], most);
   }
   float top = largest(most);
-  if (top == -INFINITY) {
+  if (top == -INFINITY && largest(choose(some, all(1.0f), all(0.0f))) == 0.0f) {
     memset(scores, 0, WIDTH * sizeof(float));
     return;
   }
+  if (top == -INFINITY) top = 0.0f; /* nan is larger than nothing: the weights are nan too */
   float before = s->most[r] == -INFINITY ? 0.0f : exponential(all(s->most[r] - top))[0];
   floats left = exponential(x[0] - top), right = exponential(x[1] - top);
   *(floats *)scores = left;

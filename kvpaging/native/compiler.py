@@ -6,6 +6,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -29,9 +30,10 @@ def compiled(directory: Path, cc: str = "cc", target: str = "native") -> Path:
     path = directory / f"kernels-{_digest(found, options)}.so"
     if not path.is_file():
         directory.mkdir(parents=True, exist_ok=True)
-        made = directory / f"{path.name}.{os.getpid()}"
-        _run(found, *options, *(str(HERE / name) for name in SOURCES), "-lm", "-o", str(made))
-        made.replace(path)
+        with tempfile.TemporaryDirectory(dir=directory) as home:
+            made = Path(home) / path.name
+            _run(found, *options, *(str(HERE / name) for name in SOURCES), "-lm", "-o", str(made))
+            made.replace(path)
     return path
 
 

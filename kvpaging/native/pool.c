@@ -20,6 +20,8 @@ nothing left, and one that was interrupted delays only the piece that it has. */
 
 #if defined(__x86_64__)
 #define pause() __builtin_ia32_pause()
+#elif defined(__aarch64__)
+#define pause() __asm__ volatile("isb" ::: "memory")
 #else
 #define pause() __asm__ volatile("" ::: "memory")
 #endif

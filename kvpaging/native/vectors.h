@@ -103,7 +103,8 @@ INLINE floats exponential(floats x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  return choose(x < -87.0f, all(0.0f), (floats)((ints)p + power));
+  p = choose(x < -87.0f, all(0.0f), (floats)((ints)p + power));
+  return choose(x == x, p, x); /* nan stays nan */
 }
 
 /* c[rows, WIDTH] = (adds ? c : 0) + a[rows, k] b[k, WIDTH], b in float32 or bfloat16. */

@@ -24,8 +24,10 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, outputs: int) -> Ten
     native = library()
     if native is None:
         raise RuntimeError("weights are packed for kernels that this process no longer uses")
-    x = x.contiguous()
     inputs = weight.shape[1]
+    assert x.dtype == torch.float32
+    assert x.shape[-1] == inputs
+    x = x.contiguous()
     y = x.new_empty(*x.shape[:-1], outputs)
     native.linear(
         x.data_ptr(),
@@ -52,23 +54,23 @@ torch.library.register_fake("kvatlas::packed_linear", _product_shape, lib=_LIBRA
 class PackedLinear(nn.Module):
     """Replaces a linear layer of float32."""
 
-    weight: Tensor
+    packed: Tensor
     bias: Tensor | None
 
     def __init__(self, layer: nn.Linear, panel_width: int) -> None:
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.register_buffer("weight", pack(layer.weight.detach(), panel_width), persistent=False)
+        self.register_buffer("packed", pack(layer.weight.detach(), panel_width), persistent=False)
         bias = None if layer.bias is None else layer.bias.detach()
         self.register_buffer("bias", bias, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             found: Tensor = torch.ops.kvatlas.packed_linear(
-                x, self.weight, self.bias, self.out_features
+                x, self.packed, self.bias, self.out_features
             )
             return found
-        return product(x, self.weight, self.bias, self.out_features)
+        return product(x, self.packed, self.bias, self.out_features)
 
 
 def pack(weight: Tensor, panel_width: int) -> Tensor:
@@ -93,6 +95,9 @@ def pack_linears(model: nn.Module) -> int:
         for name, layer in parent.named_children()
         if type(layer) is nn.Linear and layer.weight.dtype == torch.float32
     ]
-    for parent, name, layer in layers:
+    count = len(layers)
+    while layers:  # each is freed before the next is packed: they are most of the memory
+        parent, name, layer = layers.pop()
         setattr(parent, name, PackedLinear(layer, native.panel_width))
-    return len(layers)
+        del layer
+    return count

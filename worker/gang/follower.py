@@ -16,6 +16,7 @@ from worker.gang.runner import Follower
 from worker.startup import start
 from worker.startup.build import build_follower
 from worker.startup.device import keep_freed_memory
+from worker.startup.kernels import share_threads
 
 log = logging.getLogger("kvatlas.worker")
 
@@ -52,6 +53,7 @@ class GPUFollower:
         spec, comms = connected(config, directory, member)
         assert comms is not None
         gang, blocks = comms
+        share_threads(spec)
         model, _ = start.load(spec, member.clock, log.info)
         made = build_follower(spec, model, gang, member.clock, member.cpu_clock)
         member.ready(rank_info(self.gang, spec, made.runner))

@@ -12,6 +12,7 @@ from kvpaging.native.compiler import NoCompiler, compiled
 from kvpaging.native.library import Library, library, use
 from worker.execution.model import UnsupportedModel
 from worker.startup.device import choose_device
+from worker.startup.spec import EngineSpec
 
 
 def use_kernels(asked: ModelConfig, directory: Path, say: Callable[[str], None]) -> None:
@@ -34,13 +35,17 @@ def use_kernels(asked: ModelConfig, directory: Path, say: Callable[[str], None])
         say(f"computing with torch, slower than with our own kernels: {error}")
 
 
-def share_threads() -> None:
-    """Give the threads of this process to our kernels, where there are any, and one to torch: for a
-    model whose products they compute.
+def share_threads(spec: EngineSpec) -> None:
+    """Give the threads of this process to our kernels and one to torch, where most of the model's
+    work is theirs; else torch does all of it.
 
     Two teams on the same cores wait for each other: one still spins when the other begins.
     """
-    native, threads = library(), torch.get_num_threads()
-    if native is not None and threads > native.threads:
-        native.threads = threads
+    native, weights = library(), spec.weights
+    products = spec.shape.linears.prevail and not (weights.int8 or weights.packed)
+    plain = spec.dtype == torch.float32 and not spec.layout.quantised
+    if spec.device.type != "cpu" or not (products and plain):
+        use(None)
+    elif native is not None:
+        native.threads = max(native.threads, torch.get_num_threads())
         torch.set_num_threads(1)

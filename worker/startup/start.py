@@ -56,6 +56,12 @@ def resolve(
     device = choose_device(config.model.device)
     dtype = _dtype(config, hf_config.get_text_config(decoder=True), device)
     on_cpu = device.type == "cpu"
+    if config.model.cpu_kernels == "native" and not (on_cpu and dtype == torch.float32):
+        name = str(dtype).removeprefix("torch.")
+        raise UnsupportedModel(
+            f"model.cpu_kernels=native is for float32 on a CPU, and this model computes in {name} "
+            f"on {device.type}; use model.cpu_kernels=auto, or model.dtype=float32 on a CPU"
+        )
     shape = probe(hf_config)
     pages = _layout(config, shape, dtype, device)
     limits, params = _limits(config, shape.vocab_size, on_cpu)
@@ -247,6 +253,7 @@ def start(
     progress: Callable[[str], None] = lambda line: None,
 ) -> Engine:
     """Load, check and build the engine, alone or of rank 0. Raises UnsupportedModel."""
+    share_threads(spec)
     model, rotary = load(spec, clock, progress)
     hash_inputs = HashInputs(
         fingerprint(spec.directory, rotary, spec.weights.format), spec.kv_dtype, key
@@ -266,9 +273,6 @@ def load(
     progress: Callable[[str], None] = lambda line: None,
 ) -> tuple[PagedModel, str]:
     """The model, checked and warm, with its pages; and the result of `fix_rotary`."""
-    ours = spec.shape.linears.prevail and not (spec.weights.int8 or spec.weights.packed)
-    if ours and spec.device.type == "cpu" and spec.dtype == torch.float32:
-        share_threads()
     progress(f"loading {spec.name} weights")
     hf = load_weights(spec)
     if spec.dtype == torch.float64:

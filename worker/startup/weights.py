@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from kvpaging.native.library import library
 from worker.execution import int8
 from worker.execution.model import UnsupportedModel
 from worker.startup.memory import DoesNotFit, gib
@@ -34,12 +33,12 @@ def plan_weights(spec: EngineSpec, setting: str) -> Weights:
     Raises UnsupportedModel, which names the method, what is missing and what is possible.
     """
     asked, shape, dtype, device = spec.config.model.weights, spec.shape, spec.dtype, spec.device
-    plain_bytes = shape.weight_count * dtype.itemsize
+    plain_bytes, kernels = shape.weight_count * dtype.itemsize, spec.config.model.cpu_kernels
     own = own_quantisation(spec.hf_config)
     if own is not None:
         return _own(own, spec, setting, plain_bytes)
     if asked != INT8:
-        if device.type == "cpu" and dtype == torch.float32 and library() is not None:
+        if device.type == "cpu" and dtype == torch.float32 and kernels != "torch":
             # Packed: a head that is tied to an embedding is kept beside it.
             plain_bytes = (shape.linears.weights + shape.linears.kept) * dtype.itemsize
         return Weights(str(dtype).removeprefix("torch."), plain_bytes, plain_bytes)

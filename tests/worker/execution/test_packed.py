@@ -23,7 +23,7 @@ def test_equals_torch_whatever_is_beside_a_row(target, inputs, outputs, exact):
     with kernels(target) as native, torch.inference_mode():
         packed = PackedLinear(layer, native.panel_width)
         # One number may be a bfloat16 by chance.
-        assert packed.weight.dtype == torch.bfloat16 or not exact
+        assert packed.packed.dtype == torch.bfloat16 or not exact
         for rows in (1, 5, 13, 100, 230):
             x = torch.randn(2, rows, inputs)
             got = packed(x)
@@ -36,7 +36,7 @@ def test_weights_that_bfloat16_does_not_hold_stay_as_they_are():
     layer.weight.data.fill_(1.0)
     layer.weight.data[3, 3] = 1.001
     with kernels() as native:
-        assert PackedLinear(layer, native.panel_width).weight.dtype == torch.float32
+        assert PackedLinear(layer, native.panel_width).packed.dtype == torch.float32
 
 
 def test_only_linear_layers_of_float32_are_packed():
@@ -64,4 +64,4 @@ def test_a_compiled_graph_calls_it():
         compiled = torch.compile(packed, fullgraph=True, dynamic=True, backend="aot_eager")
         for rows in (3, 9):
             x = torch.randn(rows, 16)
-            assert torch.equal(compiled(x), product(x, packed.weight, packed.bias, 48))
+            assert torch.equal(compiled(x), product(x, packed.packed, packed.bias, 48))
