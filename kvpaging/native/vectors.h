@@ -103,7 +103,7 @@ INLINE floats exponential(floats x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  p = choose(x < -87.0f, all(0.0f), (floats)((ints)p + power));
+  p = choose(x < -87.0f, all(0.0f), (floats)((words)p + (words)power));
   return choose(x == x, p, x); /* nan stays nan */
 }
 
