@@ -1,7 +1,7 @@
 """Norms and gated MLPs of a model on a CPU, computed by `kvpaging.native` where they behave alike.
 
-A module is replaced only if its own code gives the same, whatever it is called: a
-family that scales, clips or gates in another way keeps its own.
+A module is replaced only if its own code gives the same, whatever it is called: a family that
+scales, clips or gates in another way keeps its own.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _serving(x: Tensor) -> Library | None:
 
 @torch.inference_mode()
 def replace_layers(model: nn.Module) -> int:
-    """Replace what behaves alike, in place; returns how many modules. None without kernels."""
+    """Replace what behaves alike, in place; returns how many modules, 0 without kernels."""
     replaced = 0
     for parent in list(model.modules()):
         for name, module in list(parent.named_children()):

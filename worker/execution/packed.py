@@ -85,7 +85,7 @@ def pack(weight: Tensor, panel_width: int) -> Tensor:
 
 
 def pack_linears(model: nn.Module) -> int:
-    """Replace each linear layer of float32 in place; returns how many. None without kernels."""
+    """Replace each linear layer of float32 in place; returns how many, 0 without kernels."""
     native = library()
     if native is None:
         return 0
